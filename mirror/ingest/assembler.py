@@ -1,4 +1,4 @@
-"""The assembly of a stream's messages to whole snapshots, which are staged and then published.
+"""Assembles a stream's messages into whole snapshots, which are staged and then published.
 
 Knows the newest complete boundary, the position, the open snapshot and the manifest at the position. Must never know
 requests, answers, connections or retries: those are the machine's.
@@ -47,7 +47,7 @@ class Violation(Exception):
 
 class Assembler:
     def __init__(self, on_publish: Callable[[list[Instruction]], None]) -> None:
-        """`on_publish` is called after each PublishSnapshot, which it may follow up."""
+        """`on_publish` is called after each PublishSnapshot, and may append instructions."""
         self._on_publish = on_publish
         self._collections = True
         self._filter: StreamFilter | None = None
@@ -59,7 +59,7 @@ class Assembler:
         self._held_snapshot: SnapshotRange | None = None
         self._purge_seqno: int | None = None
         self._replaces_end = False
-        self._resumed_end = Seqno(0)  # the snapshot that a mid-snapshot request continues is complete only here
+        self._resumed_end = Seqno(0)  # the snapshot of a mid-snapshot request is complete only here
 
     def load(self, state: VbucketState) -> None:
         self.boundary_seqno = state.staging_published_seqno
@@ -121,7 +121,7 @@ class Assembler:
                 if not self._collections and event.start_seqno > current.end_seqno:
                     self._close(out)
                     current = None
-            if current is not None:  # it continues: the first marker's start counts
+            if current is not None:  # the snapshot continues: its first marker's start counts
                 start_seqno = min(start_seqno, current.start_seqno)
         self._replaces_end = False
         self._purge_seqno = event.purge_seqno or None
@@ -133,7 +133,7 @@ class Assembler:
                 self.open_snapshot = None
 
     def rows(self, rows: list[Row], byte_count: int, out: list[Instruction]) -> None:
-        """Stage a run of rows: constant work, whatever its length. The store checks the order inside."""
+        """Stage a run of rows in constant time. The store checks the order inside the run."""
         open_snapshot = self.open_snapshot
         if open_snapshot is None or self._replaces_end:
             raise Violation(f"a row at {_seqno_of(rows[0])} outside any snapshot")
@@ -189,12 +189,12 @@ class Assembler:
         self._moved_to(seqno, out)
 
     def _manifest_before(self) -> Manifest:
-        """Return the manifest, without the default collection if the filter hides it: it exists without an event."""
+        """Return the manifest. If the filter hides the default collection, which exists without an event, leave it out."""
         shown = self._filter is None or self._filter.shows_by_itself(DEFAULT_COLLECTION, collections.DEFAULT_SCOPE)
         return self.manifest if shown else collections.without_default(self.manifest)
 
     def sync_write(self, event: Prepare | Commit | Abort, out: list[Instruction]) -> None:
-        """Skip a prepare or an abort: it takes its seqno and no reader sees it.
+        """Skip a prepare or an abort: only its seqno counts.
 
         A mirror never requests sync writes, so a source sends a commit as a mutation with the prepare's value
         (docs/protocol.md 2.6). A COMMIT message has no value, and its prepare was skipped.

@@ -2,10 +2,12 @@
 
 Knows decoded system events and `storage.model.Manifest`; must never know frames, streams or documents.
 
-Invariants: a manifest is never changed, a new one is returned; its uid never falls; a collection's `begin_seqno` never
-falls, and documents at or below it are not of the collection (a begin for a known collection is a flush: dropping or
-flushing a collection sends no deletions, docs/protocol.md 2.11). Events may be missing, deduplicated away by later
-ones: an end without a begin, or a scope's end without its collections' ends, is no error.
+Invariants:
+- an event never changes a manifest: it makes a new one, whose uid is not lower;
+- a collection's `begin_seqno` never falls, and documents at or below it are not of the collection. (A begin for a known
+  collection is a flush. A drop or a flush sends no deletions, docs/protocol.md 2.11);
+- events may be missing because later ones replaced them: an end without a begin, or a scope's end without its
+  collections' ends, is no error.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def apply(
 ) -> Manifest:
     """Return the manifest as it stands from `seqno` on.
 
-    `scope_names` are known from elsewhere: a stream of single collections brings no scope's events.
+    `scope_names` are for streams of single collections, which bring no scope's events.
     """
     changed = _RULES[type(content)](manifest, content, seqno)
     if scope_names and isinstance(content, (CollectionCreated, CollectionModified)):
@@ -46,7 +48,7 @@ def apply(
 
 
 def change_by(content: SystemEventContent, before: Manifest, after: Manifest) -> ManifestChange:
-    """Return an event's change of a manifest; compare only the scope and collection that it names."""
+    """Return an event's change of a manifest; compare only the scope and collection that the event names."""
     named = () if isinstance(content, (ScopeCreated, ScopeDropped)) else (content.collection_id,)
     return ManifestChange.between(before, after, (content.scope_id,), named)
 
@@ -69,7 +71,7 @@ def _created(manifest: Manifest, content: CollectionCreated, seqno: Seqno) -> Ma
 
 
 def _modified(manifest: Manifest, content: CollectionModified, _seqno: Seqno) -> Manifest:
-    # Other settings, the same documents. Ids are never used twice, so an unknown begin may be taken as 0.
+    # The settings changed, the documents did not. Ids are never used twice, so 0 can stand for an unknown begin.
     known = manifest.collections.get(content.collection_id)
     return _with_collection(manifest, content, Seqno(0) if known is None else known.begin_seqno)
 

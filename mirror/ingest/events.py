@@ -1,4 +1,4 @@
-"""The events of a vbucket: everything `VbucketMachine.handle` takes that is not a wire event.
+"""The events of a vbucket: the input of `VbucketMachine.handle` besides wire events.
 
 Wire events of a stream (SnapshotMarker, SeqnoAdvanced, SystemEvent, OsoSnapshot, StreamEnd, Prepare, Commit, Abort) are
 handed to the machine as `mirror.wire` decoded them. Opaques must be unique over all connections that a machine ever
@@ -24,19 +24,19 @@ Row = tuple[bytes, bytes]
 class Start:
     """A connection to the active node is ready (DCP opened, controls sent): streams may be requested.
 
-    It also ends `refused`. A machine that still has a stream closes it first.
+    Start also ends the phase REFUSED. A machine that still has a stream closes it first.
     """
 
     collections: bool = True
     """HELLO Collections was granted: keys carry their collection id and snapshots always reach their end."""
     sends_purge_seqno: bool = False
-    """V2.2 markers were granted (8.0): a mid-snapshot request may say which purge seqno its rows were taken at."""
+    """V2.2 markers were granted (8.0): a mid-snapshot request may name its snapshot's purge seqno."""
     by_mirror: bool = False
     """The node is a mirror: it may be behind this one, and will catch up."""
     end_seqno: int = SEQNO_MAX
     filter: StreamFilter | None = None
     scope_names: Mapping[int, str] = field(default_factory=dict)
-    """By id, for streams of single collections, which bring no scope's events."""
+    """Names by scope id, for streams of single collections, which bring no scope's events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class StreamRollback:
 
 @dataclass(frozen=True, slots=True)
 class StreamRefused:
-    """The stream request was answered with any other status; `context` is the answer's body."""
+    """The stream request got another status than success or rollback; `context` is the answer's body."""
 
     opaque: int
     status: int
@@ -165,7 +165,7 @@ class StagingRefused:
 
 @dataclass(frozen=True, slots=True)
 class KeyRefused:
-    """The stream brought a document whose key cannot be one."""
+    """The stream brought a document with an invalid key."""
 
     opaque: int
     text: str
@@ -182,7 +182,7 @@ Answer = (
     | ResyncRefused
     | StagingRefused
 )
-"""The answers that the execution of an instruction can have at once."""
+"""The answers that an executed instruction can give at once."""
 
 FromTheSource = StreamAccepted | StreamRollback | StreamRefused | FailoverLogReceived | FailoverLogRefused | KeyRefused
 LocalEvent = Start | Stop | NoActiveNode | RetryDue | HighSeqno | FromTheSource | Answer

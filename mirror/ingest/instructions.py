@@ -1,12 +1,11 @@
 """Instructions: the values that `VbucketMachine.handle` returns, one for each action.
 
-Says what each instruction means and what its host (`feed.host`) guarantees; must never know how.
+Defines the instructions, and the guarantees of their host (`feed.host`); must never know their execution.
 
 A host guarantees:
-- the instructions of one list are executed in list order; if one fails, the rest of its list is dropped and the
-  machine is sent StagingRefused, or, if the store itself failed, is replaced by a new machine made from the stored
-  state;
-- the instructions that say "answered by" are followed by that event, and until then nothing is sent for the vbucket;
+- the instructions of one list are executed in list order. If one fails, the rest of the list is dropped, and the
+  machine gets StagingRefused. If the store itself failed, a new machine made from the stored state replaces this one;
+- an instruction that says "answered by" is followed by that event; until then nothing is sent for the vbucket;
 - durable before acknowledged: AnswerMarker is only returned for a snapshot whose Published was handed in.
 
 The instances are not frozen, for speed (each live snapshot makes two). Do not change one.
@@ -80,7 +79,7 @@ class AnswerMarker:
 
 @dataclass(slots=True)
 class RefreshMap:
-    """Get a new cluster map; `config` is one if not empty."""
+    """Get a new cluster map; a `config` that is not empty is one."""
 
     config: bytes = b""
 
@@ -117,7 +116,7 @@ class Advance:
 
 @dataclass(slots=True)
 class StageSystemEvent:
-    """Stage a system event's row and the manifest as it stands from there on."""
+    """Stage a system event's row, and the manifest from that event on."""
 
     seqno: Seqno
     row_value: bytes
@@ -141,7 +140,7 @@ class PublishSnapshot:
 
 @dataclass(slots=True)
 class SaveFacts:
-    """Save the given facts, and leave the others, no later than the first row of the stream that they came with."""
+    """Save the given facts, no later than the first row of their stream; keep the others."""
 
     facts: SourceFacts
 
@@ -204,4 +203,4 @@ Instruction = (
     | RetryAfter
     | ReportStatus
 )
-"""Every instruction there is: a host that leaves one out does not pass the type checker (`assert_never`)."""
+"""All instructions. The type checker (`assert_never`) rejects a host that leaves one out."""

@@ -2,8 +2,8 @@
 
 Knows the connection and, by TRANSITIONS, which events are legal in a phase and which phases may follow. An event that
 is not in its phase's row is stale or comes from a peer that breaks the rules; it is counted and ignored, so the machine
-accepts any input. Must never know how connections and opaques are made, delays, or how the store works. The decisions
-are functions over `MachineState`: `handshake` until a stream is accepted, `streaming` from then on.
+accepts any input. Must never know the making of connections and opaques, delays, or the store. The decisions are
+functions over `MachineState`: `handshake` until a stream is accepted, `streaming` from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mirror.wire.events import (
 
 
 class VbucketMachine(MachineState):
-    """Decides for one vbucket. Made from the stored state, and again when the store had to drop its batch."""
+    """Decides for one vbucket. It is made from the stored state, and made again after the store dropped its batch."""
 
     def handle(self, event: ev.LocalEvent | Event) -> list[Instruction]:
         """Take one event; return the instructions that follow, in order."""

@@ -9,9 +9,9 @@ with ERANGE; docs/protocol.md 2.4). Of the three kinds of offset:
 - between snapshots: E,E,E where E is the newest complete boundary. The range of a marker whose first item was not yet
   accepted is never part of an offset;
 - inside a snapshot: start is the last staged seqno X, the range is [E, end of the open snapshot]. The range begins at
-  our own boundary and not at the marker's start, which is not reliable (2.6). With the marker's start, a first item
-  would have start = snap_start: the producer would take the snapshot for not begun and might accept on another history,
-  which never sends the items that were deduplicated below.
+  our own boundary and not at the marker's start, which is not reliable (2.6). With the marker's start, start could
+  equal snap_start after the first item. The producer would then assume that the snapshot has not begun. It might accept
+  on another history, which never sends the items that were deduplicated below.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Action(Enum):
     WAIT_FOR_COLLECTIONS = auto()
     """Wait until there are collections to ask for."""
     GO_BACK = auto()
-    """Drop the open snapshot, else search common history: the source cannot continue from there."""
+    """Drop the open snapshot, or without one search common history: the source cannot continue from there."""
     REFUSED = auto()
     """Report it and ask again after up to a minute: an administrator may grant the privilege."""
     STOP = auto()
@@ -155,6 +155,6 @@ SCHEDULES: dict[RetryReason, Schedule] = {
 
 
 def delay_s(reason: RetryReason, attempt: int, jitter: float) -> float:
-    """Return the delay before try number `attempt` (0 is the first); `jitter` is any number, of which 0 to 1 counts."""
+    """Return the delay before try number `attempt` (0 is the first); `jitter` is clamped to 0..1."""
     full_s = SCHEDULES[reason].full_delay_s(attempt)
     return full_s * (0.5 + 0.5 * min(max(jitter, 0.0), 1.0))

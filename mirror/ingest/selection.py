@@ -2,8 +2,8 @@
 
 Knows names, ids and the source's manifest (GET_COLLECTIONS_MANIFEST; kv_engine docs/Collections.md). Must never know
 connections, nor a vbucket's position. People choose names, and names identify a mirror; streams request ids, and a name
-that is dropped and made again has another one. Invariants: a selection has one canonical text, and a filter too; a
-filter names only what the manifest holds, because a source refuses any other.
+that is dropped and made again has another id. Invariants: a selection and a filter have one canonical text each; a
+filter names only parts of the manifest, because a source refuses any others.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StreamFilter:
 class Resolved:
     uid: int
     filter: StreamFilter | None
-    """None: the whole bucket; with `missing`: no existing collection."""
+    """None: the whole bucket, or with `missing` no existing collection."""
     missing: tuple[str, ...] = ()
     collection_ids: tuple[int, ...] = ()
     """The collections whose high seqnos bound the streams."""

@@ -103,13 +103,13 @@ class MachineState:
     def load(self, state: VbucketState) -> None:
         self.assembler.load(state)
         self.stored = state
-        """As it was loaded, with the facts that were saved since."""
+        """The state as loaded, with the facts that were saved since."""
         self.resyncing = state.staging_branch != state.branch and not self.assembler.boundary_seqno
         self.empty_reported = bool(state.failover_log) and not self.resyncing  # matters only while nothing is held
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 
     def save(self, out: list[Instruction], **facts: Unpack[SourceFacts]) -> None:
-        """Have facts saved if one of them is new."""
+        """Append SaveFacts if one of the facts is new."""
         changed = self.stored._replace(**facts)
         if changed != self.stored:
             self.stored = changed

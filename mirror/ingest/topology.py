@@ -29,7 +29,7 @@ HOST_PLACEHOLDER = "$HOST"
 """Stands for the address that the map was requested from."""
 
 VIEWS = "couchapi"
-"""The capability of buckets that have views, as only persistent ones have."""
+"""The capability of buckets with views. Only persistent buckets have it."""
 SYSTEM_CAPABILITIES = frozenset(("querySystemCollection", "mobileSystemCollection"))
 """Capabilities of buckets that have a scope `_system`, as all have since 7.6."""
 
@@ -50,7 +50,7 @@ class MalformedClusterMap(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A data node's KV service. A port of None: not offered (plain, or TLS)."""
+    """A data node's KV service. A port (plain or TLS) that is not offered is None."""
 
     host: str
     kv_port: int | None
@@ -79,13 +79,13 @@ class ClusterMap:
     ephemeral: bool = False
     """The bucket lives in memory and is never persisted."""
     system_collections: bool = False
-    """The bucket has collections of the server's own, which only the privileged see."""
+    """The bucket has the server's own collections, which only privileged users see."""
     network: str = "default"
-    """The network of the nodes' addresses; later maps of the same source are read by the same."""
+    """The network of the nodes' addresses; later maps of the source are read with the same."""
     network_offered: bool = True
-    """True if some node has addresses of that network; else all have their own."""
+    """True if some node has addresses of that network. If none has, all keep their own addresses."""
     replaces: bool = False
-    """It takes the place of a map of its own revision (`NewestMap.instead`)."""
+    """True if this map replaces a map of equal revision (`NewestMap.instead`)."""
     of_mirror: bool = False
     """The map of a mirror's DCP port, which names itself alone: its revisions are not those of the cluster's maps."""
 
@@ -172,7 +172,9 @@ class NewestMap:
         return MapVerdict.KNOWN
 
     def instead(self, found: ClusterMap, away: Callable[[Node], bool]) -> ClusterMap:
-        """Return the map, marked to replace the followed one if that has its revision and names nodes that are away."""
+        """Return the map. Mark it as a replacement if the followed map has the same revision and names nodes that are
+        away.
+        """
         current = self.current
         if current is None or current.of_mirror or found.revision != current.revision:
             return found

@@ -1,8 +1,8 @@
 """Large values of one process: read one after the other, in pieces, with other clients' requests between any two.
 
 Knows documents that are read in pieces, and turns; never a protocol. Decompressing runs in a thread, which lets the
-interpreter go on. Invariants: one value is read at a time, so a client waits for the values before its own and no
-longer; one turn copies, clears or frees a piece of memory at most: for 20 MiB that would take up to 16 ms.
+interpreter go on. Invariants: one value is read at a time, so a client waits only for the values before its own; one
+turn copies, clears or frees at most a piece of memory, because 20 MiB would take up to 16 ms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LARGE_BYTES = 256 * 1024
 """Larger values are read in pieces."""
 
 Pieces = list[Buffer]
-"""A value, or a part of it. An empty one stands for each that was let go of."""
+"""The pieces of a value, or of a part of it. A released piece is empty."""
 
 
 class UnreadableValue(CorruptedError, ValueError):
@@ -133,21 +133,21 @@ def let_go(turns: Turns, release: Callable[[], bool], then: Callable[[], object]
 
 
 def drop(pieces: Pieces) -> bool:
-    """Let go of the last piece that is left; False: that was all."""
+    """Release the last remaining piece; False: that was all."""
     while pieces and not pieces.pop():
         pass
     return any(pieces)
 
 
 def taken(pieces: Pieces) -> Iterator[bytes]:
-    """Yield the pieces; each is let go of at the next."""
+    """Yield the pieces; each is released at the next."""
     for at, piece in enumerate(pieces):
         pieces[at] = b""
         yield bytes(piece)
 
 
 def merged(parts: Pieces, bytes_max: int) -> Iterator[bytes]:
-    """Yield the bytes of these parts in pieces of `bytes_max` to twice that, but for the last. They are let go of."""
+    """Yield the bytes of these parts in pieces of `bytes_max` to twice that, except for the last. Release the parts."""
     found: list[Buffer] = []
     size = 0
     parts.reverse()

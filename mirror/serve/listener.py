@@ -1,10 +1,12 @@
 """Addresses of readers as the operator writes them, sockets that several processes share, and limits.
 
 Knows addresses, sockets and counters; must never know protocols. An address is `PORT`, `HOST:PORT`, `[IPV6]:PORT` or
-`unix:PATH`, with `tls://` before it for TLS; commas part several. Invariants: addresses beyond this machine need TLS
-and a users file; each process binds a TCP port for itself (SO_REUSEPORT: the kernel deals new connections out, and a
-dead process takes only its own along), while a Unix socket is bound once and its descriptor inherited; the supervisor
-holds each port from before the first process until after the last, and never listens itself.
+`unix:PATH`, with `tls://` before it for TLS; commas separate several. Invariants:
+- addresses beyond this machine need TLS and a users file;
+- each process binds a TCP port for itself (SO_REUSEPORT: the kernel distributes new connections, and a dead process
+  loses only its own);
+- a Unix socket is bound once, and processes inherit its descriptor;
+- the supervisor holds each port from before the first process until after the last, and never listens itself.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Budget:
         self._requests: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def try_take(self, byte_count: int) -> bool:
-        """Take so many bytes unless that is too much; the first taker always gets them."""
+        """Take the bytes unless that is too much; the first taker always gets them."""
         if self.out_bytes and self.out_bytes + byte_count > self._bytes_max:
             return False
         self.out_bytes += byte_count
@@ -63,7 +63,7 @@ class Budget:
         return len(self._requests)
 
     def request(self, byte_count: int) -> asyncio.Future[None]:
-        """Return a future that is done once so many bytes were taken, in the order of requests."""
+        """Return a future that is done once the bytes were taken. Requests are granted in order."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._requests.append((byte_count, granted))
         self._grant()

@@ -3,12 +3,12 @@
 Knows listening sockets, peers, deadlines and the limit of open files; never a protocol. A connection counts from its
 accept, before a TLS handshake costs memory. Invariants:
 - at most `connections_max` connections are open, at most `pending_max` of them without a login. One more closes the
-  oldest of the peer with most of these, one whose login is being checked last: clients without a login keep nobody out,
-  and never replace one with a login;
+  oldest pending connection of the peer with most of them; those whose login is being checked go last. So clients
+  without a login keep nobody out, and never replace a client with a login;
 - a connection without a login after `login_timeout_s` is closed, whatever it sends, even in its handshake;
-- another machine, or another user of a Unix socket, has at most `connections_per_peer_max`;
-- TLS handshakes begin after the client's first bytes, one in each turn of the loop, in turn with large work, one peer
-  after the other; never for a client that is gone;
+- another machine, or another user of a Unix socket, has at most `connections_per_peer_max` connections;
+- a TLS handshake begins after the client's first bytes, and never for a client that is gone. Handshakes take turns of
+  the loop like large work, one peer after the other;
 - after a failure to accept, the process logs one line a minute, retries a second later, and never ends.
 """
 
@@ -37,9 +37,9 @@ ACCEPTS_PER_TURN = 4
 RETRY_S = 1.0
 LOG_INTERVAL_S = 60.0
 PENDING_SHARE = 4
-"""One in so many of a process's connections is for clients without a login."""
+"""One in this many of a process's connections is for clients without a login."""
 PENDING_MIN = 16
-"""At least so many, if the process has them."""
+"""The minimum of connections for them, if the process has as many."""
 REFUSALS_MAX = 64
 """Connections that are open only for a refusal; more are closed without one."""
 DESCRIPTORS_RESERVED = 128
@@ -92,7 +92,7 @@ class Slot:
     pending: bool = True
     """True before a login."""
     logging_in: bool = False
-    """True while a login is checked: others are closed first."""
+    """True while a login is checked: other pending connections are closed first."""
     in_line: asyncio.Task[Any] | None = None
     """The task of a request that waits in line; it is cancelled if the client hangs up."""
     deadline: asyncio.TimerHandle | None = None
@@ -165,7 +165,7 @@ class Admission:
 
     @property
     def pending_max(self) -> int:
-        """Connections without a login; the others are reserved for users."""
+        """The limit of connections without a login; the others are reserved for users."""
         connections_max = self.settings.reader_connections_max
         return max(connections_max // PENDING_SHARE, min(connections_max, PENDING_MIN))
 
@@ -197,8 +197,8 @@ class Admission:
         return slot
 
     def _evict(self, peer: str | None) -> bool:
-        """Close a peer's oldest connection without a login, first of those that do not log in now. False: there is
-        none.
+        """Close a peer's oldest connection without a login, preferably one whose login is not being checked. Return
+        False if there is none.
         """
         slots = self._pending.get(peer or "", {})
         oldest = next((slot for slot in slots if not slot.logging_in), next(iter(slots), None))
@@ -339,7 +339,7 @@ def _is_gone(connected: socket.socket) -> bool:
 
 
 def raise_descriptor_limit(settings: Settings, group_count: int) -> None:
-    """Have this process and its children open as many files as the settings need. Raises ConfigError."""
+    """Raise the limit of open files to the settings' needs, for this process and its children. Raises ConfigError."""
     reserved = DESCRIPTORS_RESERVED + DESCRIPTORS_PER_GROUP * group_count
     needed = settings.reader_connections_max + reserved
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

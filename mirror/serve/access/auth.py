@@ -3,9 +3,10 @@
 Knows names, verifiers and patterns of collections; must never know a protocol, and keeps no password of the file's
 users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {MECHANISM: {...}}}}, "anonymous":
 {"read": [PATTERN...]}, "salt_key": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. A changed file is read
-again; an unreadable one leaves the old users. Invariants: without a file, the mirror's own user at the source and
-everybody on this machine may read everything; with one, readers without a login read only what `anonymous` says, and
-only on this machine; an unknown user gets the same challenge as a known one, by salt, iterations and work (`decoy`).
+again; an unreadable one leaves the old users. Invariants:
+- without a file, the mirror's own user at the source and everybody on this machine may read everything;
+- with a file, readers without a login read only the collections of `anonymous`, and only on this machine;
+- an unknown user gets the same challenge as a known one, by salt, iterations and work (`decoy`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Reader:
     name: str
     patterns: frozenset[str] = EVERYTHING
     credential: bytes = field(default=b"", compare=False, repr=False)
-    """Changes with the user's password, if that is known."""
+    """A value that changes with the user's password, if that is known."""
 
     @property
     def reads_all(self) -> bool:
@@ -92,7 +93,7 @@ class SourceUser:
         return self.check(name, password)
 
     def check(self, name: str, password: str) -> Reader | None:
-        expected = self._password()  # compared by digests: neither its length nor the name shows
+        expected = self._password()  # compare digests, which show neither its length nor the name
         right = hmac.compare_digest(
             hmac.digest(self._secret, (expected or "").encode(), "sha256"),
             hmac.digest(self._secret, password.encode(), "sha256"),
@@ -113,8 +114,8 @@ class UsersFile:
 
 class FileUsers:
     def __init__(self, path: Path, secret: bytes | None = None) -> None:
-        """Read the file. `secret` makes salts if the file has no key; user data would not do, because salts are public
-        and a password could be guessed by them. Raises ConfigError.
+        """Read the file. `secret` makes salts if the file has no key. Salts are public, so salts made of user data
+        would help to guess a password. Raises ConfigError.
         """
         self._path = path
         self._stamp = file_stamp(path)
@@ -125,7 +126,7 @@ class FileUsers:
         self._salt = secrets.token_bytes(16)
 
     def _refresh(self) -> None:
-        """Read the file if it has changed; long files in a thread, with the old users meanwhile."""
+        """Read the file if it has changed. Long files are read in a thread; the old users stay in force meanwhile."""
         stamp = file_stamp(self._path)
         if stamp == self._stamp:
             return
@@ -169,7 +170,7 @@ class FileUsers:
         return ScramVerifier.decoy(mechanism, name, secret, iterations=model.iterations, salt_bytes=len(model.salt))
 
     def proven(self, name: str, password: str) -> Reader | None:
-        """Return the user of a password that is known to be right without work; None: `check` it."""
+        """Return the user if this password was proven before, without work; None: `check` it."""
         self._refresh()
         digest = self._digest(password)
         verifier, proven = self._proven.get(name, (None, b""))
@@ -177,7 +178,7 @@ class FileUsers:
         return self._file.readers.get(name) if right and verifier is self._verifier(name) else None
 
     def check(self, name: str, password: str) -> Reader | None:
-        """Return the user if the password is right, after the same work for an unknown one."""
+        """Return the user if the password is right. An unknown user costs the same work."""
         self._refresh()
         verifier = self._verifier(name)
         best = next((each for each in HASHES if self._file.models[each]), next(iter(HASHES)))
@@ -265,7 +266,9 @@ def read_users(path: Path) -> dict[str, Any]:
 
 
 def _as_it_is(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the object. Python code called for each of them lets other threads run; json.loads alone never does."""
+    """Return the object as it is. Python code that is called for each object lets other threads run; json.loads alone
+    never does.
+    """
     return found
 
 

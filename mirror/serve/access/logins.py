@@ -2,11 +2,13 @@
 
 Knows users, peers and their recent failures; never a protocol or a socket. One home for all ports. Invariants:
 - PBKDF2 runs in a thread of its own: users who are logged in notice nothing;
-- a right password does not wait for guessers: after failures of a user or peer only the refusal is delayed, each time
-  twice as long, up to `DELAY_MAX_S`;
-- guessing peers are checked in turn, one in `PACE_S`, so hanging up instead of waiting is no faster; a password proven
-  to this process before is not checked again for other peers, or over HTTP on a connection that has logged in;
-- an attempt of a closed connection is not checked; failures are log events, one line a minute at most;
+- a right password does not wait for guessers: failures of a user or peer delay only the refusal, each time twice as
+  long, up to `DELAY_MAX_S`;
+- attempts of guessing peers are checked in turn, one in `PACE_S`, so hanging up instead of waiting is no faster;
+- a password that was proven to this process is checked again only for guessing peers, and not over HTTP on a connection
+  that has logged in;
+- an attempt of a closed connection is not checked;
+- failures are log events, one line a minute at most;
 - an unknown user costs as much work as a known one (`Users.check`).
 """
 
@@ -36,7 +38,7 @@ PEER_FAILURES_FREE = 20
 DELAY_MIN_S = 0.1
 DELAY_MAX_S = 4.0
 COUNTED_MAX = 12
-"""Failures counted beyond the free ones: the delay has reached its limit, and is forgotten in minutes."""
+"""Limit of counted failures beyond the free ones: the delay has its maximum there, and is forgotten in minutes."""
 PACE_S = 0.01
 """Pause before each check for guessing peers: 256 attempts, as many as connections without a login, are checked well
 within `reader_login_timeout_s`."""
@@ -110,7 +112,7 @@ class Logins:
         return self._by_peer.delay_s(peer, self.clock.monotonic()) > 0
 
     async def _outcome(self, user: str, peer: str, check: Callable[[], T | None]) -> T | None:
-        """Call `check` in its turn. Return None if it refuses, later after each failure."""
+        """Call `check` in its turn. Return None if it refuses, after a delay that grows with each failure."""
         try:
             if self.guesses(peer):
                 async with self._line:

@@ -1,8 +1,8 @@
 """TLS of the listeners: their certificate, replaceable while they run, and the users of client certificates.
 
-Knows files and contexts; must never know a protocol. Each handshake checks the files for changes. Invariants: a new
-certificate is shown to all later connections, and open connections go on; unusable or mismatched files leave the old
-ones in force; a client certificate of a replaced authority has no user, even in a resumed session.
+Knows files and contexts; must never know a protocol. Each handshake checks the files for changes. Invariants: later
+connections get the new certificate, and open ones go on; unusable or mismatched files leave the old ones in force; a
+client certificate of a replaced authority has no user, even in a resumed session.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mirror.serve.access.auth import Reader, Users, file_stamp
 from mirror.server.session import certified_name
 
 READ_BYTES = 16 * 1024
-"""Bytes read of a connection in one step. With records of one byte asyncio's own 256 KiB are a step of 7 to 25 ms."""
+"""Bytes read from a connection in one step. asyncio's own 256 KiB take 7 to 25 ms in records of one byte."""
 
 log = get_logger("tls")
 
@@ -57,13 +57,13 @@ class ListenerTls:
                     setting="listen_tls_client_ca_file",
                 ) from None
             context.verify_mode = ssl.CERT_OPTIONAL
-            context.num_tickets = 0  # a session that is resumed shows no certificate: the one of before counts
+            context.num_tickets = 0  # a resumed session shows no certificate: the earlier one counts
             context.options |= ssl.OP_NO_TICKET
         context.sni_callback = self._hello  # OpenSSL calls it in each handshake, with or without a name
         return context
 
     def _hello(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> int | None:
-        """Go on with the files as they are now. Returns the alert that ends the handshake."""
+        """Continue with the present files. Return the alert if one ends the handshake."""
         stamp = self._stamp_now()
         if stamp != self._stamp:
             self._stamp = stamp

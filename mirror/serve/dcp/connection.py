@@ -1,9 +1,9 @@
 """One DCP client's connection: a KV client's connection that can become a producer's.
 
-Knows the transport and the dispatch tables; operations know themselves. Invariants: a DCP connection goes on reading
-while its client takes nothing, to hear acknowledgements and close requests, and holds at most `ANSWERS_BYTES_MAX` of
-answers besides a turn of its streams; an answer without a request, or an acknowledgement of more than was sent, ends
-this connection alone.
+Knows the transport and the dispatch tables, not the operations. Invariants:
+- a DCP connection goes on reading while its client takes nothing, because it needs acknowledgements and close requests;
+- it holds at most `ANSWERS_BYTES_MAX` of answers, besides a turn of its streams;
+- an answer without a request, or an acknowledgement of more than was sent, ends only this connection.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class SourceContact:
         self._lost_ms: Mapping[int, int] = dict.fromkeys(self._vbids, 0)
 
     def note(self, lost_ms: Mapping[int, int]) -> None:
-        """Keep the vbuckets without contact, and for how many milliseconds they had none."""
+        """Keep the milliseconds since each vbucket without contact lost it."""
         self._noted_s = self._clock.monotonic()
         self._lost_ms = lost_ms
 
     def lost_ms(self) -> dict[int, int]:
-        """Return the milliseconds without contact of each vbucket that has none."""
+        """Return the milliseconds since each vbucket without contact lost it."""
         age_s = self._clock.monotonic() - self._noted_s
         lost = self._vbids if age_s > NOTED_S else self._lost_ms
         return {vbid: self._lost_ms.get(vbid, 0) + round(age_s * 1000) for vbid in lost}

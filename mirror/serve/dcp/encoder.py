@@ -130,7 +130,7 @@ class RowEncoder:
 
 
 def _without_metadata(extras: bytes, value: bytes, where: slice) -> tuple[bytes, bytes]:
-    """Cut the extended metadata of old servers, which stands behind the value."""
+    """Cut the extended metadata of old servers, which follows the value."""
     (length,) = _U16.unpack(extras[where])
     if not length:
         return extras, value

@@ -1,10 +1,10 @@
-"""The mirror's DCP streams: judging stream requests by what is published here, and sending streams in turn.
+"""The mirror's DCP streams: decides on stream requests by the published seqnos, and sends streams in turn.
 
 `mirror.server.producer` has the rules of requests, flow control and noops. Here:
-- the source's own failover log, cut at what is published, judges requests: a client cannot resume on data that the
-  mirror does not have yet;
-- streams take turns of bounded size, and a waiting stream holds nothing. First snapshots are sent one after the other
-  unless the client negotiates otherwise, each between turns of live streams: a client can use the first vbucket early,
+- the source's own failover log, cut at the published seqno, decides on requests, so a client cannot resume on data that
+  the mirror does not have yet;
+- streams take turns of bounded size, and a waiting stream holds nothing. First snapshots are sent one after the other,
+  between turns of live streams, unless the client negotiates otherwise. So a client can use the first vbucket early,
   and no snapshot stays open for long.
 """
 
@@ -37,13 +37,13 @@ from storage.read.stream import ServedState
 from storage.read.view import View
 
 STREAMS_MAX = 16_384
-"""Of one connection: stream ids allow 65,536 of each vbucket, of 6 KiB each."""
+"""Streams of one connection, of 6 KiB each. Stream ids would allow 65,536 for each vbucket."""
 PROCESS_STREAMS_MAX = 32_768
 
 
 class Port(ProducerPort, Protocol):
     async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:
-        """Send a message whose value is `pieces`: each when the client takes it, and has its turn."""
+        """Send a message with the value `pieces`. Each piece waits until the client takes it and has its turn."""
 
 
 @dataclass(slots=True)
@@ -69,14 +69,14 @@ class PublishedHistory(StreamHistory):
 
 
 def published_history(served: ServedState) -> PublishedHistory:
-    """Return the history that judges stream requests: the source's failover log, cut at what is published."""
+    """Return the history that decides on stream requests: the source's failover log, cut at the published seqno."""
     log = FailoverLog.of((vbuuid, min(seqno, served.pub.seqno)) for vbuuid, seqno in served.failover_log)
     return PublishedHistory(log, served.pub.seqno, served.purge_seqno, answered_log=served.failover_log, served=served)
 
 
 def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory, seqno: int) -> int:
-    """Return the seqno to roll back to: below the rule's if the client holds what the source lost (docs/protocol.md
-    4.2). Raises Refused if it holds only what is not published yet (4.8); StorageError.
+    """Return the seqno to roll back to. It is below the rule's if the client holds rows that the source lost
+    (docs/protocol.md 4.2). Raises Refused if the client is only ahead of the published seqno (4.8); StorageError.
     """
     is_inside = request.start_seqno > request.snap_start_seqno
     held_seqno = request.snap_end_seqno if is_inside else request.start_seqno

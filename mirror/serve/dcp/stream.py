@@ -4,7 +4,7 @@ Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs
 rows. Like a replica's stream, it sends only complete data. Must never know sockets, windows or tasks. Invariants:
 - every snapshot ends at a seqno that the mirror had published, and is complete there for the filter;
 - seqnos rise; a key comes once in a snapshot, in its newest version at the snapshot's end;
-- everything sent belongs to the history of the client's failover log: when that changes, sent data is taken back, or a
+- everything sent belongs to the history of the client's failover log. If that log changes, sent data is retracted, or a
   needed tombstone is gone, the stream ends and the client requests it again;
 - only positions are held between two calls; a call does bounded work.
 """
@@ -79,7 +79,8 @@ class DcpStream:
         self._minds_tombstones = not request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
         self._shared_seqno = request.start_seqno
         """The client's data belongs to the served history if this seqno does. In the middle of a snapshot this is the
-        snapshot's end: what it left out as superseded must stay so."""
+        snapshot's end, because rows that it left out as superseded must stay superseded.
+        """
         if request.start_seqno != request.snap_start_seqno:
             self._shared_seqno = request.snap_end_seqno
         self._holds_nothing = request.start_seqno == 0

@@ -2,7 +2,7 @@
 
 Knows the store's commits and callbacks; must never know connections or the use of the news. Invariants: everything
 served after `follow` is reported, once or more often; without followers nothing is read; a look's cost does not depend
-on the number of followers, nor, while nothing happens, of vbuckets.
+on the number of followers, or, while nothing happens, on that of vbuckets.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class Watch:
             self._followed.clear()
 
     def look(self) -> int:
-        """Report news. Returns how many vbuckets serve something else than at the last look. Raises StorageError after
-        that if a group cannot be read."""
+        """Report news; return the number of vbuckets that changed since the last look. Raises StorageError afterwards
+        if a group cannot be read.
+        """
         view = self._view()
         if view is not self._viewed:  # a group was recreated: all of it is news
             self._viewed = view

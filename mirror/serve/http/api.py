@@ -2,7 +2,7 @@
 
 Knows paths and their functions, and turns errors into problems; never a document or a socket. Invariants: every request
 is counted once, by its route's name, never by its path; an unexpected error is logged here with its traceback, and its
-reader gets "internal" alone.
+reader gets only "internal".
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ class GuardedApp:
         self._service = service
 
     def answer_now(self, scope: Scope) -> Response | None:
-        """Answer a GET of a document that waits for nothing and is sent whole: most requests, without a task, routing
-        and messages. None: call the application.
+        """Answer a GET of a document that needs no waiting and is sent whole. Most requests are such, and this way
+        costs no task, routing or messages. None: call the application.
         """
         found = self._document.path_regex.match(scope["path"]) if scope["method"] == "GET" else None
         if found is None:

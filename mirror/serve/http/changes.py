@@ -3,10 +3,12 @@
 Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. Every event carries its token. A
 stream of one vbucket gives each event an id, and resumes exactly after it; a stream of several gives an id to the last
 event of each batch, and resumes after that batch, so an event may come twice. A rollback comes as `rollback`,
-`retraction` and `restoration`. Invariants: a stream that cannot go on without a gap sends `reset` and ends; after
-an error it sends `problem` (browsers have an `error` of their own) and ends, and can be resumed. Memory is bounded for
-any number of streams, read or not: one thread reads one batch at a time; a batch above `BUDGETED_BYTES` is in the
-budget of answers; a stream that waits for budget holds its position and less than `PIECE_BYTES`.
+`retraction` and `restoration`. Invariants:
+- a stream that cannot go on without a gap sends `reset` and ends;
+- after an error a stream sends `problem` (browsers have an `error` of their own) and ends, and can be resumed;
+- memory is bounded for any number of streams, read or not: one thread reads one batch at a time; a batch above
+  `BUDGETED_BYTES` is in the budget of answers; a stream that waits for budget holds its position and less than
+  `PIECE_BYTES`.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ log = get_logger("http")
 async def get_changes(request: Request) -> Response:
     service: Service = request.state.service
     reader = await service.reader(request)
-    await service.turns.turn()  # all vbuckets are looked at: 1.5 ms of 1,024
+    await service.turns.turn()  # looking at 1,024 vbuckets takes 1.5 ms
     parameters = Parameters(request, ("vbid", "since", "follow", "collection", *WAIT_PARAMETERS))
     view = service.view
     count = view.identity.vbucket_count
@@ -122,7 +124,7 @@ class EventStream(Response):
 
 
 def _served(view: View, vbids: Iterable[int]) -> dict[int, Served]:
-    """Return what all readable vbuckets serve. Raises the StorageError of a requested one that is not."""
+    """Return the served state of all readable vbuckets. Raises the StorageError of a requested one that is unreadable."""
     unreadable: Unreadable = {}
     now = view.published(unreadable)
     for vbid in vbids:
@@ -136,7 +138,7 @@ def _token(vbid: int, published: Served) -> Token:
 
 
 def _check_since(service: Service, vbid: int, token: Token) -> None:
-    """Raise Problem if the position is gone: the answer is a status, not an event."""
+    """Raise Problem if the position is gone, so that the answer is a status, not an event."""
     try:
         service.view.check_since(token)
     except ViewInvalidated as error:
@@ -225,7 +227,7 @@ class ChangeStream:
             service.watch.leave()
 
     async def _beats(self, awaited: asyncio.Future[None]) -> AsyncGenerator[bytes, None]:
-        """Generate heartbeats until something has happened. Raises Problem when the process stops before."""
+        """Generate heartbeats until `awaited` is done. Raises Problem if the process stops before."""
         service = self._service
         beat_s = service.clock.monotonic() + service.heartbeat_s
         while not awaited.done():
@@ -260,7 +262,7 @@ class ChangeStream:
             self._seen[vbid] = now[vbid]
 
     async def _changes_of(self, vbid: int) -> AsyncGenerator[bytes, None]:
-        """Generate the changes of a vbucket. A rollback in the middle starts again from the position."""
+        """Generate the changes of a vbucket. After a rollback in the middle, start again from the position."""
         while True:
             started_at = self._position.get(vbid)
             try:

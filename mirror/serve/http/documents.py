@@ -149,7 +149,9 @@ class DocumentRequest(NamedTuple):
 
 
 def get_document_now(service: Service, request: Request) -> Response | None:
-    """Answer as `get_document` if the answer is sent whole and need not wait; None: call that. Raises the same."""
+    """Answer as `get_document` if the answer is sent whole and need not wait; None: call `get_document`. Raises the
+    same.
+    """
     reader = service.reader_or_login(request)
     if isinstance(reader, Credentials):
         return None
@@ -188,7 +190,7 @@ async def get_documents(request: Request) -> Response:
     def read() -> tuple[Pieces, int]:
         refuse_gone(request)
         service.judge(reader, collection, vbids, as_of)
-        if not keys and isinstance(collection, str):  # no key asks for it
+        if not keys and isinstance(collection, str):  # no key names it
             collection_id(view.manifest(), collection)
         found = view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
         missing = [key for key in keys if key not in found]
@@ -297,7 +299,7 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
 
 
 def _documents(rows: list[bytes], tail: bytes) -> Pieces:
-    """Return the body of an answer with these documents, which are let go of."""
+    """Return the body of an answer with these documents, and release them."""
     parts: Pieces = [b'{"documents":[']
     if max(map(len, rows), default=0) <= BUDGETED_BYTES:
         parts.append(b",".join(rows))

@@ -146,8 +146,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection unless a request was answered at once meanwhile: that does not set the timer again, for
-        its cost.
+        """Close the connection, unless a request was answered at once meanwhile. Such an answer does not set the timer
+        again, because that costs time.
         """
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:

@@ -1,7 +1,7 @@
 """The processes that answer SQL for an HTTP process: started when first needed, kept while they are sound.
 
-Knows processes, sockets and places; never a query. Invariants: as many processes as `sql_processes` at most, those that
-end included; a process that was left in mid-query ends, and lets go of its lease before.
+Knows processes, sockets and places; never a query. Invariants: there are at most `sql_processes` processes, ending ones
+included; a process with an abandoned query releases its lease, and ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIECE_BYTES = 64 * 1024
 ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ")
 """Variables of the service that a query's process gets: no password is among them."""
 SMALL_HEAPS = {"MALLOC_ARENA_MAX": "2", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Reserve little address space, which counts for the bound of memory."""
+"""Variables that reserve little address space, because the bound of memory counts it."""
 END_S = 5.0
 """Time for a process to end by itself."""
 
@@ -78,7 +78,7 @@ class QueryChild:
             yield piece
 
     async def end(self) -> None:
-        """Have the process end, or kill it, and wait for that."""
+        """Ask the process to end, or kill it; wait for its end."""
         with suppress(OSError, RuntimeError):
             self.writer.write_eof()
         try:
@@ -117,7 +117,7 @@ class Queries:
             raise
 
     def give_back(self, child: QueryChild) -> None:
-        """Keep a process that waits for the next query; end another, and free its place then."""
+        """Keep an idle process. End another one, and then free its place."""
         if child.idle:
             self._idle.append(child)
             self._places.release()

@@ -1,8 +1,8 @@
 """A process that answers one query after the other for an HTTP process, over a socket on its stdin.
 
 The HTTP process sends a line of JSON for a query, and gets a line of JSON for its answer, then the answer's bytes.
-Invariants: this process opens no answer before it has all of it; it ends, and lets go of its lease, when the HTTP
-process hangs up or is gone; its memory is bounded by the kernel, too.
+Invariants: an answer begins once this process has all of it; the process ends, and releases its lease, when the HTTP
+process hangs up or is gone; the kernel bounds its memory, too.
 """
 
 from __future__ import annotations

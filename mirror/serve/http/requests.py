@@ -1,4 +1,4 @@
-"""Request texts as values of the store, or refused with a problem that says why.
+"""Turns request texts into values of the store, or refuses them with a problem that says why.
 
 Knows the API's parameters and bounds; never their use. Numbers from readers become `Branch` and `Seqno` here.
 Invariants: only checked values leave this module; an unknown parameter is an error, so a misspelt one is never ignored;
@@ -186,8 +186,8 @@ async def body_of(request: Request) -> bytes:
 
 
 def json_of(body: bytes) -> Any:
-    """Parse a body of no more values than a multi-get has: a megabyte of empty objects takes 30 ms to make. Call it in
-    a thread: the rest may take 8 ms.
+    """Parse a body of at most `VALUES_MAX` values, because a megabyte of empty objects takes 30 ms to make. Call this
+    in a thread: an accepted body may take 8 ms.
     """
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside = b"".join(plain.split(b'"', 2 * VALUES_MAX)[::2])  # of strings, the first ones

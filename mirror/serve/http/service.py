@@ -47,9 +47,9 @@ CREDENTIALS_LENGTH_MAX = 4096
 BUDGETED_BYTES = 64 * 1024
 """Smaller answers fit into a socket's buffers and are not counted."""
 STREAMS_SHARE = 8
-"""One in so many of a process's connections may be a stream of changes."""
+"""One in this many of a process's connections may be a stream of changes."""
 STREAMS_PER_READER_SHARE = 2
-"""One in so many of these may be one user's, or one anonymous peer's."""
+"""One in this many of these streams may be one user's, or one anonymous peer's."""
 FEW = 8
 """Up to this number, vbuckets are read one by one."""
 
@@ -63,7 +63,7 @@ class Credentials(NamedTuple):
 
 
 def take(budget: Budget, byte_count: int) -> None:
-    """Take so much of a budget. Raises Problem if that is too much now."""
+    """Take bytes of a budget. Raises Problem if that is too much now."""
     if not budget.try_take(byte_count):
         raise Problem("too-busy", "no memory for another answer: slow readers hold all of it")
 
@@ -111,7 +111,7 @@ class Budgeted(Plain):
 
 
 async def send_pieces(send: Send, pieces: Pieces, turns: Turns) -> None:
-    """Send a body, each piece in a turn of its own, and let go of it."""
+    """Send a body, each piece in a turn of its own, and release it."""
     for piece in taken(pieces):
         await turns.turn()
         await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -389,8 +389,8 @@ def _may_not_read(reader: Reader) -> Problem:
 
 
 def refuse_websites(request: Request) -> None:
-    """Refuse requests that a website can have its visitor's browser send: cross-site ones, except links to the status
-    page, and ones without a login whose host name is not this machine's. Raises Problem.
+    """Refuse requests that a website can make its visitor's browser send. These are cross-site requests, except links
+    to the status page, and requests without a login that name another host than this machine. Raises Problem.
     """
     if header(request, b"sec-fetch-site") == "cross-site" and not (
         header(request, b"sec-fetch-mode") == "navigate" and request.url.path == "/"
@@ -424,7 +424,7 @@ def refuse_gone(request: Request) -> None:
 
 @lru_cache(maxsize=16)
 def _strange_name(host: str) -> str | None:
-    """Return the name in a Host that is neither an address nor this machine's."""
+    """Return the host name of a Host header, if it is neither an address nor this machine's name."""
     name = host[: host.rindex("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
     if not name or name == "localhost" or name.endswith(".localhost"):
         return None

@@ -38,7 +38,7 @@ class Mirror:
         return self._view
 
     def refresh(self) -> None:
-        """Let go of a view whose files were replaced. Call it now and then."""
+        """Release a view whose files were replaced. Call this from time to time."""
         view = self._view
         if view is not None and directory.group_files(view.path, view.identity.group_count) != self._files:
             self.close()

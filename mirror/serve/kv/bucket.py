@@ -1,4 +1,4 @@
-"""The mirrored bucket for KV clients: documents, manifests and seqnos, or the status that says why not.
+"""The mirrored bucket for KV clients: documents, manifests and seqnos, or a status with the reason for a refusal.
 
 Knows the store's view and the rules of readers (unpublished, being resynced, not theirs to read); must never know
 frames or connections. Invariants: every answer is of one moment of its vbucket; a vbucket without a complete copy, or
@@ -137,8 +137,8 @@ class KvBucket:
     def page(
         self, pin: Pin, collection_id: int, start: bytes, end: bytes | None, items_max: int, bytes_max: int | None
     ) -> tuple[list[Document], LargeDocument | None, bytes]:
-        """Return some documents from `start` on, or a large one by itself, and where to go on (empty: the end). Raises
-        Refused.
+        """Return some documents from `start` on, or a large one by itself, and the key to go on from (empty: the end).
+        Raises Refused.
         """
         with self._reading(Status.RANGE_SCAN_CANCELLED):
             return scan.page_or_large(
@@ -153,8 +153,8 @@ class KvBucket:
             )
 
     def count_keys(self, pin: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
-        """Count the documents, expired or not, of some keys from `start` on; return that and where to go on (empty: the
-        end). Raises Refused.
+        """Count the documents, expired or not, of some keys from `start` on; return the count, and the key to go on
+        from (empty: the end). Raises Refused.
         """
         with self._reading(Status.RANGE_SCAN_CANCELLED):
             return scan.count_keys(self.view.reader(pin.vbid), pin, collection_id, start=start, keys_max=keys_max)
@@ -176,7 +176,7 @@ class KvBucket:
         return found.document is not None and about(found.document).seqno == seqno
 
     def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int] | None:
-        """Return the seqno of a collection's newest event, and where to look on (0: at the end); None if the vbucket
+        """Return the seqno of a collection's newest event, and the next `below` (0: at the end); None if the vbucket
         lacks the collection. Raises Refused.
         """
         with self._reading(Status.ETMPFAIL), contextlib.suppress(UnknownCollection):
@@ -186,7 +186,9 @@ class KvBucket:
     # -- vbuckets
 
     def published(self) -> dict[int, Served]:
-        """Return what each vbucket that can be read serves, read once per group. Raises Refused if there is none."""
+        """Return the served state of each readable vbucket, read once per group. Raises Refused if no group is
+        readable.
+        """
         return self._of_readable_groups(self.view.published)
 
     def state(self, vbid: int) -> VbucketState:
@@ -206,7 +208,8 @@ class KvBucket:
     def state_for_dcp(self, vbid: int) -> ServedState:
         """Return a vbucket's state for DCP clients. Raises Refused: before its first snapshot is complete, and while it
         is read again from 0, a vbucket is "not here". Clients repeat the request after that answer, and give up after a
-        temporary failure (docs/protocol.md 4.1). No map goes with it, because none says where else the vbucket is.
+        temporary failure (docs/protocol.md 4.1). No map goes with it, because no map names another node for the
+        vbucket.
         """
         if vbid not in self.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
@@ -244,7 +247,7 @@ class KvBucket:
     # -- the store below
 
     def _of_readable_groups(self, look: Callable[[Unreadable], dict[int, T]]) -> dict[int, T]:
-        """Return what `look` finds by vbid: one lost group leaves the others in service. Raises Refused if all are."""
+        """Return the result of `look` by vbid, without unreadable groups. Raises Refused if no group is readable."""
         unreadable: Unreadable = {}
         found = look(unreadable)
         refused = [self.failed(error) for error in unreadable.values()]
@@ -254,7 +257,7 @@ class KvBucket:
 
     @contextlib.contextmanager
     def _reading(self, invalidated: Status | None = None) -> Iterator[None]:
-        """Refuse the request if the store cannot be read; with `invalidated` if what it reads is gone."""
+        """Refuse the request if the store cannot be read; use `invalidated` if the rows that it reads are gone."""
         try:
             yield
         except StorageError as error:

@@ -1,16 +1,16 @@
 """One KV client's connection: bytes in, answers out, in order, within limits.
 
-Knows frames, the transport and the dispatch table; operations know themselves. Requests are answered as they are read.
-Answers that take time (`Later`) come when they are ready, to clients that negotiated unordered execution (kv_engine
+Knows frames, the transport and the dispatch table, not the operations. Requests are answered as they are read. Answers
+that take time (`Later`) come when they are ready, to clients that negotiated unordered execution (kv_engine
 docs/UnorderedExecution.md); other clients' further requests wait. Invariants:
-- bytes that are no request end this connection alone; a request that its operation cannot decode is refused with the
-  codec's status, and the connection stays;
+- bytes that are no request end only this connection;
+- a request that its operation cannot decode is refused with the codec's status, and the connection stays;
 - at most one incomplete request of bounded size and one received piece are held; a larger request (a write) is refused
   by its header, and its body dropped as it comes;
 - while the client takes no answers, its requests wait: the high-water mark and one answer are held for it. After
   `requests_per_turn` answers, or `TURN_S`, other clients have their turn;
-- clients that used up a turn take turns with each other (`turns`), and so does each step of a request that takes time:
-  a client that wants little waits for one of them, not for one of each;
+- clients that used up a turn take turns with each other and with the steps of requests that take time (`turns`), so a
+  small request waits for one of them, not for one of each;
 - at most `LATER_MAX` requests that take time are under way, and end with the connection; each is judged by the reader's
   rights when its answer is made.
 """
@@ -254,7 +254,7 @@ class KvConnection(asyncio.Protocol):
             self.unsent.write(sent)
 
     def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
-        """Answer requests from `pos` on; returns where it stopped, and sets what it waits for."""
+        """Answer requests from `pos` on. Return the position where it stopped, and set the bytes needed to go on."""
         host, counters = self._host, self._host.counters
         end = len(data)
         gathered = 0

@@ -43,8 +43,8 @@ class LargeAnswers:
         self.failed = failed
 
     def whole(self, found: LargeDocument, reply_with: Callable[[Pieces, int], Reply], *, decompress: bool) -> Later:
-        """Return the answer that `reply_with` makes of the value's pieces, let go of as they are sent, and its
-        datatype.
+        """Return the answer that `reply_with` makes of the value's pieces and datatype. Each piece is released when it
+        is sent.
         """
 
         async def read() -> _Held:
@@ -68,7 +68,7 @@ class LargeAnswers:
 
 
 _Held = tuple[Steps, Callable[[], bool]]
-"""The steps of an answer, and the function that lets go of a piece of its value."""
+"""The steps of an answer, and the function that releases a piece of its value."""
 
 
 class _LargeAnswer:

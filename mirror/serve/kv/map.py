@@ -45,7 +45,7 @@ def own_node(addresses: Sequence[Address], held: tuple[int, int] | None = None) 
 
 
 def named_nodes(text: str) -> list[MapNode]:
-    """Return all mirrors of the bucket by the setting `kv_nodes`: `HOST:PORT` or `HOST:PORT=FIRST-LAST`, parted by
+    """Return all mirrors of the bucket by the setting `kv_nodes`: `HOST:PORT` or `HOST:PORT=FIRST-LAST`, separated by
     commas. Raises ConfigError.
     """
     parts = [part.partition("=") for part in text.split(",")]

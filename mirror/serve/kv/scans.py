@@ -1,10 +1,12 @@
 """Range scans and samples of one vbucket: create, continue and cancel.
 
 Knows these three requests (kv_engine docs/range_scans/*; couchbase-cxx-client core/crud_component.cxx for what is
-sent); must never know sockets or how documents are kept. Invariants: all answers to one scan are of one moment of its
-vbucket, and when that moment is gone (a rollback, a resync) the scan is cancelled, never continued on another; a scan
-is a few numbers and keys, never documents, and holds nothing in the store; it belongs to its connection and to the
-user who made it, ends with either, and lives for `LIFETIME_S` at most; one answer is one page of bounded size.
+sent); must never know sockets or how documents are kept. Invariants:
+- all answers to one scan are of one moment of its vbucket. When that moment is gone (a rollback, a resync), the scan is
+  cancelled, never continued on another;
+- a scan is a few numbers and keys, never documents, and holds nothing in the store;
+- a scan belongs to its connection and to the user who made it, ends with either, and lives for `LIFETIME_S` at most;
+- one answer is one page of bounded size.
 """
 
 from __future__ import annotations

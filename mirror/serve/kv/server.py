@@ -1,9 +1,9 @@
 """The KV endpoint of one process: its listeners, its connections, and the limits over all of them.
 
-Knows the event loop and the connections; must never know requests. Who may connect is `admission`'s. Invariants:
-a connection that is silent, or takes nothing of its answers for too long, is hung up on; when readers together take too
-little, the one with most unsent bytes goes, so that memory is bounded whatever they do; stopping closes the listeners
-first and then gives connections a moment to take what was written.
+Knows the event loop and the connections; must never know requests. `admission` decides who may connect. Invariants:
+- a connection that is silent, or takes nothing of its answers for too long, is closed;
+- when readers together take too little, the one with most unsent bytes is closed, so memory is always bounded;
+- a stop closes the listeners first, and then gives connections a moment to take their written answers.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class KvServer:
             self._empty.set()
 
     def paused(self, connection: KvConnection) -> None:
-        """Hang up on the client with most unsent bytes if all together hold too much."""
+        """Hang up on the client with most unsent bytes if all clients together hold too much."""
         paused = [each for each in self.connections if each.paused_s is not None]
         total = sum(each.unsent.unsent_bytes for each in paused)
         while total > self._settings.reader_unsent_bytes_max and paused:

@@ -93,8 +93,8 @@ class KvSession(DocumentSession):
         reader: Reader | None = None,
         peer: str = LOCAL,
     ) -> None:
-        """`plain_allowed`: nobody else can read what the client sends. `reader`: the client without a login. `peer`:
-        its address.
+        """`plain_allowed`: nobody else can read the client's messages. `reader`: the reader before a login. `peer`: the
+        client's address.
         """
         super().__init__()
         self.bucket = bucket
@@ -105,7 +105,7 @@ class KvSession(DocumentSession):
         self.reader = reader
         self.failed_logins = 0
         self.revoked = False
-        """The user was removed or has another password: the client is hung up on."""
+        """True if the user was removed or has another password; the connection then closes."""
         self.scans: dict[bytes, Scan] = {}
         self._logins = logins
         self._large = large
@@ -119,7 +119,7 @@ class KvSession(DocumentSession):
 
     @property
     def known_reader(self) -> Reader:
-        """The reader of a client that the dispatch lets through."""
+        """The reader of a request that passed the dispatch."""
         assert self.reader is not None, "the request needs a login"
         return self.reader
 
@@ -226,8 +226,8 @@ class KvSession(DocumentSession):
     def large_body(
         self, large: LargeDocument, reply_with: Callable[[Pieces, int], Reply], *, with_xattrs: bool = False
     ) -> Later:
-        """Return the answer that `reply_with` makes of a large document's body and datatype, as this client can take
-        them; of the whole value `with_xattrs`.
+        """Return the answer that `reply_with` makes of a large document's body (`with_xattrs`: of the whole value) and
+        datatype, in a form that this client can take.
         """
 
         def reply(pieces: Pieces, datatype: int) -> Reply:
@@ -252,10 +252,10 @@ class KvSession(DocumentSession):
 
 
 def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:
-    """Yield None after each step of bounded work, at last the answer. It leaves out vbuckets that are not active at a
-    server (kv_engine, getAllVBucketSequenceNumbers): here, before the first snapshot is complete and while they are
-    read again from 0; also those without the collection. Seqno 0 would say "empty", and a client that reads up to now
-    would end without the vbucket.
+    """Yield None after each step of bounded work, at last the answer. Like a server, it leaves out vbuckets that are
+    not active (kv_engine, getAllVBucketSequenceNumbers). Here these are vbuckets without a complete first snapshot, and
+    vbuckets that are read again from 0. It also leaves out those without the collection. Seqno 0 would say "empty", and
+    a client that reads up to now would end without the vbucket.
     """
     seqnos = []
     ends_s = perf_counter() + STEP_S

@@ -68,7 +68,7 @@ class Unsent:
                 self._kept_bytes -= len(piece)
                 self._counters.bytes_sent += len(piece)
                 pieces[at] = b""  # its memory is given back with it, not with all others at the end
-                self._transport.write(bytes(piece))  # a copy of what is part of a block, which may not wait for anybody
+                self._transport.write(bytes(piece))  # a copy, because a part of a block may not wait for anybody
         finally:
             self.is_sending = False
             self._kept_bytes = 0
