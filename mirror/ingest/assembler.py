@@ -189,7 +189,7 @@ class Assembler:
         self._moved_to(seqno, out)
 
     def _manifest_before(self) -> Manifest:
-        """Return the manifest. If the filter hides the default collection, which exists without an event, leave it out."""
+        """Return the manifest; leave out the default collection, made without an event, if the filter hides it."""
         shown = self._filter is None or self._filter.shows_by_itself(DEFAULT_COLLECTION, collections.DEFAULT_SCOPE)
         return self.manifest if shown else collections.without_default(self.manifest)
 

@@ -16,7 +16,7 @@ from storage.model import Manifest
 
 class ServedFilter(ProducerFilter):
     def begins(self, manifest: Manifest) -> dict[int, int] | None:
-        """Return the collections that pass as of a manifest, each with the seqno above which its rows are; None: all."""
+        """Return the collections that pass as of a manifest, each with the seqno below its rows; None: all."""
         if self.all:
             return None
         return {

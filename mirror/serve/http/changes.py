@@ -124,7 +124,7 @@ class EventStream(Response):
 
 
 def _served(view: View, vbids: Iterable[int]) -> dict[int, Served]:
-    """Return the served state of all readable vbuckets. Raises the StorageError of a requested one that is unreadable."""
+    """Return the served state of all readable vbuckets. Raises the StorageError of an unreadable one in `vbids`."""
     unreadable: Unreadable = {}
     now = view.published(unreadable)
     for vbid in vbids:
