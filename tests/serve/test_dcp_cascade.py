@@ -121,22 +121,6 @@ def write(cluster: SandboxCluster, count: int, name: str = "doc", **where: Any) 
         cluster.set(f"{name}-{number}", {"name": name, "number": number}, **where)
 
 
-async def test_a_cascade_is_filled_and_follows(cluster: SandboxCluster, tmp_path: Path) -> None:
-    write(cluster, 400)
-    cluster.bucket.to_disk()
-    async with cascade(cluster, tmp_path) as (first, endpoint, second):
-        await level(cluster, first, second)
-        write(cluster, 200)
-        for number in range(0, 400, 3):
-            cluster.delete(f"doc-{number}")
-        await level(cluster, first, second)
-        assert_equal(cluster, first, second)
-        assert second.consumer is not None
-        counters = second.consumer.status()["counters"]
-        assert counters["requested_again_bytes"] == 0
-        assert endpoint.server.status()["dcp_rollbacks"] == 0
-
-
 async def test_collections_that_come_and_go_cascade(cluster: SandboxCluster, tmp_path: Path) -> None:
     bucket = cluster.bucket
     bucket.create_scope("shop")
@@ -157,59 +141,6 @@ async def test_collections_that_come_and_go_cascade(cluster: SandboxCluster, tmp
         bucket.drop_scope("shop")
         await level(cluster, first, second)
         assert_equal(cluster, first, second)
-
-
-async def test_durable_writes_are_seen_when_they_are_committed(cluster: SandboxCluster, tmp_path: Path) -> None:
-    write(cluster, 50)
-    async with cascade(cluster, tmp_path) as (first, _, second):
-        await level(cluster, first, second)
-        for number in range(30):
-            cluster.bucket.prepare(f"doc-{number}", {"durable": number})
-        for vbid in range(VBUCKETS):
-            cluster.set("after", {"a": 1}, vbid=vbid)
-        await level(cluster, first, second)
-        assert_equal(cluster, first, second)
-        for number in range(30):
-            if number % 3:
-                cluster.bucket.commit(f"doc-{number}")
-            else:
-                cluster.bucket.abort(f"doc-{number}")
-        for vbid in range(VBUCKETS):
-            cluster.set("after", {"a": 2}, vbid=vbid)
-        await level(cluster, first, second)
-        assert_equal(cluster, first, second)
-
-
-async def test_the_middle_may_go_and_come_back(cluster: SandboxCluster, tmp_path: Path) -> None:
-    """Its port with it; what it publishes meanwhile is taken up where the other stands."""
-    write(cluster, 200)
-    first, second = mirror_of(cluster, tmp_path / "first"), mirror_of(cluster, tmp_path / "second")
-    for round_ in range(3):
-        first.start(cluster.connection_string)
-        async with serving_dcp(first.path) as endpoint:
-            second.start(endpoint.url)
-            await level(cluster, first, second)
-            assert second.consumer is not None
-            assert second.consumer.status()["counters"]["requested_again_bytes"] == 0
-            await second.stop()
-        write(cluster, 100, f"round-{round_}")
-        if round_ == 1:
-            for vbid in range(VBUCKETS):
-                cluster.failover(vbid, lose=1)
-        await first.stop()
-    assert_still_equal(cluster, first, second)
-
-
-def assert_still_equal(cluster: SandboxCluster, first: Mirror, second: Mirror) -> None:
-    """Both stopped before the source wrote more: they equal each other, at the source's state of that moment."""
-    one, two = contents(first), contents(second)
-    with open_view(second.path) as view:
-        at = [view.state(vbid).published_seqno for vbid in range(VBUCKETS)]
-    with open_view(first.path) as view:
-        for vbid in range(VBUCKETS):
-            older = {(each.collection_id, each.key): each.seqno for each in view.scan(vbid, as_of=at[vbid], now=0)}
-            assert older == {key: found[0] for key, found in two[vbid].items()}
-    assert one.keys() == two.keys()
 
 
 async def test_verify_takes_a_mirror_for_a_source(cluster: SandboxCluster, tmp_path: Path) -> None:

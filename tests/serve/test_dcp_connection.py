@@ -12,7 +12,6 @@ from mirror.serve.dcp import connection as dcp_connection
 from mirror.serve.dcp.connection import NOTED_S, SourceContact
 from mirror.serve.dcp.stream import PIECE_BYTES
 from mirror.serve.kv.connection import HIGH_WATER_BYTES
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from tests.manual_clock import ManualClock
@@ -53,13 +52,6 @@ async def test_truncated_and_misshapen_requests_are_refused(dcp: DcpEndpoint) ->
     assert await client.alive()
     await client.send(fr.response(fr.request(Opcode.GET)))
     assert await client.receive() is None
-
-
-async def test_a_plain_client_is_served_as_on_the_kv_port(store: Store, dcp: DcpEndpoint) -> None:
-    store.put(b"a", b"1", 1)
-    client = await dcp.connect()
-    assert (await client.get(b"a")).value == b"1"
-    assert (await client.ask(codec_kv.select_bucket(b"nobody's"))).status == Status.EACCESS
 
 
 async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store: Store, dcp: DcpEndpoint) -> None:

@@ -74,12 +74,6 @@ def test_a_filter_by_scope_takes_its_new_collections_and_is_empty_when_it_ends()
     assert found.empty
 
 
-def test_without_a_filter_everything_passes_for_ever() -> None:
-    found = made(b"")
-    assert found.shows(CollectionDropped(9, 8, 9))
-    assert not found.empty
-
-
 @pytest.mark.parametrize(
     ("patterns", "value", "allowed"),
     [

@@ -90,21 +90,6 @@ async def test_a_large_document_is_sent_as_a_small_one_would_be(
     assert sum(each.opcode == Opcode.DCP_MUTATION for each in found) == len({key for key, _, _ in DOCUMENTS})
 
 
-async def test_the_store_copies_no_large_value_at_a_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    pieces = LargeDocument.pieces
-
-    def measured(found: LargeDocument) -> object:
-        for piece in pieces(found):
-            sizes.append(len(piece))
-            yield piece
-
-    monkeypatch.setattr(LargeDocument, "pieces", measured)
-    await messages(store, ALL, XATTRS, {})
-    assert sum(sizes) > 6 * len(BODY)
-    assert max(sizes) < len(BODY)
-
-
 async def test_a_stream_closed_while_its_large_document_is_read_says_nothing_more_of_it(store: Store) -> None:
     async with serving_dcp(store.path) as endpoint:
         client = await endpoint.client(controls={b"send_stream_end_on_client_close_stream": b"true"})

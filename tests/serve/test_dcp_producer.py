@@ -45,18 +45,6 @@ async def test_a_backfill_and_then_each_publish_as_it_comes(store: Store, dcp: D
     assert await client.silent()
 
 
-async def test_nothing_that_is_not_published_is_sent(store: Store, dcp: DcpEndpoint) -> None:
-    store.put(b"a", b"1", 1)
-    store.put(b"b", b"2", 2, publish=False)
-    client = await dcp.client()
-    assert (await client.stream(0)).status == 0
-    assert [getattr(each, "seqno", 0) for each in await client.events(2)] == [0, 1]
-    assert await client.silent()
-    store.writer.vbuckets[0].publish(2, 2)
-    store.writer.commit()
-    assert [getattr(each, "seqno", 0) for each in await client.events(2)] == [0, 2]
-
-
 async def test_a_rollback_ends_the_streams_that_were_sent_what_is_gone(store: Store, dcp: DcpEndpoint) -> None:
     for seqno in (1, 2, 3):
         store.put(b"k%d" % seqno, b"x", seqno)
@@ -117,21 +105,6 @@ async def test_a_backlog_comes_in_the_snapshots_that_the_mirror_had_published(st
     store.log(0, (UUID + 1, 81), (UUID, 0))
     await client.event()
     assert (await client.stream(0, 82, vbuuid=UUID)).rollback_seqno == 81
-
-
-async def test_a_client_whose_first_snapshot_was_lost_in_part_begins_again(
-    store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("storage.read.stream.SETTLED_MS", 0)
-    for seqno in (80, 81, 82):
-        store.put(b"k", b"x", seqno)
-    client = await dcp.client()
-    assert (await client.stream(0)).status == 0
-    await client.until_end(82)
-    store.writer.vbuckets[0].rollback(81)
-    store.log(0, (UUID + 1, 81), (UUID, 0))
-    await client.event()
-    assert (await client.stream(0, 82, vbuuid=UUID)).rollback_seqno == 0
 
 
 @pytest.mark.parametrize("lagging", [False, True])

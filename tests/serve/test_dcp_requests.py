@@ -8,35 +8,17 @@ from pathlib import Path
 import pytest
 
 from mirror.serve.dcp import producer as dcp_producer
-from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status, StreamRequestFlag
 from storage.format import keys
-from storage.model import SEQNO_MAX, Collection, Seqno, SnapshotRange
-from tests.serve.dcp_rig import TIMES, XATTRS, DcpEndpoint, serving_dcp
-from tests.serve.kv_rig import DEFAULT, NoStrangers, Store
+from storage.model import SEQNO_MAX, Seqno, SnapshotRange
+from tests.serve.dcp_rig import XATTRS, DcpEndpoint, serving_dcp
+from tests.serve.kv_rig import Store
 
 VBUCKETS = 4
 UUID = 77
-
-
-async def test_a_client_finds_its_way_as_at_a_server(store: Store, dcp: DcpEndpoint) -> None:
-    client = await dcp.client(flags=TIMES)
-    config = json.loads((await client.ask(fr.request(Opcode.GET_CLUSTER_CONFIG))).value)
-    assert config["nodesExt"][0]["services"]["kv"] == dcp.port
-    assert config["vBucketServerMap"]["serverList"] == [f"$HOST:{dcp.port}"]
-    manifest = json.loads((await client.ask(fr.request(Opcode.GET_COLLECTIONS_MANIFEST))).value)
-    assert manifest["uid"] == "0"
-
-
-async def test_who_is_nobody_opens_nothing(store: Store) -> None:
-    async with serving_dcp(store.path, readers=NoStrangers()) as dcp:
-        client = await dcp.connect()
-        assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.EACCESS
-        assert await client.login() == 0
-        await client.ask(codec_kv.select_bucket(b"orders"))
-        assert (await client.say(ev.DcpOpen(b"x", 1))).status == 0
 
 
 async def test_stream_requests_are_counted_by_their_answers(store: Store, dcp: DcpEndpoint) -> None:
@@ -106,16 +88,6 @@ async def test_a_vbucket_without_anything_complete_is_not_here_yet(store: Store,
     store.writer.vbuckets[vbid].publish(5, 5)
     store.writer.commit()
     assert (await client.stream(vbid)).status == 0
-
-
-async def test_a_filter_that_names_what_is_not_there_gets_an_error_that_names_what_is(
-    store: Store, dcp: DcpEndpoint
-) -> None:
-    store.collections(3, {8: "shop"}, DEFAULT, Collection(9, 8, "carts", Seqno(3)), uid=4)
-    client = await dcp.client()
-    answer = await client.stream(0, value=b'{"collections":["a"]}')
-    assert answer.status == Status.UNKNOWN_COLLECTION
-    assert json.loads(answer.value)["manifest_uid"] == "4"
 
 
 async def test_streams_of_one_vbucket_are_distinguished_by_their_ids(store: Store, dcp: DcpEndpoint) -> None:

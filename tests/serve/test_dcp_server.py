@@ -5,14 +5,11 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-import pytest
-
 from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.listener import Address
 from mirror.wire import events as ev
 from mirror.wire.constants import Status
 from storage.model import Collection, Seqno
-from tests.oracle import kv_client
 from tests.serve.dcp_rig import serving_dcp, system_event, until
 from tests.serve.http_site import make_certificate
 from tests.serve.kv_rig import DEFAULT, Store, with_users
@@ -90,35 +87,6 @@ async def test_a_name_belongs_to_the_user_who_opened_a_connection(store: Store, 
         for client in clients[1:]:
             await client.close()
         await until(lambda: not endpoint.server._names)
-
-
-async def test_a_removed_user_opens_no_stream_on_a_connection_that_was_open(
-    store: Store, users_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mirror.serve.kv.server.SWEEP_S", 3600)  # the test alone sweeps
-    async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
-        client = await endpoint.connect()
-        assert await client.login("ann", "pw") == 0
-        await client.open("orders", login=False)
-        with_users(users_file, {})
-        endpoint.server.sweep()
-        assert (await client.stream(0)).status == Status.EACCESS
-        endpoint.server.sweep()
-        assert await client.receive() is None
-        assert endpoint.server.dropped_count == 1
-
-
-async def test_more_connections_than_allowed_are_closed(store: Store) -> None:
-    async with serving_dcp(store.path, reader_connections_max=2) as endpoint:
-        first, second = await endpoint.client(name="a"), await endpoint.client(name="b")
-        third = await endpoint.connect()
-        await third.send(kv_client.noop())
-        assert await third.receive() is None
-        assert await first.alive()
-        assert await second.alive()
-        status = endpoint.server.status()
-        assert (status["dcp_connections"], status["dcp_accepted"], status["dcp_rejected"]) == (2, 2, 1)
-        assert not [name for name in status if name.startswith("kv_")]
 
 
 async def test_stopping_lets_go_of_everybody(store: Store) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import threading
-import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -135,42 +134,6 @@ def test_several_documents_in_the_requested_order(site: Site) -> None:
     assert [row.get("key", row.get("key_b64")) for row in found["documents"]] == ["a", "/w=="]
     assert found["documents"][1]["value_b64"] == "AAE="
     assert found["missing"] == [{"key": "none"}]
-
-
-def test_several_documents_of_a_vbucket_are_of_one_moment(site: Site) -> None:
-    """Writers keep two documents of each vbucket equal; readers must never see them differ, rollbacks included."""
-    pairs = {vbid: (site.source.key_of(vbid), site.source.key_of(vbid, 1)) for vbid in range(4)}
-    for vbid, (a, b) in pairs.items():
-        site.source.snapshot(vbid, (a, b"0"), (b, b"0"), datatype=1)
-    stop = threading.Event()
-
-    def write() -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            for vbid, (a, b) in pairs.items():
-                value = b"%d" % number
-                site.source.snapshot(vbid, (a, value), (b, value), datatype=1)
-                if number % 7 == 0:
-                    site.source.rollback(vbid, site.source.seqnos[vbid] - 3)
-
-    keys = [key for pair in pairs.values() for key in pair]
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
-        seen: set[object] = set()
-        reads = 0
-        deadline = time.monotonic() + 60
-        while reads < 150 or (len(seen) <= 3 and time.monotonic() < deadline):
-            reads += 1
-            values = {row["key"]: row["value"] for row in site.multi_get(keys)["documents"]}
-            for a, b in pairs.values():
-                assert values[a.decode()] == values[b.decode()]
-            seen.add(values[keys[0].decode()])
-    finally:
-        stop.set()
-        thread.join()
-    assert len(seen) > 3, "nothing moved while it was read"
 
 
 def test_pages_show_one_state_of_each_vbucket_while_it_is_written(site: Site) -> None:

@@ -90,7 +90,7 @@ def does_what_it_says(case: Any, busy: Site) -> None:
 
 
 @schema.parametrize()
-@settings(EXAMPLES, max_examples=15)
+@settings(EXAMPLES, max_examples=6)
 def test_the_api_does_what_it_says(case: Any, busy: Site) -> None:
     does_what_it_says(case, busy)
 

@@ -270,19 +270,6 @@ def test_a_reader_that_takes_nothing_of_a_large_document_is_hung_up_on(site: Sit
     assert site.get("/livez").json() == {"status": "alive"}
 
 
-def test_slow_readers_together_hold_no_more_than_the_budget(site: Site) -> None:
-    site.source.put("big", b"x" * (16 << 20), datatype=0)
-    site.server.service.budget._bytes_max = 20 << 20
-    with site.connect() as line:
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        line.sendall(request(site.document("big")))
-        eventually_now(lambda: site.server.service.budget.out_bytes)
-        assert site.get(site.document("big"), 503).json()["type"] == "urn:dcp-mirror:too-busy"
-        site.get("/livez")
-    eventually_now(lambda: site.server.service.budget.out_bytes == 0)
-    assert len(site.get(site.document("big")).content) == 16 << 20
-
-
 def test_what_a_page_holds_counts_before_it_is_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = site.server.service.budget
     counted = []
@@ -305,15 +292,6 @@ def test_what_a_page_holds_counts_before_it_is_whole(site: Site, monkeypatch: py
     assert site.get("/v1/collections/_default/documents", 503).json()["type"] == "urn:dcp-mirror:too-busy"
     assert len(counted) == 3
     assert budget.out_bytes == 1
-
-
-def test_pipelined_requests_are_answered_in_order(site: Site) -> None:
-    site.source.put("a", b"1")
-    one = request(site.document("a"))
-    last = request("/livez", "Connection: close")
-    answer = site.raw(one * 50 + last)
-    assert answer.count(b"HTTP/1.1 200 OK") == 51
-    assert answer.endswith(b'{"status":"alive"}')
 
 
 def test_requests_that_come_ahead_of_their_answers_take_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Text made into values: what goes in comes out, and whatever else comes is refused as a bad request."""
+"""Requests made into values, each of which comes out as it went in, and errors made into problem details."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from mirror.serve.http import problems as http_problems
 from mirror.serve.http import requests
 from mirror.serve.http.problems import Problem
+from storage import errors
 from storage.model import SEQNO_MAX, Branch, Seqno
 from storage.read.view import Pin, Time, Token
 
@@ -184,3 +186,38 @@ def test_a_body_of_more_values_than_keys_are_read_is_refused_unparsed(
     monkeypatch.setattr(json, "loads", None)
     with pytest.raises(Problem, match="1000 keys at most"):
         requests.json_of(f'{{"keys": [{",".join([value] * 3000)}]}}'.encode())
+
+
+@pytest.mark.parametrize("name", http_problems.TITLES)
+def test_every_problem_has_the_shape_of_the_standard(name: str) -> None:
+    answer = Problem(name, "what", hint="how", vbid=3).response()
+    status, title = http_problems.TITLES[name]
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.headers["cache-control"] == "no-store"
+    assert json.loads(bytes(answer.body)) == {
+        "type": f"urn:dcp-mirror:{name}", "title": title, "status": status, "detail": "what", "hint": "how", "vbid": 3,
+    }  # fmt: skip
+    assert ("retry-after" in answer.headers) == (status == 503)
+    assert ("www-authenticate" in answer.headers) == (status == 401)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.UnknownCollection("no"), 404), (errors.NoSuchBoundary("no"), 410), (errors.ViewInvalidated("no"), 410),
+        (errors.AnswerTooLarge("no"), 413), (errors.WriteLost("no"), 409), (errors.NotPublished("no"), 504),
+        (errors.CorruptedError("no"), 500), (errors.NotAMirror("/secret: no"), 503), (errors.Closed("no"), 503),
+        (errors.Full("no"), 503),
+    ],
+)  # fmt: skip
+def test_what_the_store_says_has_a_status_and_no_path(error: errors.StorageError, status: int) -> None:
+    error.path = "/secret/place"
+    error.vbid = 5
+    problem = http_problems.of_storage(error)
+    assert problem.status == status
+    assert "secret" not in json.dumps(problem.object())
+
+
+def test_a_long_detail_is_cut() -> None:
+    assert len(Problem("bad-request", "x" * 10_000).detail) == http_problems.DETAIL_LENGTH_MAX

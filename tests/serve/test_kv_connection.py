@@ -16,7 +16,7 @@ from mirror.wire.constants import Magic, Opcode, Status
 from mirror.wire.frame import Frame
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
-from tests.serve.kv_rig import Client, Endpoint, NoStrangers, Store, get, serving
+from tests.serve.kv_rig import Client, Endpoint, Store, get, serving
 
 FRAMES_PER_CONNECTION = 4
 
@@ -25,35 +25,6 @@ FRAMES_PER_CONNECTION = 4
 def store(store: Store) -> Store:
     store.put(b"a", b"value", 1)
     return store
-
-
-async def test_a_turn_ends_with_its_time_however_few_requests_it_had(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock does not move but for one request, which takes a second: it ends its turn, and the next one goes on."""
-    now, turns, slow = 0.0, [0], 3
-
-    def clock() -> float:
-        return now
-
-    def answer(self: KvConnection, frame: Frame) -> bytes:
-        nonlocal now
-        turns[-1] += 1
-        now += 1.0 if frame.opaque == slow else 0.0
-        return plain(self, frame)
-
-    def next_turn(self: KvConnection) -> None:
-        turns.append(0)
-        following(self)
-
-    plain, following = KvConnection._answer, KvConnection._next_turn
-    monkeypatch.setattr("mirror.serve.kv.connection.perf_counter", clock)
-    monkeypatch.setattr(KvConnection, "_answer", answer)
-    monkeypatch.setattr(KvConnection, "_next_turn", next_turn)
-    client = await endpoint.connect()
-    await client.send(*(kv_client.noop(opaque=number) for number in range(8)))
-    assert [frame.opaque for _ in range(8) if (frame := await client.receive())] == list(range(8))
-    assert turns == [slow + 1, 8 - slow - 1]
 
 
 async def test_of_clients_that_use_up_their_turns_one_works_in_each_turn_of_the_loop(
@@ -282,16 +253,6 @@ async def test_saying_goodbye(endpoint: Endpoint) -> None:
         assert (await client.answer()).value == b"value"
         assert (await client.receive() is not None) is answers
         assert await client.receive() is None
-
-
-async def test_nobody_reads_without_a_name_where_names_are_needed(store: Store) -> None:
-    async with serving(store.path, readers=NoStrangers()) as endpoint:
-        client = await endpoint.connect()
-        for opcode in (Opcode.GET, Opcode.SET, Opcode.STAT, Opcode.SELECT_BUCKET, 0xEE):
-            assert (await client.ask(fr.request(opcode, key=b"a"))).status == Status.EACCESS
-        assert (await client.ask(kv_client.noop())).status == Status.SUCCESS
-        assert await client.login() == Status.SUCCESS
-        assert (await client.ask(get())).value == b"value"
 
 
 async def test_what_nobody_knows_is_an_unknown_command(endpoint: Endpoint) -> None:

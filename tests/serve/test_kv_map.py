@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.ingest import topology
 from mirror.serve.kv.map import ServedMap, check_nodes, named_nodes, own_node
 from mirror.serve.listener import Address
 from storage.model import Identity
@@ -99,12 +98,3 @@ def test_a_list_that_contradicts_bucket_or_mirror_is_refused(
 def test_mirrors_that_hold_all_may_be_named_in_any_parts(text: str) -> None:
     check_nodes(named_nodes(text), IDENTITY, {1})
     check_nodes(named_nodes(text), IDENTITY, ())
-
-
-def test_our_own_consumer_understands_the_map() -> None:
-    """So a mirror can follow a mirror."""
-    made = ServedMap(IDENTITY, [own_node([Address("127.0.0.1", 5)])], 3)
-    parsed = topology.parse_cluster_map(made.of_bucket, "127.0.0.1")
-    assert parsed.vbucket_count == 8
-    assert {parsed.node_of(vbid) for vbid in range(8)} == {parsed.nodes[0]}
-    assert (parsed.nodes[0].host, parsed.nodes[0].kv_port) == ("127.0.0.1", 5)

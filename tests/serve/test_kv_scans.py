@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from mirror.document import values
-from mirror.serve.access.auth import Reader
 from mirror.serve.kv import scans as kv_scans
+from mirror.serve.kv.scan_request import Requirements, ScanBounds, parse
+from mirror.server.errors import Refused
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import ScanItem, ScanLimits
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
 from storage.model import Collection, Seqno
 from tests.oracle import kv_client
-from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving, users
+from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store
 
 VBUCKETS = 1
 VBUUID = 77
@@ -42,9 +43,12 @@ def b64(key: bytes) -> str:
     return base64.b64encode(key).decode()
 
 
+def as_bytes(body: object) -> bytes:
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
 def create(body: object, *, datatype: int = 1, vbid: int = 0) -> Frame:
-    value = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return fr.request(Opcode.RANGE_SCAN_CREATE, value=value, datatype=datatype, vbucket=vbid, opaque=5)
+    return fr.request(Opcode.RANGE_SCAN_CREATE, value=as_bytes(body), datatype=datatype, vbucket=vbid, opaque=5)
 
 
 def between(start: bytes = b"", end: bytes = b"\xff", **more: Any) -> dict[str, Any]:
@@ -168,14 +172,6 @@ async def test_a_scan_lives_for_a_while_on_its_connection_alone(
     assert (await client.ask(go_on(short, 1))).status == Status.KEY_ENOENT
 
 
-async def test_a_scan_is_of_the_user_who_made_it(store: Store) -> None:
-    async with serving(store.path, readers=users()) as endpoint:
-        client = await endpoint.sdk()
-        name = await begin(client, between())
-        assert await client.login() == Status.SUCCESS
-        assert (await client.ask(go_on(name))).status == Status.EACCESS
-
-
 async def test_a_connection_has_only_so_many_scans_open(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_scans, "SCANS_MAX", 3)
     names = [await begin(client, between()) for _ in range(3)]
@@ -202,7 +198,6 @@ async def test_an_empty_range_is_said_so_at_once(store: Store, client: Client) -
     ("body", "status"),
     [
         (b"{", Status.EINVAL),
-        (between(key_only=True, include_xattrs=True), Status.EINVAL),
         (between(collection="8"), Status.UNKNOWN_COLLECTION),
         (between(snapshot_requirements={"vb_uuid": "78", "seqno": 1}), Status.VB_UUID_NOT_EQUAL),
         (between(snapshot_requirements={"vb_uuid": "77", "seqno": 41}), Status.ETMPFAIL),
@@ -313,17 +308,6 @@ async def test_an_empty_collection_has_no_sample(store: Store, client: Client) -
     assert await keys(client, between(collection="8")) == [b"inside"]
 
 
-async def test_who_may_not_read_a_collection_may_not_scan_it(store: Store) -> None:
-    store.collections(50, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)))
-    store.put(b"inside", b"x", 51, cid=8)
-    async with serving(store.path) as endpoint:
-        client = await endpoint.sdk()
-        (connection,) = endpoint.server.connections
-        connection.session.reader = Reader("limited", frozenset({"s.c"}))
-        assert (await client.ask(create(between()))).status == Status.EACCESS
-        assert await keys(client, between(collection="8")) == [b"inside"]
-
-
 async def test_values_leave_as_the_client_takes_them(store: Store, endpoint: Endpoint, client: Client) -> None:
     body = b'{"n":"' + b"x" * 200 + b'"}'
     joined, datatype = values.join({b"meta": b'{"k":"v"}'}, body, values.JSON)
@@ -346,3 +330,69 @@ async def test_values_leave_as_the_client_takes_them(store: Store, endpoint: End
 async def test_expired_documents_are_not_scanned(store: Store, client: Client) -> None:
     store.put(b"old", b"x", 70, expiry=1)
     assert (await client.ask(create(between(b"old", b"old")))).status == Status.KEY_ENOENT
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[" * 5000,
+        b"\xff",
+        [],
+        {},
+        {"range": []},
+        {"range": None},
+        {"range": {"start": "", "end": ""}, "sampling": {"samples": 1}},
+        {"range": {"start": ""}},
+        {"range": {"start": "", "excl_start": "", "end": ""}},
+        {"range": {"start": "!", "end": ""}},
+        {"range": {"start": b64(b"x" * 251), "end": ""}},
+        between(name="n" * 51),
+        between(key_only=1),
+        between(key_only=True, include_xattrs=True),
+        between(collection="zz"),
+        between(collection="100000000"),
+        {"sampling": {}},
+        {"sampling": {"samples": -1}},
+        {"sampling": {"samples": True}},
+        {"sampling": {"samples": 2**64}},
+        between(snapshot_requirements={"seqno": 1}),
+        between(snapshot_requirements={"vb_uuid": 77, "seqno": 1}),
+        between(snapshot_requirements={"vb_uuid": "77x", "seqno": 1}),
+        between(snapshot_requirements={"vb_uuid": "77"}),
+    ],
+)
+def test_what_makes_no_sense_is_refused(body: object) -> None:
+    with pytest.raises(Refused) as caught:
+        parse(as_bytes(body), takes_xattrs=True)
+    assert caught.value.status == Status.EINVAL
+    assert caught.value.context
+
+
+def test_xattrs_are_for_clients_that_take_them() -> None:
+    body = as_bytes(between(include_xattrs=True))
+    assert parse(body, takes_xattrs=True).xattrs
+    with pytest.raises(Refused) as caught:
+        parse(body, takes_xattrs=False)
+    assert caught.value.status == Status.NOT_SUPPORTED
+
+
+def test_a_range_with_everything() -> None:
+    body = {
+        "collection": "f2",
+        "key_only": True,
+        "name": "mine",
+        "unknown": 1,
+        "range": {"excl_start": b64(b"a"), "end": b64(b"b\xff")},
+        "snapshot_requirements": {"vb_uuid": "16627788222", "seqno": 1000, "seqno_exists": True, "timeout_ms": 2000},
+    }
+    required = Requirements(16627788222, 1000, True, 2000)
+    expected = ScanBounds(0xF2, True, False, b"a\0", b"b\xff\0", None, 0, required)
+    assert parse(as_bytes(body), takes_xattrs=False) == expected
+
+
+def test_a_sample_and_the_shortest_range() -> None:
+    sample = parse(b'{"sampling":{"samples":512,"seed":18111}}', takes_xattrs=False)
+    assert sample == ScanBounds(0, False, False, b"", None, 512, 18111, None)
+    shortest = parse(b'{"range":{"start":"","excl_end":"YQ=="}}', takes_xattrs=False)
+    assert shortest == ScanBounds(0, False, False, b"", b"a", None, 0, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -13,10 +12,8 @@ from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.map import ServedMap, named_nodes
 from mirror.serve.kv.session import KvSession
 from mirror.wire import codec_kv
-from mirror.wire import frame as fr
-from mirror.wire.constants import Feature, Opcode
-from storage.model import VbucketState
-from tests.serve.kv_rig import Endpoint, Store, session_of
+from mirror.wire.constants import Feature
+from tests.serve.kv_rig import Store, session_of
 
 VBUCKETS = 64
 
@@ -59,31 +56,3 @@ def test_a_changed_map_is_announced_as_requested(
     assert frame is not None
     config = getattr(changed, reported) if reported else b""
     assert codec_kv.decode_clustermap_notification(frame) == (1, 2, b"orders" if bucket else b"", config)
-
-
-@pytest.mark.parametrize(("group", "names"), [("vbucket", 1), ("vbucket-seqno", 7), ("failovers", 3)])
-async def test_statistics_of_many_vbuckets_come_in_steps(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, group: str, names: int
-) -> None:
-    """Eight vbuckets in each, with other clients' requests between two."""
-    client = await endpoint.connect()
-    turns, read = endpoint.server.turns, Counter[int]()
-    turn, granted, state = 0, turns._grant, KvBucket.state
-
-    def counted_grant() -> None:
-        nonlocal turn
-        turn += 1
-        granted()
-
-    def counted_state(self: KvBucket, vbid: int) -> VbucketState:
-        read[turn] += 1
-        return state(self, vbid)
-
-    monkeypatch.setattr(turns, "_grant", counted_grant)
-    monkeypatch.setattr(KvBucket, "state", counted_state)
-    await client.send(fr.request(Opcode.STAT, key=group.encode()))
-    found = {}
-    while (answer := await client.answer()).key:
-        found[answer.key] = answer.value
-    assert len(found) == 64 * names
-    assert (sum(read.values()), max(read.values())) == (64, 8)

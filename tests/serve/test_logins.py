@@ -207,29 +207,6 @@ async def test_what_follows_a_login_waits_for_it(store: Store, users_file: Path)
             assert (await client.answer()).status == Status.SUCCESS
 
 
-async def test_an_attempt_whose_connection_was_closed_is_not_checked(store: Store, users_file: Path) -> None:
-    checked: list[str] = []
-
-    class Counted(FileUsers):
-        def check(self, name: str, password: str) -> Reader | None:
-            checked.append(name)
-            return super().check(name, password)
-
-    async with serving(store.path, readers=Counted(users_file)) as endpoint:
-        for _ in range(50):
-            endpoint.server._logins.failed("ann", "local")
-        await endpoint.server._logins._line.acquire()
-        client = await endpoint.connect()
-        await client.send(codec_kv.sasl_auth(b"PLAIN", b"\0ann\0pw"))
-        await until(lambda: any(each._later for each in endpoint.server.connections))
-        (connection,) = endpoint.server.connections
-        (task,) = connection._later
-        connection.abort()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        assert checked == []
-
-
 def test_an_attempt_over_http_leaves_the_line_with_its_client(source: Source, tmp_path: Path, users_file: Path) -> None:
     """Thousands that had hung up once stood before the next right password, for longer than a login may take."""
     with running(tmp_path / "data", source, users_file=users_file) as site:

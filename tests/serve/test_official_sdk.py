@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -29,14 +28,12 @@ from couchbase.management.options import GetAllScopesOptions
 from couchbase.options import ClusterOptions, GetOptions, UpsertOptions
 from couchbase.transcoder import RawBinaryTranscoder
 
-from mirror import MutationToken, WriteLost, open_view
+from mirror import MutationToken, open_view
 from mirror import client as control
 from mirror.messages import GetStatus
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.wire import codec_kv
-from storage.read.wait import WriteStatus, write_status
 from tests.crash.service import Service, until
-from tests.serve.kv_rig import Client, MirrorThread, serving
+from tests.serve.kv_rig import MirrorThread
 
 RAW = RawBinaryTranscoder()
 CLIENTS = 64
@@ -131,6 +128,8 @@ def test_paths_are_looked_up(sdk: Cluster, mirror: MirrorThread) -> None:
         stored = view.get("a")
         assert stored is not None
         assert (about["seqno"], about["CAS"]) == (f"0x{stored.seqno:016x}", f"0x{stored.cas:016x}")
+    assert default.lookup_in_any_replica("a", [sd.get("n")]).content_as[int](0) == 1
+    assert [each.content_as[int](0) for each in default.lookup_in_all_replicas("a", [sd.get("n")])] == [1]
     with pytest.raises(PathNotFoundException):
         default.lookup_in("a", [sd.get("zz")]).content_as[str](0)
     with pytest.raises(DocumentNotFoundException):
@@ -195,41 +194,6 @@ def test_own_writes_are_read_with_their_tokens(source: SandboxThread, mirror: Mi
     writer.close()
 
 
-def test_observe_seqno_shows_when_a_write_is_there_and_when_it_is_lost(
-    source: SandboxThread, mirror: MirrorThread
-) -> None:
-    writer = connect(string_of(source))
-    token = MutationToken.of(writer.bucket("orders").default_collection().upsert("seen", {}).mutation_token())
-
-    async def observe(until_seqno: int) -> codec_kv.ObservedSeqno:
-        async with serving(mirror.path) as endpoint:
-            client: Client = await endpoint.sdk()
-            for _ in range(2000):
-                answer = await client.ask(codec_kv.observe_seqno(token.vbid, token.vbuuid))
-                seen = codec_kv.decode_observe_seqno(answer.value)
-                if seen.current_seqno >= until_seqno or seen.old_vbuuid is not None:
-                    return seen
-                await asyncio.sleep(0.005)
-        raise AssertionError("the write never came")
-
-    seen = mirror.run(observe_in_thread(observe, token.seqno))
-    assert (seen.vbuuid, seen.persisted_seqno) == (token.vbuuid, seen.current_seqno)
-    source.call(lambda: source.cluster.failover(token.vbid, lose=1))
-    with open_view(mirror.path) as view:
-        until("the loss is known here", lambda: write_status(view.reader(token.vbid), token) is WriteStatus.LOST)
-        with pytest.raises(WriteLost):
-            view.wait_for(token, 20)
-    seen = mirror.run(observe_in_thread(observe, 2**63))
-    assert seen.old_vbuuid == token.vbuuid
-    assert (seen.last_seqno_received or 0) < token.seqno
-    writer.close()
-
-
-async def observe_in_thread(observe: Callable[[int], Any], until_seqno: int) -> codec_kv.ObservedSeqno:
-    """Beside the mirror's own loop, so that it goes on meanwhile."""
-    return await asyncio.to_thread(lambda: asyncio.run(observe(until_seqno)))
-
-
 # Many clients, and a source that is written, fails over, and goes away: the service as people run it.
 
 
@@ -242,6 +206,7 @@ def listener(data: Path, kind: str = "kv") -> str | None:
     return next(iter(document["listeners"].get(kind, ())), None)
 
 
+@pytest.mark.ci
 def test_many_clients_read_through_writes_a_rollback_and_the_end_of_the_source(tmp_path: Path) -> None:
     data = tmp_path / "data"
     names = [f"doc-{number}" for number in range(200)]

@@ -217,10 +217,12 @@ def test_a_source_that_is_away_is_said_in_the_headline_and_leaves_its_vbuckets_w
 
 def test_each_state_is_the_first_word_and_bad_ones_stand_out(page: Any, site: Site) -> None:
     """The page's part of the table of docs/operations.md; tests/supervise/test_channels.py has the other channels."""
+    opened(page, site, report())
     for state in STATES:
-        opened(page, site, report() | {"state": state, "message": "why"})
+        site.stands(report() | {"state": state, "message": f"why {state}"})
+        page.evaluate("look()")
+        page.locator("#headline", has_text=f"why {state}").wait_for()
         assert page.locator("#state").inner_text() == state
-        assert page.locator("#headline").inner_text() == "why"
         colour = page.locator("#state").get_attribute("class")
         well = state in ("starting", "catching up", "following", "stopping")
         assert colour == ("ok" if well else "idle" if state == "stored" else "dead")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from couchbase import subdocument as sd
 from couchbase.cluster import Cluster
 from couchbase.exceptions import (
     CouchbaseException,
@@ -144,13 +143,6 @@ def test_a_write_that_was_lost_is_reported_to_the_scan_that_waits_for_it(
     until("the refusal", is_refused)
 
 
-def test_a_mirror_is_its_own_replica(reading: Any) -> None:
-    assert reading.get_any_replica("doc-001").content_as[dict] == {"n": 1}
-    assert [each.content_as[dict] for each in reading.get_all_replicas("doc-001")] == [{"n": 1}]
-    assert reading.lookup_in_any_replica("doc-001", [sd.get("n")]).content_as[int](0) == 1
-    assert [each.content_as[int](0) for each in reading.lookup_in_all_replicas("doc-001", [sd.get("n")])] == [1]
-
-
 # Several mirrors of one bucket, each with its own vbuckets.
 
 
@@ -159,6 +151,7 @@ def read_all(collection: Any, names: Sequence[str], timeout: timedelta = timedel
         assert collection.get(name, GetOptions(timeout=timeout)).content_as[dict] == DOCUMENTS[name]
 
 
+@pytest.mark.ci
 def test_mirrors_with_a_part_each_are_one_bucket_to_clients(source: SandboxThread, tmp_path: Path) -> None:
     """An SDK reads everything by way of either, goes on with the rest while one is killed, and has it back after."""
     ports = free_ports(2)

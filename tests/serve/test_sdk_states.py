@@ -42,9 +42,9 @@ def write(store: Store, number: int, seqno: int, *, publish: bool = True) -> Non
 
 
 @asynccontextmanager
-async def reading(store: Store, *, stale_allowed: bool = False) -> AsyncIterator[Any]:
+async def reading(store: Store) -> AsyncIterator[Any]:
     """A collection at an endpoint over the store."""
-    async with serving(store.path, stale_allowed=stale_allowed) as endpoint:
+    async with serving(store.path) as endpoint:
         cluster = await asyncio.to_thread(connect, f"couchbase://127.0.0.1:{endpoint.port}")
         bucket = await asyncio.to_thread(cluster.bucket, "orders")
         yield bucket.default_collection()
@@ -86,14 +86,6 @@ async def test_while_nobody_knows_every_read_is_a_temporary_failure(
         for read in READS.values():
             with pytest.raises(TemporaryFailException):
                 await asyncio.to_thread(read, collection)
-
-
-async def test_while_a_vbucket_is_resynced_its_old_copy_is_given_where_the_operator_allows_that(store: Store) -> None:
-    resync(store)
-    async with reading(store, stale_allowed=True) as collection:
-        assert await got(collection) == 1
-        for read in READS.values():
-            await asyncio.to_thread(read, collection)
 
 
 async def test_a_read_that_was_tried_again_succeeds_when_the_vbucket_is_there(store: Store) -> None:

@@ -9,10 +9,8 @@ import pytest
 
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import SandboxCluster
-from mirror.serve.kv.map import ServedMap, named_nodes
 from mirror.server.cluster_config import NO_MANAGEMENT, ConfigBucket, ConfigNode, render
 from mirror.wire import codec_kv
-from storage.model import Identity
 from tests.sandbox.client import Client
 
 
@@ -40,12 +38,6 @@ def test_nodes_of_one_host_have_different_management_ports() -> None:
     assert [each["hostname"] for each in json.loads(config)["nodes"]] == ["a:1", "b:2", "a:3"]
     seen = parse_cluster_map(config, "a")
     assert [(node.host, node.kv_port) for node in seen.nodes] == [("a", 1), ("b", 2), ("a", 3)]
-
-
-def test_several_mirrors_on_one_host_are_distinguished() -> None:
-    identity = Identity("cluster", "orders", "uuid", 8, 2)
-    config = ServedMap(identity, named_nodes("127.0.0.1:1,127.0.0.1:2"), 1).of_bucket
-    assert identities(config) == [("127.0.0.1", 1), ("127.0.0.1", 2)]
 
 
 @pytest.mark.parametrize("node", [ConfigNode(None, 1), ConfigNode("a", None, 2), ConfigNode("a", 3, 4)])

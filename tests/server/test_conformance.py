@@ -381,14 +381,6 @@ async def test_a_backfill_has_the_open_prepares_and_the_aborts(server: Server) -
     assert await client.alive(), "no more than was sent"
 
 
-async def test_a_client_without_sync_writes_gets_what_was_committed(server: Server) -> None:
-    high = server.vbucket(2).high_seqno
-    client = await server.client()
-    assert (await client.stream(2, end=high)).status == OK
-    events = await client.until_end(high)
-    assert not any(isinstance(each, (ev.Prepare, ev.Commit, ev.Abort)) for each in events)
-
-
 @SANDBOX_ALONE
 async def test_a_client_that_holds_a_prepare_learns_what_became_of_it(server: Server) -> None:
     """The client resumes behind the prepares and gets a mutation for the commit and an abort for the other."""
@@ -549,6 +541,7 @@ async def test_a_bounded_stream_has_everything_and_ends(server: Server, request_
         assert len(ends) == 1 or server.mirror is not None, "a mirror sends the boundaries that it published"
         seqnos = [each.seqno for each in events if not isinstance(each, ev.SnapshotMarker)]  # type: ignore[union-attr]
         assert seqnos == sorted(set(seqnos))
+        assert not any(isinstance(each, (ev.Prepare, ev.Commit, ev.Abort)) for each in events)
         assert held_after(events) == {item.key: item.seqno for item in state_at(vbucket, high).values()}
         assert await client.event() == ev.StreamEnd(vbid, int(StreamEndReason.OK), opaque=0x77)
 

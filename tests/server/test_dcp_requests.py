@@ -11,7 +11,8 @@ import pytest
 
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp
-from mirror.wire.constants import Opcode, Status, VbucketRole
+from mirror.wire import events as ev
+from mirror.wire.constants import NO_END_SEQNO, Opcode, Status, StreamRequestFlag, VbucketRole
 from mirror.wire.frame import Frame
 from storage.model import FailoverLog
 from tests.recordings import frames
@@ -338,3 +339,35 @@ async def test_a_backfill_is_the_recorded_one_byte_for_byte(name: str) -> None:
         acked = sum(client.sizes)
         await client.until(lambda: len(client.frames) == len(expected) or sum(client.sizes) > acked)  # noqa: B023
     assert client.frames == expected
+
+
+def request(start: int, vbuuid: int, flags: int = 0, end: int = NO_END_SEQNO) -> ev.StreamRequest:
+    return ev.StreamRequest(0, flags, start, end, vbuuid, start, start, opaque=7)
+
+
+@pytest.mark.parametrize(
+    ("profile", "flags", "status"),
+    [
+        ("8.x", 0x200, Status.EINVAL),
+        ("7.0", 0x08, Status.SUCCESS),
+        ("7.0", 0x80, Status.SUCCESS),
+    ],
+)
+async def test_flags_that_a_server_does_not_know_are_refused_from_7_2_on(profile: str, flags: int, status: int) -> None:
+    """kv_engine, daemon/mcbp_validators.cc of 7.0.0 and 7.2.4."""
+    async with SandboxCluster(vbuckets=1, profile=profile) as cluster:
+        cluster.set("k", {})
+        client = await Client.dcp(cluster)
+        assert (await client.ask(codec_dcp.to_frame(request(0, 0, flags)))).status == status
+
+
+async def test_a_stream_from_the_latest_begins_at_the_high_seqno() -> None:
+    """kv_engine 7.6.2, DcpProducer::streamRequest."""
+    async with SandboxCluster(vbuckets=1, profile="8.x") as cluster:
+        cluster.set("old", {})
+        client = await Client.dcp(cluster)
+        flags = int(StreamRequestFlag.FROM_LATEST)
+        assert (await client.ask(codec_dcp.to_frame(request(0, 0, flags)))).status == Status.SUCCESS
+        cluster.set("new", {})
+        await client.until(lambda: client.of(ev.Mutation))
+        assert [event.seqno for event in client.of(ev.Mutation)] == [2]
