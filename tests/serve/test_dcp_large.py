@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from mirror.serve.dcp import stream as dcp_stream
 from mirror.wire import codec_dcp, xattr
 from mirror.wire import events as ev
-from mirror.wire import frame as fr
 from mirror.wire.constants import DcpOpenFlag, Feature, Opcode, StreamEndReason, StreamRequestFlag
 from mirror.wire.frame import Frame
 from storage.read.large import LargeDocument
@@ -107,21 +105,6 @@ async def test_a_stream_closed_while_its_large_document_is_read_says_nothing_mor
         assert sum(isinstance(each, ev.Mutation) for each in found) <= 1, "the small one before it"
         assert isinstance(following := await client.event(), ev.SnapshotMarker)
         assert following.opaque == 4
-
-
-async def test_answers_come_between_messages_never_inside_one(store: Store) -> None:
-    async with serving_dcp(store.path) as endpoint:
-        client = await endpoint.client()
-        assert (await client.stream(0)).status == 0
-        for number in range(50):
-            await client.send(fr.request(Opcode.NOOP, opaque=number))
-            await asyncio.sleep(0)
-        mutations = answers = 0
-        while mutations < len({key for key, _, _ in DOCUMENTS}) or answers < 50:
-            frame = client.early.pop(0) if client.early else await client.receive()
-            assert frame is not None
-            mutations += frame.opcode == Opcode.DCP_MUTATION
-            answers += frame.opcode == Opcode.NOOP
 
 
 async def test_a_large_document_that_is_gone_ends_the_stream(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

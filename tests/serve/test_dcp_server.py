@@ -1,20 +1,34 @@
-"""The DCP endpoint of a process: listeners with TLS and users, limits, and what it counts."""
+"""The DCP endpoint: TLS and users; garbage harms nobody else, and slow clients hold no memory."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import random
 import ssl
 from pathlib import Path
 
+import pytest
+
 from mirror.serve.access.auth import FileUsers, entry_of
+from mirror.serve.dcp import connection as dcp_connection
+from mirror.serve.dcp.connection import NOTED_S, SourceContact
+from mirror.serve.dcp.stream import PIECE_BYTES
+from mirror.serve.kv.connection import HIGH_WATER_BYTES
 from mirror.serve.listener import Address
 from mirror.wire import events as ev
-from mirror.wire.constants import Status
+from mirror.wire import frame as fr
+from mirror.wire.constants import Opcode, Status
 from storage.model import Collection, Seqno
-from tests.serve.dcp_rig import serving_dcp, system_event, until
+from tests.manual_clock import ManualClock
+from tests.oracle import kv_client
+from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, system_event, until
 from tests.serve.http_site import make_certificate
 from tests.serve.kv_rig import DEFAULT, Store, with_users
 
 VBUCKETS = 1
+LARGE = 40_000
+STREAM = fr.request(Opcode.DCP_STREAM_REQ, extras=bytes(16) + b"\xff" * 8 + bytes(24), opaque=3)
 
 
 async def test_over_tls_with_a_user_of_the_file_who_may_read_one_collection(store: Store, tmp_path: Path) -> None:
@@ -96,3 +110,127 @@ async def test_stopping_lets_go_of_everybody(store: Store) -> None:
         await endpoint.server.stop(0.2)
         assert await client.receive() is None
         assert endpoint.server.dcp_counters.streams_closed == 1
+
+
+async def test_garbage_ends_its_own_connection_only(store: Store, dcp: DcpEndpoint) -> None:
+    store.put(b"a", b"1", 1)
+    good = await dcp.client(name="good")
+    assert (await good.stream(0)).status == 0
+    await good.until_end(1)
+    rng = random.Random(7)
+    for opened in (False, True):
+        for number in range(15):
+            bad = await (dcp.client(name=f"bad{number}") if opened else dcp.connect())
+            bad.writer.write(rng.randbytes(rng.choice([1, 23, 24, 500])) + b"\xff" * 30)
+            with contextlib.suppress(ConnectionError):
+                await bad.reader.read()  # to its end; what begins like HTTP is answered in HTTP
+            await bad.close()
+    store.put(b"a", b"2", 2)
+    await good.until_end(2)
+
+
+async def test_truncated_and_misshapen_requests_are_refused(dcp: DcpEndpoint) -> None:
+    client = await dcp.client()
+    for opcode in (Opcode.DCP_CLOSE_STREAM, Opcode.DCP_BUFFER_ACK, Opcode.DCP_OPEN):
+        answer = await client.ask(fr.request(opcode, extras=bytes(3), key=b"odd", value=b"x"))
+        assert answer.status == Status.EINVAL, opcode
+    assert (await client.ask(fr.request(Opcode.DCP_MUTATION, extras=bytes(31), key=b"k"))).status != 0
+    assert (await client.ask(fr.request(Opcode.DCP_CONTROL, key=b"no_such", value=b"1"))).status == Status.EINVAL
+    await client.send(fr.response(fr.request(Opcode.DCP_SNAPSHOT_MARKER)))
+    assert await client.alive()
+    await client.send(fr.response(fr.request(Opcode.GET)))
+    assert await client.receive() is None
+
+
+async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store: Store, dcp: DcpEndpoint) -> None:
+    for seqno in range(1, 601):
+        store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
+    client = await dcp.client()
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await client.send(STREAM)
+    (connection,) = dcp.server.connections
+    await until(lambda: connection.paused_s is not None)
+    assert connection.unsent.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
+    sent = dcp.server.dcp_counters.stream_bytes
+    await client.send(kv_client.noop())
+    await asyncio.sleep(0.1)
+    assert dcp.server.dcp_counters.stream_bytes == sent
+    client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    await client.until_end(600)
+
+
+async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
+    store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcp_connection, "ANSWERS_BYTES_MAX", 10_000)
+    for seqno in range(1, 301):
+        store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
+    client = await dcp.client()
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await client.send(STREAM)
+    (connection,) = dcp.server.connections
+    await until(lambda: connection.paused_s is not None)
+    held = connection.unsent.unsent_bytes
+    for _ in range(40):
+        await client.send(*[fr.request(Opcode.GET_CLUSTER_CONFIG, opaque=9)] * 20)
+        await asyncio.sleep(0.005)
+    assert connection.unsent.unsent_bytes < held + 10_000 + 200_000
+    client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    answers = 0
+    seqno = 0
+    while answers < 800 or seqno < 300:
+        frame = await client.receive()
+        assert frame is not None
+        if frame.opcode == Opcode.GET_CLUSTER_CONFIG:
+            answers += 1
+        elif frame.opcode == Opcode.DCP_MUTATION:
+            seqno = int.from_bytes(frame.extras[:8])
+
+
+async def test_a_client_that_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> None:
+    for seqno in range(1, 301):
+        store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
+    async with serving_dcp(store.path, reader_send_timeout_s=0.5) as dcp:
+        client = await dcp.client()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.send(STREAM)
+        await until(lambda: dcp.server.status()["dcp_dropped"] > 0)
+        await until(lambda: not dcp.server.connections)
+        assert dcp.server.status()["dcp_dropped"] == 1
+        client.writer.transport.abort()
+
+
+async def test_who_listens_without_noops_is_not_idle_and_who_has_no_stream_is(store: Store) -> None:
+    async with serving_dcp(store.path, reader_idle_timeout_s=0.5) as dcp:
+        listener = await dcp.client(name="listener", noop=False, flags=1)
+        assert (await listener.stream(0)).status == 0
+        idler = await dcp.client(name="idler")
+        assert await idler.receive() is None
+        store.put(b"a", b"1", 1)
+        await listener.until_end(1)
+
+
+async def test_an_error_of_this_program_ends_the_connection_and_is_logged(
+    store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await dcp.client()
+
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("mirror.serve.dcp.stream.DcpStream.take", broken)
+    assert (await client.stream(0)).status == 0
+    assert await client.receive() is None
+
+
+def test_what_is_not_noted_lately_is_not_in_contact() -> None:
+    clock = ManualClock()
+    contact = SourceContact([0, 1], clock)
+    assert contact.lost_ms() == {0: 0, 1: 0}
+    contact.note({1: 700})
+    clock.advance(1)
+    assert contact.lost_ms() == {1: 1700}
+    contact.note({})
+    assert contact.lost_ms() == {}
+    clock.advance(NOTED_S + 1)
+    assert contact.lost_ms() == {0: 6000, 1: 6000}

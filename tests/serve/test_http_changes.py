@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import select
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -194,32 +192,6 @@ def test_positions_that_make_no_sense_are_refused(site: Site) -> None:
     problem = site.get("/v1/changes", 400, params={"since": "1:1:1", "vbid": 1}).json()
     assert "of an earlier version" in problem["detail"]
     assert site.client.head("/v1/changes").status_code == 200
-
-
-def test_a_reader_that_takes_nothing_holds_one_batch_and_is_hung_up_on(site: Site) -> None:
-    key = site.source.key_of(2)
-    for _ in range(60):
-        site.source.put(key, b"x" * 500_000, datatype=0)
-    site.server.gate.send_timeout_s = 0.3
-    service = site.server.service
-    with site.connect() as line:
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        line.sendall(request("/v1/changes?vbid=2"))
-        eventually_now(lambda: service.requests.streams.total() == 1)
-
-        async def unsent() -> int:
-            return max(
-                (each.transport.get_write_buffer_size() for each in site.server.gate.state.connections), default=0
-            )
-
-        held = 0
-        for _ in range(1000):
-            held = max(held, site.call(unsent()))
-            if not service.requests.streams.total():
-                break
-            site.call(asyncio.sleep(0.02))
-        assert service.requests.streams.total() == 0, "it is still there"
-        assert 0 < held < 3_000_000, "of thirty megabytes"
 
 
 def test_no_more_streams_than_allowed(site: Site) -> None:

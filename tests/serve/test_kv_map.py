@@ -1,18 +1,27 @@
-"""The cluster map: one mirror, several, and the names that clients know them by."""
+"""The cluster map: one mirror, several, the names that clients know them by, and who is told of a change."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from mirror.clock import SystemClock
 from mirror.errors import ConfigError
+from mirror.serve.access.auth import Reader
+from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.map import ServedMap, check_nodes, named_nodes, own_node
+from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address
+from mirror.wire import codec_kv
+from mirror.wire.constants import Feature
 from storage.model import Identity
+from tests.serve.kv_rig import Store, session_of
 
 IDENTITY = Identity("cluster", "orders", "uuid", 8, 2)
+NOTIFY, BRIEF = Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF
 
 
 def test_one_mirror_is_the_node_that_the_client_came_to() -> None:
@@ -98,3 +107,40 @@ def test_a_list_that_contradicts_bucket_or_mirror_is_refused(
 def test_mirrors_that_hold_all_may_be_named_in_any_parts(text: str) -> None:
     check_nodes(named_nodes(text), IDENTITY, {1})
     check_nodes(named_nodes(text), IDENTITY, ())
+
+
+@pytest.fixture
+def session(store: Store) -> Iterator[KvSession]:
+    bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
+    yield session_of(bucket)
+    bucket.close()
+
+
+@pytest.mark.parametrize(
+    ("features", "logged_in", "bucket", "reported"),
+    [
+        ((), True, True, None),
+        ((Feature.DUPLEX,), True, True, None),
+        ((NOTIFY,), True, True, None),
+        ((Feature.DUPLEX, NOTIFY), False, True, None),
+        ((Feature.DUPLEX, NOTIFY), True, True, "of_bucket"),
+        ((Feature.DUPLEX, NOTIFY), True, False, "of_node"),
+        ((Feature.DUPLEX, NOTIFY, BRIEF), True, True, ""),
+        ((Feature.DUPLEX, BRIEF), True, False, ""),
+    ],
+)
+def test_a_changed_map_is_announced_as_requested(
+    session: KvSession, features: tuple[int, ...], logged_in: bool, bucket: bool, reported: str | None
+) -> None:
+    session.grant(frozenset(map(int, features)))
+    session.reader = Reader("r") if logged_in else None
+    session.bucket_selected = bucket
+    changed = ServedMap(session.bucket.identity, named_nodes("a:1"), 2)
+    session.cluster_map = changed
+    frame = session.map_notification()
+    if reported is None:
+        assert frame is None
+        return
+    assert frame is not None
+    config = getattr(changed, reported) if reported else b""
+    assert codec_kv.decode_clustermap_notification(frame) == (1, 2, b"orders" if bucket else b"", config)

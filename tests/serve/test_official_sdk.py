@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,18 @@ from couchbase.exceptions import (
     InternalServerFailureException,
     PathNotFoundException,
     ServiceUnavailableException,
+    TemporaryFailException,
     UnsupportedOperation,
 )
 from couchbase.management.options import GetAllScopesOptions
-from couchbase.options import ClusterOptions, GetOptions, UpsertOptions
+from couchbase.options import (
+    ClusterOptions,
+    ExistsOptions,
+    GetAnyReplicaOptions,
+    GetOptions,
+    LookupInOptions,
+    UpsertOptions,
+)
 from couchbase.transcoder import RawBinaryTranscoder
 
 from mirror import MutationToken, open_view
@@ -33,7 +43,7 @@ from mirror import client as control
 from mirror.messages import GetStatus
 from mirror.sandbox import SandboxCluster, SandboxThread
 from tests.crash.service import Service, until
-from tests.serve.kv_rig import MirrorThread
+from tests.serve.kv_rig import MirrorThread, Store, serving
 
 RAW = RawBinaryTranscoder()
 CLIENTS = 64
@@ -257,3 +267,86 @@ def test_many_clients_read_through_writes_a_rollback_and_the_end_of_the_source(t
                     stop.set()
                 for each in reading:
                     each.result()
+
+
+# What is read of a vbucket in each state: never an absent document if the mirror cannot know it.
+
+SHORT = timedelta(milliseconds=300)
+READS: dict[str, Callable[[Any], Any]] = {
+    "get": lambda collection: collection.get("key", GetOptions(timeout=SHORT)).content_as[dict],
+    "exists": lambda collection: collection.exists("key", ExistsOptions(timeout=SHORT)).exists,
+    "lookup_in": lambda collection: collection.lookup_in("key", [sd.get("n")], LookupInOptions(timeout=SHORT)),
+    "get_any_replica": lambda collection: collection.get_any_replica("key", GetAnyReplicaOptions(timeout=SHORT)),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path, vbuckets=1)
+    yield made
+    made.close()
+
+
+def write(store: Store, *, publish: bool = True) -> None:
+    store.put(b"key", b'{"n":1}', 5, datatype=1, publish=publish)
+
+
+@asynccontextmanager
+async def reading(store: Store) -> AsyncIterator[Any]:
+    """A collection at an endpoint over the store."""
+    async with serving(store.path) as endpoint:
+        cluster = await asyncio.to_thread(connect, f"couchbase://127.0.0.1:{endpoint.port}")
+        bucket = await asyncio.to_thread(cluster.bucket, "orders")
+        yield bucket.default_collection()
+        await asyncio.to_thread(cluster.close)
+
+
+def accept(store: Store) -> None:
+    """A stream was accepted, and has brought nothing."""
+    store.log(0, (77, 0))
+
+
+def backfill(store: Store) -> None:
+    """The first snapshot comes in."""
+    store.logs()
+    write(store, publish=False)
+
+
+def resync(store: Store) -> None:
+    """Begin a resync next to the old copy."""
+    store.logs()
+    write(store)
+    store.writer.vbuckets[0].begin_resync()
+    store.writer.commit()
+
+
+@pytest.mark.parametrize("happen", [None, accept, backfill, resync])
+async def test_while_nobody_knows_every_read_is_a_temporary_failure(
+    store: Store, happen: Callable[[Store], None] | None
+) -> None:
+    """Once its timeout is over: the SDK tries again until then."""
+    if happen is not None:
+        happen(store)
+    async with reading(store) as collection:
+        for read in READS.values():
+            with pytest.raises(TemporaryFailException):
+                await asyncio.to_thread(read, collection)
+
+
+async def test_a_read_that_was_tried_again_succeeds_when_the_vbucket_is_there(store: Store) -> None:
+    async with reading(store) as collection:
+        options = GetOptions(timeout=timedelta(seconds=60))
+        waiting = asyncio.create_task(asyncio.to_thread(collection.get, "key", options))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        store.logs()
+        write(store)
+        assert (await waiting).content_as[dict] == {"n": 1}
+
+
+async def test_the_refusal_says_why(store: Store) -> None:
+    async with serving(store.path) as endpoint:
+        client = await endpoint.sdk()
+        assert b"the vbucket is not published yet" in (await client.get(b"\0key")).value
+        resync(store)
+        assert b"the vbucket is being resynced" in (await client.get(b"\0key")).value

@@ -19,7 +19,6 @@ from couchbase.cluster import Cluster
 from couchbase.exceptions import (
     CouchbaseException,
     DocumentNotFoundException,
-    MutationTokenOutdatedException,
     UnAmbiguousTimeoutException,
 )
 from couchbase.kv_range_scan import PrefixScan, RangeScan, SamplingScan, ScanTerm
@@ -119,28 +118,6 @@ def test_a_scan_sees_the_writes_that_its_request_names(writing: Any, reading: An
         assert {item.id: item.content_as[dict] for item in found} == {f"own-{each}": {"n": number} for each in range(8)}
     for each in range(8):
         writing.remove(f"own-{each}")
-
-
-def test_a_write_that_was_lost_is_reported_to_the_scan_that_waits_for_it(
-    source: SandboxThread, data: Path, writing: Any, reading: Any
-) -> None:
-    lost = writing.upsert("lost", {})
-    caught_up(source, data)
-    vbid = lost.mutation_token().partition_id
-    with open_view(str(data)) as view:
-        before = view.state(vbid).rollback_count
-        source.call(lambda: source.cluster.failover(vbid, lose=1))
-        until("the rollback", lambda: view.state(vbid).rollback_count > before)
-
-    def is_refused() -> bool:
-        """The SDK ends some such scans without its error, though each was refused (seen with 4.6 on a busy machine)."""
-        try:
-            assert list(reading.scan(PrefixScan("lost"), ScanOptions(consistent_with=MutationState(lost)))) == []
-        except MutationTokenOutdatedException:
-            return True
-        return False
-
-    until("the refusal", is_refused)
 
 
 # Several mirrors of one bucket, each with its own vbuckets.
