@@ -236,6 +236,29 @@ def test_an_error_in_the_middle_is_reported_as_an_event_and_the_stream_can_be_re
         assert reported(listener.event()) == ("mutation", 2)
 
 
+def test_a_group_that_cannot_be_read_ends_its_own_streams_alone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, lost = 0, 1
+    groups = site.server.service.view.groups
+    assert sound % groups.count != lost % groups.count
+    environment = groups.environment
+
+    def missing(vbid: int) -> Any:
+        if vbid % groups.count == lost % groups.count:
+            raise CorruptedError("the group's data file is missing")
+        return environment(vbid)
+
+    with listening(site, vbid=sound, since="now") as listener, listening(site, vbid=lost, since="now") as other:
+        eventually_now(lambda: site.server.service.requests.streams.total() == 2)
+        monkeypatch.setattr(groups, "environment", missing)
+        event = other.event()
+        assert (event["event"], event["data"]["detail"]) == ("problem", "the group's data file is missing")
+        site.source.put(site.source.key_of(sound), b"1")
+        assert reported(listener.event()) == ("mutation", 1)
+    site.get("/v1/collections")
+    site.get("/v1/changes", params={"vbid": sound, "follow": "false"})
+    site.get("/v1/changes", 500, params={"vbid": lost, "since": "now", "follow": "false"})
+
+
 def test_events_of_a_rollback_wait_for_budget_as_others_do(site: Site) -> None:
     """They once ended the stream, and were not counted until they were sent."""
     size = 400_000

@@ -7,7 +7,6 @@ within a second; a replaced view is closed; only the reading process opens files
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from mirror.clock import Clock
 from storage.env import directory
 from storage.errors import StorageError
 from storage.read.states import Unreadable
-from storage.read.view import Served, View, open_view
+from storage.read.view import View, open_view
 
 WATCH_INTERVAL_S = 0.05
 """Delay after which a stream of changes sees a publish."""
@@ -84,12 +83,15 @@ class PublishWatch:
             self.moved = asyncio.get_running_loop().create_future()
 
     async def _look(self) -> None:
-        before: tuple[dict[int, Served], set[int]] | None = None
+        before: object = None
         while True:
-            with contextlib.suppress(StorageError):  # each stream gets this error itself and reports it
-                unreadable: Unreadable = {}
+            unreadable: Unreadable = {}
+            now: object
+            try:
                 now = self._mirror.view.published(unreadable), set(unreadable)
-                if now != before:
-                    before = now
-                    self.wake()
+            except StorageError as error:
+                now = str(error)
+            if now != before:  # a stream that is woken meets the error itself, and reports it
+                before = now
+                self.wake()
             await self._clock.sleep(WATCH_INTERVAL_S)
