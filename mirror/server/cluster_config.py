@@ -1,8 +1,8 @@
 """The terse cluster configuration that servers answer to GET_CLUSTER_CONFIG, and the manifest, as JSON.
 
-As recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md; each official client accepts it (docs/protocol.md
-2.12). Invariants: a node without a host is the client's own target, which works for a single node only; a node's
-management ports are its key-value ports, which answer HTTP with `NO_MANAGEMENT`.
+The form is as recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md; each official client accepts it
+(docs/protocol.md 2.12). Invariants: a node without a host is the client's own target, which works for a single node
+only; a node's management ports are its key-value ports, which answer HTTP with `NO_MANAGEMENT`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_MANAGEMENT = (
 """The answer to HTTP on a key-value port: management clients fail at once, with this text in their error."""
 
 KV_PORT = 11210
-"""Named for a node that listens with TLS alone, as clusters do."""
+"""The plain port that the map names for a node that listens only with TLS, as clusters do."""
 
 NOWHERE = -1
 """In a vbucket's chain: no node has this copy."""
@@ -66,7 +66,7 @@ class ConfigBucket:
     """By vbucket: the indexes of its active node and its replicas, or NOWHERE."""
     capabilities: Sequence[str] = CAPABILITIES
     ephemeral: bool = False
-    """Lives in memory alone, and has no views."""
+    """True for a bucket that lives only in memory, and has no views."""
     mirror: bool = False
     """True for a mirror, whose revisions are not comparable with those of the cluster's maps."""
 

@@ -1,7 +1,7 @@
 """A DCP client's settings, negotiated by HELLO, DCP_OPEN and DCP_CONTROL, and the form of documents that they ask for.
 
-Names, values and statuses are those of docs/protocol.md 2.2, 2.3 and 2.11, checked against recorded engines. An
-unknown name or a value out of range is EINVAL and changes nothing; NOT_SUPPORTED is beyond the server's `Abilities`.
+Names, values and statuses are those of docs/protocol.md 2.2, 2.3 and 2.11, checked against recorded engines. An unknown
+name or a value out of range is EINVAL and changes nothing; a control beyond the server's `Abilities` is NOT_SUPPORTED.
 This module does not know streams or tasks.
 """
 
@@ -54,7 +54,7 @@ class Abilities:
     """The server can wait for replicas to acknowledge durable writes."""
     change_streams: bool = False
     oso_with_seqno_advanced: bool = True
-    """Knows the second form of out-of-order snapshots (7.1 and newer)."""
+    """The server knows the second form of out-of-order snapshots (7.1 and newer)."""
     stream_flags: int = STREAM_FLAGS_7_2
     refuses_unknown_stream_flags: bool = True
     """Unknown flags are EINVAL (7.2 and newer); older servers ignore them."""
@@ -81,7 +81,7 @@ class Controls:
     round_robin: bool = False
     """Backfills of several vbuckets take turns."""
     marker_version: MarkerVersion = MarkerVersion.V1
-    """Of the markers of disk snapshots."""
+    """The version of disk snapshots' markers."""
 
     @property
     def xattrs(self) -> bool:
@@ -97,7 +97,9 @@ class Controls:
 
     @property
     def expirations(self) -> bool:
-        """True if expirations have their own opcode: only with delete times (recorded: success either way)."""
+        """True if expirations have their own opcode. That needs delete times; the control itself succeeds without them
+        (recorded).
+        """
         return self.expiry_opcode and self.delete_times
 
     @property

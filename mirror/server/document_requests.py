@@ -1,8 +1,8 @@
 """Answers to requests that read documents: get and its variants, metadata, and paths inside of documents.
 
-As kv_engine answers them (docs/BinaryProtocol.md, docs/SubDocument.md; the recording sdk_72_conn2). A value is sent
-only with datatype bits that the client negotiated, and never with its xattrs; quiet forms answer hits only; a failed
-path among several is reported in the body, under one status for the whole.
+The answers are those of kv_engine (docs/BinaryProtocol.md, docs/SubDocument.md; the recording sdk_72_conn2). A value is
+sent only with datatype bits that the client negotiated, and never with its xattrs; quiet forms answer hits only; a
+failed path among several is reported in the body, under one status for the whole.
 """
 
 from __future__ import annotations

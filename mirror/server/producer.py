@@ -1,9 +1,9 @@
 """The DCP side of one connection, from DCP_OPEN on: controls, stream requests, flow control and noops.
 
-The rules are those of docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10. The two kinds of producers decide the origin of
-streams (the abstract methods of the judgement) and their order (the pumps). Bytes leave through `ProducerPort`; this
-module does not know sockets. Invariants: a message of a stream is sent only while the window is open, so one message at
-most exceeds it; stream ends and noops are sent at once.
+The rules are those of docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10. The two subclasses decide on the origin of streams
+(the abstract methods of the judgement) and on their order (the pumps). Bytes leave through `ProducerPort`; this module
+does not know sockets. Invariants: a message of a stream is sent only while the window is open, so at most one message
+exceeds it; stream ends and noops are sent at once.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StreamHistory:
     holds_whole_filter: bool = False
     """All changes that the filter shows are at or below the requested start."""
     answered_log: FailoverLog | None = None
-    """The failover log of the answer, if it is not the judging one."""
+    """The failover log of the answer, if it differs from the log that judged."""
 
 
 def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | None) -> ProducerAnswer:

@@ -1,7 +1,7 @@
 """Answers to requests for anything but documents: HELLO, login, map, collections, statistics, seqnos.
 
-As kv_engine answers them (docs/BinaryProtocol.md; the recordings sdk_72_* and 72_i*). Features are granted as the
-server has them, in ascending order. Before login only HELLO, login and requests that reveal no data are answered.
+The answers are those of kv_engine (docs/BinaryProtocol.md; the recordings sdk_72_* and 72_i*). Features are granted as
+the server has them, in ascending order. Before login only HELLO, login and requests that reveal no data are answered.
 """
 
 from __future__ import annotations

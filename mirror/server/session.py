@@ -78,7 +78,7 @@ class Later:
     step: Callable[[], Reply | Later | None]
     """Returns the answer, a successor, or None if it needs more steps. Raises Refused."""
     pause_s: float = 0.0
-    """Between steps."""
+    """The pause between steps."""
     wait: Callable[[], Awaitable[None]] | None = None
     """Returns when the next step can work; replaces the pause."""
     barrier: bool = False
@@ -346,6 +346,6 @@ class Operation(Generic[SessionT_contra]):
     before_login: bool = False
     without_bucket: bool = False
     privilege: str = ""
-    """Refused to clients without it."""
+    """The privilege that the client needs."""
     checked: bool = True
     """Extras, key and value must have the opcode's shape (`codec_kv.check_request`)."""

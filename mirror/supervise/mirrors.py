@@ -1,4 +1,4 @@
-"""Compares `kv_nodes` with what the mirrors that it names answer, over their KV ports.
+"""Compares `kv_nodes` with the answers of the mirrors that it names, over their KV ports.
 
 Asks each named mirror, as the source's user, for its map and for the seqnos of the first and the last vbucket of its
 range. Invariants: a mirror that is away or refuses the login is not judged; one that refused is not asked again until
@@ -36,7 +36,7 @@ async def ask_mirrors(context: ServiceContext) -> None:
 
 
 async def _ask(context: ServiceContext, node: MapNode, refused: set[MapNode]) -> str | None:
-    """Say how a mirror contradicts the list; None if it does not, or if that is not known."""
+    """Return the contradiction between a mirror and the list; None if there is none, or if it is unknown."""
     settings, identity = context.settings, context.identity
     port = node.kv_port or node.tls_port
     assert settings.source is not None

@@ -1,7 +1,7 @@
 """The rows and sums of a status in the shape of cli/JSON.md, from workers' reports or from the store alone.
 
-Invariants: an unknown figure is None, never 0; totals are sums of the shown rows; the total lag and the count of
-rollbacks are unknown while those of one row are.
+Invariants: an unknown figure is None, never 0; totals are sums of the shown rows; the total lag, or count of rollbacks,
+is unknown while that of one row is unknown.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class Gauge:
                     threads=self._process.num_threads(),
                     open_files=self._process.num_fds(),
                 )
-        except (psutil.Error, OSError):  # no descriptor may be left to look with
+        except (psutil.Error, OSError):  # perhaps no descriptor is left for the look
             return UNKNOWN
 
 

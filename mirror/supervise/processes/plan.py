@@ -4,7 +4,7 @@ Compares the desired with the actual processes by slot, group and phase. The ser
 executes the result. A worker's beat comes from its event loop, so a stopped or stuck worker is silent.
 
 Invariants:
-- A slot gets a group only when no living process holds it: killed means reaped before it is given away.
+- A slot gets a group only if no living process holds the group; a killed process is reaped first.
 - Every group of the directory belongs to exactly one slot of the desired set.
 - Nothing is started while the service stops.
 """
@@ -162,5 +162,5 @@ def restart_delay_ms(failures: int) -> int:
 
 
 def failures_after(failures: int, lived_ms: int) -> int:
-    """The number of failures in a row after a worker died that had lived `lived_ms`."""
+    """The number of failures in a row after the death of a worker that lived for `lived_ms`."""
     return 1 if lived_ms >= PROVEN_MS else failures + 1

@@ -1,7 +1,7 @@
 """The table of the worker and server processes of one service: desired, running and ended ones.
 
-Executes what `plan` returns. The state of a slot outlives its processes. Invariants: at most one living process owns a
-group; an unexpected exit is one event and leads to a restart after a growing pause; every process is reaped before
+Executes the actions of `plan`. The state of a slot outlives its processes. Invariants: at most one living process owns
+a group; an unexpected exit is one event and leads to a restart after a growing pause; every process is reaped before
 `reap_all` returns.
 """
 
@@ -79,9 +79,9 @@ class Processes:
         self.desired: dict[int, tuple[int, ...]] = {}
         """Slot -> groups of each process that should run."""
         self.working = False
-        """The bucket is known and workers are planned."""
+        """True once the bucket is known and workers are planned."""
         self.serves_readers = False
-        """Servers are planned before the bucket is known."""
+        """True if servers are planned before the bucket is known."""
         self.quarantine = Quarantine()
 
     def alive(self) -> list[Child]:

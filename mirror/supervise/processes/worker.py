@@ -79,7 +79,7 @@ class News:
 class MirrorWork:
     """A consumer over the stores of some groups.
 
-    A group that cannot be opened harms itself alone: its vbuckets are reported as damaged.
+    A group that cannot be opened harms only itself: its vbuckets are reported as damaged.
     """
 
     def __init__(

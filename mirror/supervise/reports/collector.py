@@ -59,7 +59,7 @@ class Reports:
         until_caught_up: bool,
         stop: Callable[[MirrorError | None], None],
     ) -> None:
-        """With `until_caught_up`, call `stop` when every vbucket has or a group cannot be opened."""
+        """With `until_caught_up`, call `stop` once every vbucket has caught up, or if a group cannot be opened."""
         self._context = context
         self._processes = processes
         self._listeners = listeners
@@ -72,7 +72,7 @@ class Reports:
         self._pending: set[asyncio.Task[None]] = set()
         """Unanswered requests to processes."""
         self._turned = asyncio.Event()
-        """A worker has news."""
+        """Set when a worker has news."""
         self._looked_s = float("-inf")
         self._trend = Trend()
         self._observer = Observer()
@@ -83,7 +83,7 @@ class Reports:
         self._started = context.clock.monotonic()
         self._gauge = Gauge(os.getpid())
         self.was_ready = False
-        """All workers have run at once."""
+        """True once all workers have run at the same time."""
 
     def set_health(self, health: Health, figures: str = "") -> None:
         """Show this judgement here and to systemd; `figures` is the message of a mirror without trouble."""
@@ -110,7 +110,7 @@ class Reports:
             self._judge([], [])
 
     def add_due_events(self, *, at_once: bool = False) -> None:
-        """Report the events that were collected for long enough, or all."""
+        """Report the events that were collected for long enough; with `at_once`, all."""
         for event in self._observer.due(self._context.now_ms(), at_once=at_once):
             self._event_log.add(event)
 

@@ -1,8 +1,8 @@
 """Events found by comparing each report with the one before. Pure.
 
 The caller gives rows and moments. News of vbuckets is collected for a second, so that a node's failover is one event.
-Invariants: in the first reports only damage is news; what a replaced worker reports again is not; contact lost for less
-than a second (a moving vbucket) is not.
+Invariants: in the first reports only damage is news; repeated reports after the replacement of a worker are no news;
+nor is contact lost for less than a second (a moving vbucket).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Observer:
         self._unreachable_since_ms: int | None = None
         self._filling: bool | None = None
         self._troubles: dict[str, tuple[int, int, bool]] = {}
-        """Per trouble: the time since when, the time when it was last seen, and True once it was reported."""
+        """Per trouble: the times of its beginning and last sight, and True once it was reported."""
 
     def fill_begins(self) -> None:
         self._filling = True
@@ -121,7 +121,7 @@ class Observer:
         return new
 
     def due(self, now_ms: int, *, at_once: bool = False) -> list[Event]:
-        """Return the news that were collected for long enough, or all."""
+        """Return the news that were collected for long enough; with `at_once`, all."""
         found = {kind: news for kind, news in self._news.items() if at_once or now_ms - news.since_ms >= COLLECT_MS}
         for kind in found:
             del self._news[kind]
