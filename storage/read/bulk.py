@@ -1,13 +1,14 @@
-"""Documents in bulk: every document of a vbucket at one boundary as undecoded rows, for readers that make columns.
+"""Documents in bulk: every document of a vbucket at one boundary as an undecoded row, for readers that build columns.
 
-Knows the key and row trees and what is visible. Invariants: the documents are those that `View.scan` of the boundary
-finds, whatever is written, purged or rolled back meanwhile, or ViewInvalidated is raised; a chunk is read in one
-transaction and holds at most `rows_max` rows or `CHUNK_BYTES` (and a run of `GET_ROWS` rows).
+Knows the key and row trees and the visible rows. Invariants:
+- the documents are those that `View.scan` of the boundary finds, whatever is written, purged or rolled back meanwhile;
+  otherwise ViewInvalidated is raised;
+- a chunk is read in one transaction and holds at most `rows_max` rows or `CHUNK_BYTES` (and a run of `GET_ROWS` rows).
 
-A read walks the rows from the newest to the oldest and takes the first of each key: several times faster than a look-up
-of each row, but it must remember keys, and visits older versions and unrequested rows. Once that does not pay, it goes
-on in the order of keys. It verifies every row that it visits. A walk over rows does not notice a missing row; a walk
-over keys does, as do `check`, `scan` and `get`.
+A read walks the rows from the newest to the oldest and takes the first row of each key. This is several times faster
+than a look-up of each row, but the read must remember keys, and visits older versions and unrequested rows. Once this
+does not pay, the read goes on in key order. It verifies every row that it visits. Only the walk over keys notices a
+missing row, as `check`, `scan` and `get` do.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from storage.read.vbucket_reader import KINDS
 from storage.read.view import View
 
 ROWS_MAX = 2_000
-"""Rows of a chunk: more cost the processor's caches more than they save."""
+"""Rows of a chunk. Larger chunks are slower, because of the processor's caches."""
 GET_ROWS = 128
-"""Rows fetched between two looks at their size."""
+"""Rows fetched between two checks of their size."""
 REMEMBERED_MAX = 500_000
-"""Keys of a vbucket that are remembered while its rows are walked: some 60 MB."""
+"""Most keys that a walk over rows remembers: some 60 MB."""
 ROWS_PER_DOCUMENT = 3
 """Up to about this many rows for each document, a walk over rows is faster than a look-up of each document."""
 _FOREVER = b"\xff"
 _NO_SEQNO = bytes(8)
 _MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"
-"""Mutations lie between these: magic, opcode, and the upper byte of a key's length, since no key has 256 bytes."""
+"""All mutations sort between these two: magic, opcode and the upper byte of the key's length (no key has 256 bytes)."""
 _TOMBSTONES = {b"\x58\x12", b"\x58\x15", b"\x59\x14"}
 """Opcodes of tombstones, each with the length of its extras."""
 _MAGIC = 0x80
-"""A row begins with it, a boundary, which may be as long as a row, with a seqno."""
+"""First byte of a row. A boundary may be as long as a row, but begins with a seqno."""
 _KEYS = [slice(55, 55 + length) for length in range(256)]
 
 
@@ -62,12 +63,13 @@ EVERY_KEY = KeyRange()
 class Chunk(NamedTuple):
     collection_id: int
     stored: list[bytes]
-    """Each a message and its checksum (`seal.SIZE` bytes), which was compared if the view verifies reads."""
+    """Messages, each with its checksum (`seal.SIZE` bytes). If the view verifies reads, it has compared the checksums.
+    """
     byte_count: int
 
     @property
     def frames(self) -> list[bytes]:
-        """Copies of the messages alone. A caller that joins rows leaves the checksums out there instead."""
+        """Copies of the messages without checksums. A caller that joins rows can leave the checksums out itself."""
         return [each[seal.FRAME] for each in self.stored]
 
 
@@ -82,8 +84,8 @@ def documents(
 ) -> Iterator[Chunk]:
     """Yield every document that `pin` sees, expired ones included, in the fastest order.
 
-    Documents at or below `after_seqno` may be left out. Raises ViewInvalidated once the purger has removed something
-    that `pin` sees. A rollback does not end it.
+    Documents at or below `after_seqno` may be left out. Raises ViewInvalidated once the purger has removed a row that
+    `pin` sees. A rollback does not end the read.
     """
     read = _Read(view, pin, collection_ids, key_range, rows_max)
     return read.in_order_of_rows(after_seqno) if key_range == EVERY_KEY else read.in_order_of_keys(frozenset())
@@ -112,8 +114,8 @@ class _Read:
         }
 
     def in_order_of_rows(self, after_seqno: int) -> Iterator[Chunk]:
-        """Walk the rows, newest first; go on by keys once these are too many to remember, or most rows are older
-        versions.
+        """Walk the rows, newest first. Go on in key order once there are too many keys to remember, or most rows are
+        older versions.
         """
         seen: set[bytes] = set()
         row_count = 0
@@ -158,7 +160,7 @@ class _Read:
             raise not_in_order(txn, self._vbid)
         if following <= first:
             following = b""
-            frames.clear()  # they are read again: large ones must not be held twice
+            frames.clear()  # the rows are read again: do not hold large ones twice
             if newest > first:
                 cursor.set_range(first)
                 rows = list(takewhile(lambda entry: entry[0] <= newest, cursor.iternext()))
@@ -170,8 +172,8 @@ class _Read:
         return frames, following
 
     def _newest(self, frames: list[bytes], seen: set[bytes]) -> Iterator[Collection[bytes]]:
-        """Yield the documents of each collection whose keys are not in `seen`; all keys join `seen`. `frames` is oldest
-        first, so a later version replaces an earlier one. A row of an unknown kind is an error.
+        """Yield the documents of each collection whose keys are not in `seen`, and add all keys to `seen`. `frames` is
+        oldest first, so a later version replaces an earlier one. A row of an unknown kind is an error.
         """
         all_mutations = bool(frames) and _MUTATIONS[0] <= min(frames) and max(frames) < _MUTATIONS[1]
         rows = frames if all_mutations else self._without_boundaries(frames)
@@ -191,7 +193,7 @@ class _Read:
         oldest_seqno = rows[0][24:32] if rows else b""
         for prefix, _, begin_seqno in self._collections:
             if newest and min(newest).startswith(prefix) and max(newest).startswith(prefix):
-                mine = newest  # so does all that is between them
+                mine = newest  # all keys between the two have the prefix too
             else:
                 mine = {key: frame for key, frame in newest.items() if key.startswith(prefix)}
             if not seen.isdisjoint(mine):
@@ -208,7 +210,7 @@ class _Read:
     def _without_boundaries(self, frames: list[bytes]) -> list[bytes]:
         """Return the rows of `frames`. A damaged row of the length of a boundary is an error.
 
-        Without their keys, boundaries are told by their length: it is fixed for format 2.
+        `frames` has no keys, so boundaries are recognized by their length, which format 2 fixes.
         """
         rows = [frame for frame in frames if len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC]
         if len(rows) < len(frames):
@@ -282,7 +284,7 @@ class _Read:
         entries = cursor.iternext()
         pairs: list[tuple[bytes, bytes]] = list(islice(entries, self._rows_max))
         following = b""
-        if len(pairs) == self._rows_max:  # the last key with all of its versions
+        if len(pairs) == self._rows_max:  # add the other versions of the last key
             last = pairs[-1][0]
             for pair in entries:
                 if pair[0] != last:

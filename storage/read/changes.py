@@ -1,9 +1,10 @@
 """Published events of a vbucket in the order of seqnos, from any position on, also across a rollback.
 
-Knows the row tree, chains and rollback records; `retractions` finds the versions that a rollback takes back, `validity`
-keeps the promises to readers. Invariants: every piece of rows is read in one checked transaction, and holds
-`CHUNK_ROWS` rows at most; the events between two positions are always the same while they are kept, and a range that is
-not kept is refused before its first event.
+Knows the row tree, chains and rollback records; `retractions` finds the versions that a rollback takes back, and
+`validity` keeps the promises to readers. Invariants:
+- every piece of rows is read in one checked transaction and holds at most `CHUNK_ROWS` rows;
+- the events between two positions are always the same while they are kept;
+- a range that is not kept is refused before its first event.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ _FROM_BEGINNING = "read it from the beginning"
 
 @dataclass(slots=True)
 class Pieces:
-    """Pieces in which a reader gets changes. If it has no memory for one, it releases it."""
+    """Size of the pieces in which a reader gets changes. A reader without memory for a change can get it again."""
 
     bytes_max: int
     """Row bytes that are read at once; one document may be larger."""
     again: bool = False
-    """Set by the reader: the last change is read and returned again."""
+    """Set by a reader that released the last change: the change is read and returned again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """One published event. `kind` is mutation, deletion, expiration, system_event, rollback, retraction or restoration.
 
-    A rollback comes first on its new branch, then what it retracted (each newest retracted version) and restored (the
-    version that is visible again, if any). `token` resumes after this event.
+    A rollback is the first event of its new branch. For each key that it took back, a retraction of the newest lost
+    version follows, and a restoration if an older version is visible again. `token` resumes after this event.
     """
 
     kind: str
@@ -51,13 +52,13 @@ class Change:
 
 class Range(NamedTuple):
     served: Served
-    """The end: what is served now, or a position."""
+    """The end of the range: the state served now, or at a position."""
     lost: chain.Chain
-    """The chain of the first position, if the end's does not see it; otherwise empty."""
+    """The chain of the first position, if the end's chain does not see that position; otherwise empty."""
     after_seqno: Seqno
-    """Up to here both positions have one history."""
+    """Both positions share their history up to here."""
     purged_before: int = 0
-    """As for `validity.check_tombstones`."""
+    """The argument of `validity.check_tombstones`."""
 
 
 def rollbacks(reader: VbucketReader) -> list[Rollback]:
@@ -67,8 +68,8 @@ def rollbacks(reader: VbucketReader) -> list[Rollback]:
 
 
 def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None) -> Range:
-    """Return the way from `start` (None: the beginning) to `end` (None: what is served now). Raises ViewInvalidated if
-    it is not kept, or a resync lies between.
+    """Return the range from `start` (None: the beginning) to `end` (None: the state served now). Raises ViewInvalidated
+    if the range is not kept, or a resync lies between.
     """
     with reader.environment.read() as txn:
         served = reader.readable(txn) if end is None else validity.served_at(reader, txn, end)
@@ -88,7 +89,7 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
 
 
 def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
-    """Raise ViewInvalidated unless everything on the way is still as it was when the range was resolved."""
+    """Raise ViewInvalidated if the range is no longer kept as it was when it was resolved."""
     validity.check(reader, txn, way.served)
     validity.check_tombstones(reader, txn, way.served, way.after_seqno, way.purged_before)
     if way.lost:
@@ -99,8 +100,8 @@ def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
 
 
 def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> Manifest:
-    """Return the collections as of a position on the way. Below the purge seqno of the time when the range was
-    resolved, return those that rows there can belong to. Raises ViewInvalidated.
+    """Return the collections as of a position in the range. Below the purge seqno, return the collections that rows
+    there can belong to. Raises ViewInvalidated.
     """
     with reader.environment.read() as txn:
         check_kept(reader, txn, way)
@@ -112,7 +113,7 @@ def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> M
 
 
 def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) -> Seqno:
-    """Return the seqno up to which the served chain has the history of a token that is not on it."""
+    """Return the seqno up to which the served chain shares the history of a token that is not on it."""
     if start.seqno < lost[0].base_seqno:
         raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
     after = chain.common_seqno(served.links, lost)
@@ -126,7 +127,7 @@ def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) ->
 def between(
     reader: VbucketReader, token: Token | None, end: Token | None, raw: bool, pieces: Pieces | None = None
 ) -> Iterator[Change]:
-    """Yield the changes from `token` (None: the beginning) to `end` (None: what is served now).
+    """Yield the changes from `token` (None: the beginning) to `end` (None: the state served now).
 
     The generator holds no more than one piece, and none of the documents that it returned.
     """
@@ -148,14 +149,14 @@ def between(
     documents = rows(reader, way, raw, pieces)
     if replacing:
         documents = filter(retractions.NewToReader(reader, lost, replacing, raw), documents)
-    yield from map(change, documents)  # no loop: its variable would keep a document for as long as the reader takes
+    yield from map(change, documents)  # a loop's variable would keep the document while the reader works
 
 
 def _rollback_from(
     reader: VbucketReader, served: Served, token: Token, common_seqno: int
 ) -> tuple[Rollback, chain.Chain]:
-    """Return the rollback that took readers from the history of `token` to the served one; and after a deferred one the
-    chain as they first saw it then, as far as it is still served.
+    """Return the rollback that took readers from the history of `token` to the served one. Return also, after a
+    deferred rollback, the chain that readers then first saw, as far as it is still served.
     """
     rising = [link for link in reversed(served.links) if link.branch > token.branch]
     while rising[0].base_seqno != common_seqno:
@@ -186,9 +187,10 @@ def _after_rollback(
     *,
     always: bool,
 ) -> Iterator[Change]:
-    """Yield the rollback and what it undid; the last of these has the first token of the new history.
+    """Yield the rollback, its retractions and restorations; the last event has the first token of the new history.
 
-    Without `always` nothing is yielded if nothing was undone (a deferred rollback of nothing that the reader had).
+    Without `always`, yield nothing if the rollback undid nothing: a deferred one may concern no row that the reader
+    had.
     """
     child = next(link for link in served.links if link.branch == record.to_branch)
     end = Token(reader.vbid, record.to_branch, record.to_seqno, child.history_id(record.to_seqno))
@@ -196,7 +198,7 @@ def _after_rollback(
     def change(each: retractions.Undone, at: Token) -> Change:
         return Change(each.kind, at, retractions.document_of(reader, each, raw))
 
-    # Only the last event has a token of the new history: look one position ahead, without its document.
+    # Only the last event has a token of the new history, so look one position ahead, without reading its document.
     following = next(undone, None)
     if following is None and not always:
         return
@@ -207,7 +209,7 @@ def _after_rollback(
 
 
 def _repeated(change: Callable[[], Change], pieces: Pieces | None) -> Iterator[Change]:
-    """Yield a change, and yield it again as long as its reader releases it."""
+    """Yield a change, and yield it again each time its reader asks for it."""
     yield change()
     while pieces is not None and pieces.again:
         pieces.again = False
@@ -236,7 +238,7 @@ def rows(reader: VbucketReader, way: Range, raw: bool, pieces: Pieces | None = N
             found.reverse()
             while found:
                 seqno = records.seqno_of(found[-1][0])
-                yield document(branch, *found.pop())  # no variable keeps what the reader may release
+                yield document(branch, *found.pop())  # no variable keeps a row that the reader may release
                 if pieces.again:
                     pieces.again = False
                     found.clear()

@@ -1,8 +1,8 @@
 """The environments of a mirror that one reader has open, and a `VbucketReader` for each vbucket.
 
-Knows the data directory and its identity; never a row. Many threads may use it. Invariants: an environment is of the
-mirror that was there at first (`identity`); a group's file that was replaced is left at the next use, and closed when
-the last transaction on it ends.
+Knows the data directory and its identity; never a row. Many threads may use it. Invariants:
+- every environment belongs to the mirror that was opened first (`identity`);
+- a group's replaced file is left at the next use, and closed when the last transaction on it ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Groups:
         self._map_size = map_size
         self._environments: dict[int, Environment] = {}
         self.readers: dict[int, VbucketReader] = {}
-        """Of vbuckets that were read. From `look_at` of their environment on `reader` must be called again."""
+        """Readers by vbid, for vbuckets that were read. After `look_at` of its environment, get a reader by `reader`
+        again.
+        """
         self._closed: str | None = None
 
     def reader(self, vbid: int) -> VbucketReader:
@@ -79,8 +81,8 @@ class Groups:
         return environment
 
     def _leave_replaced(self) -> None:
-        """Release files that were moved, removed or replaced; the next use opens what is at their path then. Other
-        threads may be reading the old ones: the last that releases one closes it.
+        """Release files that were moved, removed or replaced; the next use opens the new file at the path. Other
+        threads may be reading an old file: the last one to release it closes it.
         """
         identity = directory.load(self.path)
         if identity != self.identity:

@@ -1,8 +1,8 @@
 """A large document, read in pieces: LMDB gives a row as a whole, and copying 20 MiB takes some 20 ms.
 
-Knows rows of mutations and the map that LMDB reads them from; never who reads. Rows do not change, so each piece is
+Knows rows of mutations and the map that LMDB reads them from; never the reader. Rows do not change, so each piece is
 read in a transaction of its own. Invariant: all pieces together are the value as it is stored. A wrong checksum is an
-error after the last piece, so a reader uses none of them before it has all.
+error after the last piece, so a reader must use no piece before it has all.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PIECE_BYTES = 256 * 1024
 HEAD_BYTES_MAX = 24 + 31 + 255
 """Header, extras and key of a mutation."""
 SNAPPY_RATIO_MAX = 32
-"""No value decompresses to more than so many times its length: 64 bytes come of three at most."""
+"""No value decompresses to more than this many times its length: three bytes become 64 at most."""
 _META_LENGTH = slice(52, 54)
-"""Bytes of extended metadata, which old servers put behind the value."""
+"""The length of extended metadata, which old servers put behind the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class LargeDocument:
     """A document whose value is still to be read."""
 
     document: Document
-    """Without its value; `datatype` is that of the value as it is stored."""
+    """The document without its value; `datatype` is that of the value as it is stored."""
     stored_bytes: int
     value_bytes: int
     """Length that the value claims to have when decompressed, with its xattrs."""
@@ -43,7 +43,7 @@ class LargeDocument:
 
     @property
     def head(self) -> bytes:
-        """The message up to the value, as if it had none, and no extended metadata."""
+        """The message up to the value, as if it had no value and no extended metadata."""
         return _without_value(self._head, self._value_at)
 
     def pieces(self) -> Iterator[bytes]:
@@ -93,7 +93,7 @@ def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_m
     stored_bytes = value_end - value_at
     value_bytes = stored_bytes
     if head[5] & records.DATATYPE_SNAPPY:
-        with contextlib.suppress(CorruptedError):  # it is one document's error, and comes when that is read
+        with contextlib.suppress(CorruptedError):  # reading that document raises it
             value_bytes = records.decompressed_bytes(bytes(stored[value_at : value_at + 5]))
     if max(stored_bytes, value_bytes) <= bytes_max:
         return None

@@ -1,7 +1,8 @@
-"""Documents by key: one, many, or one by the key that stands on the wire.
+"""Documents by key: one, many, or one by its wire key.
 
-Knows the key tree and the row tree of a vbucket through its reader. Invariants: an answer is read in one LMDB
-transaction; what is remembered of a vbucket is used in a transaction of the same commit only.
+Knows the key tree and the row tree of a vbucket through its reader. Invariants:
+- an answer is read in one LMDB transaction;
+- a vbucket's remembered state is used only in transactions of the same commit.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class _Options(NamedTuple):
 
 
 class ReadRun:
-    """Point reads, one after the other, in one transaction of each environment, from the first read there to the end of
-    the run. Nothing may be read in another way meanwhile that a later read of the run must not be older than.
+    """A run of point reads that share one transaction of each environment, from the first read there to the end of the
+    run. Make no other read meanwhile if the run's later reads must not be older than it.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class ReadRun:
             environment.end(views)
 
     def begun(self, reader: VbucketReader) -> tuple[Any, Visible]:
-        """Return the lmdb.Transaction to read a vbucket in, and what is visible in it."""
+        """Return the lmdb.Transaction to read a vbucket in, and the state served in it."""
         known = self._begun.get(reader.environment)
         if known is None:
             txn = reader.environment.begin()
@@ -84,9 +85,9 @@ class ReadRun:
         return known[0], visible if visible[0] == known[1] else reader.look(known[0])
 
     def row(self, reader: VbucketReader, wire_key: bytes, bytes_max: int) -> bytes | None:
-        """Return the row of a document as it is stored, its checksum compared; `wire_key` begins with a collection id
-        of one byte. None: use `View.find`, since an answer needs more than this row or it has more than `bytes_max`.
-        Expiry is not looked at.
+        """Return the stored row of a document, also of an expired one, after comparing the row's checksum. `wire_key`
+        begins with a collection id of one byte. None: use `View.find`, because the answer needs more than this row or
+        the row has more than `bytes_max`.
         """
         try:
             txn, (_, branch, above, up_to, _, flags, manifest) = self.begun(reader)
@@ -190,7 +191,7 @@ class PointReads:
         """
         if isinstance(key, str):
             key = key.encode()
-        # `Groups.reader` and `VbucketReader.begin_read`, written out:
+        # `Groups.reader` and `VbucketReader.begin_read`, inline:
         vbid = ((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count
         reader = self._readers.get(vbid)
         if reader is None or monotonic() >= reader.environment.look_at:
@@ -231,11 +232,11 @@ class PointReads:
         raw: bool = False,
         bytes_max: int | None = None,
     ) -> dict[bytes, Document]:
-        """Return those of the documents that exist, by key. Arguments and errors are those of `get`.
+        """Return the documents that exist, by key. Arguments and errors are those of `get`.
 
         Documents of one group of vbuckets are read in one transaction. A value that cannot be decompressed, or would be
-        larger than 32 MiB, is returned as it is stored: its `datatype` then has bit 2 or 4. Raises AnswerTooLarge as
-        soon as the values together are more than `bytes_max`.
+        larger than 32 MiB, is returned as stored, with bit 2 or 4 in `datatype`. Raises AnswerTooLarge as soon as the
+        values together are more than `bytes_max`.
         """
         options = _Options(collection, as_of, now, raw, lenient=True)
         is_plain = as_of is None and collection is None
@@ -243,7 +244,7 @@ class PointReads:
         found: dict[bytes, Document] = {}
         byte_count = 0
         found_in: dict[int, tuple[VbucketReader, Any, Any, Visible]] = {}
-        """By vbucket: its reader, the transaction, a cursor over its keys, and what is visible."""
+        """By vbucket: its reader, the transaction, a cursor over its keys, and its served state."""
         with ReadRun() as run:
             for key in document_keys:
                 if isinstance(key, str):
@@ -317,7 +318,7 @@ class PointReads:
         raw: bool = False,
         bytes_max: int,
     ) -> Document | LargeDocument | None:
-        """As `get`, but a document whose value has more than `bytes_max`, stored or decompressed, is read in pieces."""
+        """Do as `get`, but leave a value of more than `bytes_max`, stored or decompressed, to be read in pieces."""
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
         options = _Options(collection, as_of, None, raw)
         with reader.environment.read() as txn:
@@ -351,9 +352,9 @@ class PointReads:
     def find(
         self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, large_bytes: int | None = None
     ) -> Found:
-        """Return one document (raw) by its wire key, and what else an answer needs, all read in one transaction. With
-        `deletions` a tombstone counts as a document. A value of more than `large_bytes`, stored or decompressed, is not
-        read.
+        """Return one document (raw) by its wire key, and the other facts of an answer, all read in one transaction.
+        With `deletions` a tombstone counts as a document. A value of more than `large_bytes`, stored or decompressed,
+        is not read.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:
@@ -391,8 +392,9 @@ class PointReads:
 def document_or_large(
     reader: VbucketReader, wire_key: bytes, reference: bytes, large_bytes: int, raw: bool
 ) -> Document | LargeDocument | None:
-    """Return the document of the row that a reference names; one of more than `large_bytes` is not read. None if the
-    row was purged. Rows do not change, so this has a transaction of its own, which copies a row only if it is read.
+    """Return the document of the row that a reference names, or None if the row was purged. A value of more than
+    `large_bytes` is not read. Rows do not change, so a transaction of its own serves; it copies only rows that are
+    read.
     """
     row_key = reference[ROW_KEY]
     txn = reader.environment.begin(buffers=True)

@@ -1,9 +1,11 @@
 """The versions that a rollback undoes: the newest lost version of each key, and the version that is visible again in
 its place.
 
-Knows both trees of a vbucket, the lost chain and the served one; never who reads. A retraction is followed by its
-restoration. Invariants: positions are held, never documents; each key is retracted once, by its newest lost version; if
-the lost history dropped or flushed a collection, all its documents are restored, not only those named by lost events.
+Knows both trees of a vbucket, the lost chain and the served one; never the reader. A retraction is followed by its
+restoration. Invariants:
+- memory holds positions, never documents;
+- each key is retracted once, by its newest lost version;
+- if the lost history dropped or flushed a collection, all its documents are restored, not only those with lost events.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ def undone(
     """Yield a retraction for each key that `lost` changed above `common_seqno`, and restorations. At most `bytes_max`
     bytes of positions are held at once.
 
-    `replacing` is the chain that readers went to in one step. A key is left out if `replacing` has a version of it
-    above `common_seqno`, or has dropped or flushed its collection.
+    `replacing` is the chain that a deferred rollback took readers to. A key is left out if `replacing` has a version of
+    it above `common_seqno`, or has dropped or flushed its collection.
     """
     rows_max = scan.CHUNK_ROWS if bytes_max is None else max(1, min(scan.CHUNK_ROWS, bytes_max // UNDONE_BYTES))
     return _RetractionWalk(reader, served, lost, common_seqno, replacing, rows_max).run()
@@ -80,7 +82,7 @@ def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
 
 
 def restored_collections(reader: VbucketReader, lost: chain.Chain, links: chain.Chain) -> dict[int, Seqno]:
-    """Return the begin of each collection that the lost history had dropped or flushed and that `links` has."""
+    """Return the begin of each collection of `links` that the lost history had dropped or flushed."""
     with reader.environment.read() as txn:
         before, after = (reader.manifest_on(txn, each) for each in (lost, links))
     return {
@@ -161,14 +163,14 @@ class _RetractionWalk:
 
 
 class NewToReader:
-    """Filter for a reader that came from a lost history: true for events that are new to it. Seqnos must rise.
+    """A filter that passes the events that are new to a reader from a lost history. Call it in rising seqno order.
 
     Documents of a collection that the new history has dropped or flushed are not new. The reader may already have had
     the drop or flush, would not get it again, and would keep those documents.
     """
 
     def __init__(self, reader: VbucketReader, lost: chain.Chain, replacing: chain.Chain, raw: bool) -> None:
-        """`lost`: the chain that the reader's position is on; `replacing`: the one that it went to in one step."""
+        """`lost`: the chain of the reader's position; `replacing`: the chain that a deferred rollback took it to."""
         self._reader = reader
         self._lost = lost
         self._replacing = replacing

@@ -1,7 +1,8 @@
 """Scans in the order of keys: chunks of documents of one vbucket, each chunk read in one transaction.
 
-Knows the key tree and what a reader sees. Invariants: a scan keeps the boundary that it began with, and holds no
-transaction between chunks; it raises ViewInvalidated once a rollback or the purger has passed its boundary.
+Knows the key tree and the visible rows. Invariants:
+- a scan keeps the boundary that it began with, and holds no transaction between chunks;
+- a scan raises ViewInvalidated once a rollback or the purger has passed its boundary.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class KeySelection(NamedTuple):
     raw: bool = False
 
     def within(self, manifest: Manifest, collection_id: int) -> WireRange | None:
-        """Return the part that lies in one collection of a manifest; None if the manifest does not have it."""
+        """Return the part in one collection of a manifest; None if the manifest lacks the collection."""
         if (entry := manifest.collections.get(collection_id)) is None:
             return None
         collection = keys.encode_collection_id(collection_id)
@@ -47,7 +48,7 @@ class KeySelection(NamedTuple):
 
 
 class WireRange(NamedTuple):
-    """Keys with their collection id: from `start` on, with `prefix`, below `end`; of rows above `begin_seqno`."""
+    """Wire keys from `start` on, with `prefix` and below `end`, whose rows lie above `begin_seqno`."""
 
     start: bytes
     prefix: bytes
@@ -99,7 +100,7 @@ def page(
 
 
 def count_keys(reader: VbucketReader, at: Pin, collection_id: int, *, start: bytes, keys_max: int) -> tuple[int, bytes]:
-    """Return how many of the next `keys_max` keys have a document as `at` sees them, expired ones included, and the key
+    """Return the number of documents that `at` sees under the next `keys_max` keys, expired ones included, and the key
     to go on from (empty: the end). Raises ViewInvalidated.
     """
     served, wire_range = _pinned(reader, at, collection_id, KeySelection(start=start))
@@ -121,8 +122,8 @@ def page_or_large(
     bytes_max: int | None,
     large_bytes: int,
 ) -> tuple[list[Document], LargeDocument | None, bytes]:
-    """Return a page of documents as they are stored: those before a value of more than `large_bytes`, stored or
-    decompressed; or such a document by itself, unread. Then the key to go on from (empty: the end).
+    """Return a page of documents as they are stored, and the key to go on from (empty: the end). A page ends before a
+    value of more than `large_bytes`, stored or decompressed. Such a document is a page by itself, unread.
 
     Raises ViewInvalidated.
     """

@@ -1,4 +1,4 @@
-"""Positions of vbuckets: what is published, kept boundaries, resyncs, the stored state, newest seqnos of collections.
+"""Positions of vbuckets: published positions, kept boundaries, and the newest seqnos of collections.
 
 Knows the small records and boundary rows; reads documents only to find the newest of a collection, a bounded number at
 a call. Invariants: each answer is read in one transaction; a returned Boundary is kept, and lies on the served chain or
@@ -24,14 +24,16 @@ from storage.read.large import HEAD_BYTES_MAX
 from storage.read.vbucket_reader import Served, VbucketReader
 
 KnownPositions = dict[int, tuple[Environment, int, dict[bytes, tuple[bytes, bytes | None, Served]]]]
-"""By group: the commit that was read, and by vbucket the rows of `pub` and `purge` and what they mean."""
+"""By group: its environment, the last commit that was read, and by vbucket the rows of `pub` and `purge` and the state
+decoded from them.
+"""
 
 KnownUids = dict[int, tuple[Environment, dict[bytes, tuple[bytes, int]]]]
-"""By group: by vbucket the position of its manifest's row, and the uid in it."""
+"""By group: its environment, and by vbucket the position of its manifest's row and the uid in that row."""
 
 
 Unreadable = dict[int, StorageError]
-"""By group, why it cannot be read."""
+"""By group: the error that says why it cannot be read."""
 
 T = TypeVar("T")
 
@@ -39,7 +41,7 @@ T = TypeVar("T")
 def _of_groups(
     groups: Groups, look: Callable[[int], Iterator[tuple[int, T]]], unreadable: Unreadable | None
 ) -> dict[int, T]:
-    """Return what `look` finds by vbid, from one vbucket of each group."""
+    """Call `look` with one vbucket of each group, and return what it yields by vbid."""
     found: dict[int, T] = {}
     for first in groups.vbids[: groups.count]:
         try:
@@ -52,8 +54,8 @@ def _of_groups(
 
 
 def published(groups: Groups, known: KnownPositions, unreadable: Unreadable | None = None) -> dict[int, Served]:
-    """Return what every vbucket of the mirror serves, in rising vbid. With the `known` of an earlier call only what
-    changed since is read. A group that cannot be read raises its error; or, if `unreadable` is given, goes there.
+    """Return the served state of every vbucket, in rising vbid. With the `known` of an earlier call, read only vbuckets
+    that changed. Raise the error of a group that cannot be read, or put it into `unreadable` if that is given.
     """
 
     def look(first: int) -> Iterator[tuple[int, Served]]:
@@ -62,7 +64,7 @@ def published(groups: Groups, known: KnownPositions, unreadable: Unreadable | No
             kept, commit, before = known.get(first, (None, -1, {}))
             positions = before
             if kept is not environment or commit != txn.raw.id():
-                positions = {}  # a new one: other threads may be reading the old one
+                positions = {}  # a new dict: other threads may be reading the old one
                 purges = environment.db(keys.DB_PURGE)
                 for key, data in txn.cursor(keys.DB_PUB).iternext():
                     purge = txn.raw.get(key, None, purges)
@@ -78,8 +80,8 @@ def published(groups: Groups, known: KnownPositions, unreadable: Unreadable | No
 
 
 def manifest_uids(groups: Groups, known: KnownUids, unreadable: Unreadable | None = None) -> dict[int, int]:
-    """Return the uid of the manifest of each vbucket. With the `known` of an earlier call only the manifests that
-    changed since are read, as far as their uid. `unreadable` is as in `published`.
+    """Return the uid of each vbucket's manifest. With the `known` of an earlier call, read only the uids of manifests
+    that changed. `unreadable` is as in `published`.
     """
 
     def look(first: int) -> Iterator[tuple[int, int]]:
@@ -140,15 +142,16 @@ def following(reader: VbucketReader, after_seqno: int) -> Boundary | None:
 
 
 def boundaries_between(reader: VbucketReader, branch: int, after_seqno: int, seqno: int) -> list[Boundary]:
-    """Return the kept boundaries on the way to (branch, seqno), above a seqno, rising."""
+    """Return the kept boundaries of the chain of (branch, seqno) above another seqno, rising."""
     with reader.environment.read() as txn:
         falling = chain.boundaries(txn, reader.vbid, reader.chain_at(txn, branch, seqno))
         return list(takewhile(lambda boundary: boundary.seqno > after_seqno, falling))[::-1]
 
 
 def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundary | None, int | None]:
-    """Return the newest boundary (None: nothing was published yet), and the seqno up to which a position (None: the
-    beginning) and what is served have one history: less than its own after a rollback, None after a resync.
+    """Return the newest boundary (None: nothing was published yet), and the seqno up to which the served history
+    contains that of a position (None: the beginning). After a rollback this is below the position's seqno, after a
+    resync None.
     """
     with reader.environment.read() as txn:
         served = reader.readable(txn)
@@ -168,8 +171,8 @@ def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundar
 def newest_of(
     reader: VbucketReader, pin: Pin, collection_id: int, *, below: int | None = None, rows_max: int = 1_000
 ) -> tuple[int, int]:
-    """Return the seqno of the newest document event of a collection as `pin` sees it, or else the collection's begin;
-    and `below` for the call that goes on with looking (0: it was found). One call looks at `rows_max` rows.
+    """Return the seqno of the newest document event of a collection as `pin` sees it, or else the collection's begin.
+    One call looks at `rows_max` rows; pass the second number as `below` to look further (0: the search is over).
 
     Raises ViewInvalidated, UnknownCollection.
     """

@@ -1,8 +1,10 @@
-"""Rows of a vbucket in the order of seqnos, as stored, for followers: one version of each key up to a boundary.
+"""Stored rows of a vbucket in seqno order, for followers: one version of each key up to a boundary.
 
-Knows both trees of a vbucket, its chain and its state; never who reads. Each call does bounded work in a transaction of
-its own. Invariants: the rows up to a boundary are every system event, and each row whose key has no later version that
-is visible there; their seqnos rise; ViewInvalidated is raised before a row is returned that contradicts earlier ones.
+Knows both trees of a vbucket, its chain and its state; never the follower. Each call does bounded work in a transaction
+of its own. Invariants:
+- the rows up to a boundary are all system events, and each row whose key has no later version visible there;
+- their seqnos rise;
+- ViewInvalidated is raised before a row would be returned that contradicts earlier ones.
 
 Tombstones at or below `ServedState.purge_seqno` may be missing (docs/protocol.md 4.6).
 """
@@ -35,7 +37,7 @@ from storage.read.vbucket_reader import Served, VbucketReader
 PIECE_ROWS = 2_000
 """Rows looked at in one transaction."""
 SETTLED_MS = 10_000
-"""A boundary older than the newest one by this is settled: a failover is not expected to lose it."""
+"""A boundary this much older than the newest one is settled: a failover is not expected to undo it."""
 
 Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and frame."""
@@ -45,7 +47,7 @@ Row = tuple[bytes, bytes]
 class ServedState(Served):
     failover_log: FailoverLog
     purge_seqno: int
-    """A follower that holds less than this may hold documents whose deletion it will never be sent."""
+    """A follower below this seqno may hold documents whose deletion it will never get."""
     manifest: Manifest
     whole: bool
     """False during the first fill and during a resync."""
@@ -75,12 +77,12 @@ def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
 def next_ends(
     reader: VbucketReader, after_seqno: int, least_seqno: int, ends_max: int
 ) -> tuple[ServedState, list[ServedState]]:
-    """Return what a vbucket serves now, and what it served at the ends of a follower's next snapshots: the next kept
-    boundaries above `after_seqno`. An up-to-date follower has none.
+    """Return the state served now, and the states at the ends of a follower's next snapshots. These ends are the next
+    kept boundaries above `after_seqno`; an up-to-date follower has none.
 
     No end is below `least_seqno`, the end of a snapshot that the follower holds in part. A follower below the floor
-    gets one snapshot up to the newest settled boundary: the floor itself would be gone before a large snapshot is sent.
-    `shared_seqno` knows of such snapshots, and `rows` checks that an end is still kept.
+    gets one snapshot up to the newest settled boundary, because the floor's boundary would be purged before a large
+    snapshot is sent. `shared_seqno` allows for such snapshots, and `rows` checks that an end is still kept.
     """
     with reader.environment.read() as txn:
         now = _served_state(reader, txn)
@@ -118,11 +120,12 @@ def _settled_seqno(reader: VbucketReader, txn: Transaction, links: chain.Chain, 
 
 def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno: int) -> int:
     """Return the boundary to which a follower must go back, or 0 if it is unknown. The follower holds rows above
-    `seqno` of the history `vbuuid`, which the served history shares only up to there.
+    `seqno` of the history `vbuuid`; the served history shares that history only up to `seqno`.
 
-    If this mirror went back from that history, it is the boundary that it went back to; else the mirror never sent the
-    lost rows, and it is the newest kept boundary of that history. It is 0 if the follower may hold a snapshot across
-    it: of a branch without that boundary, a first snapshot (`next_ends`), or a copy that a resync replaced.
+    If this mirror rolled back from that history, return the boundary of the rollback. Otherwise the mirror never sent
+    the lost rows: return the newest kept boundary of that history. Return 0 if the follower may hold a snapshot across
+    the boundary: one of a branch without the boundary, a first snapshot (`next_ends`), or one of a copy that a resync
+    replaced.
     """
     if seqno < pinned.pub.floor_seqno:
         return 0
@@ -154,7 +157,7 @@ def _kept_seqno(reader: VbucketReader, txn: Transaction, pinned: ServedState, vb
 def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool:
     """Return True if a follower of the history `vbuuid` may hold snapshots above `seqno` that a rollback took back.
 
-    It has no snapshot of a newer history, and gave up those above the end of an older one.
+    The follower has no snapshot of a newer history, and gave up those above the end of an older one.
     """
     known = [entry.vbuuid for entry in log]
     if lost.from_seqno <= seqno or lost.from_vbuuid in known[: known.index(Vbuuid(vbuuid))]:
@@ -164,7 +167,7 @@ def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool
 
 
 def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
-    """Return True if a boundary above `after_seqno` was settled before a rollback, or that is no longer known."""
+    """Return True if a boundary above `after_seqno` was settled before a rollback, or if this is no longer known."""
     try:
         links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
         first = next(chain.boundaries_after(txn, lost.vbid, links, after_seqno), None)
@@ -177,14 +180,18 @@ def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
 
 
 class Commits:
-    """Notices a group's publishes. The first call returns all its vbuckets; without a commit one reads nothing."""
+    """Notices a group's publishes. The first call returns all vbuckets; a call without a commit before it reads
+    nothing.
+    """
 
     def __init__(self) -> None:
         self._number = -1
         self._seen: dict[int, bytes] = {}
 
     def news(self, reader: VbucketReader) -> list[int]:
-        """Return the vbuckets that serve something new. `reader`: of any vbucket of the group. Raises StorageError."""
+        """Return the vbuckets whose served state changed. `reader` is that of any vbucket of the group. Raises
+        StorageError.
+        """
         found: list[int] = []
         if self._number == reader.environment.env.info()["last_txnid"]:
             return found
@@ -209,12 +216,12 @@ def rows(
     begins: Mapping[int, int] | None = None,
     tombstones_from: int | None = None,
 ) -> tuple[list[Row], int, LargeDocument | None]:
-    """Return the next rows above `after_seqno`, and the seqno that they reach. Or no rows, and the mutation that comes
-    next, unread, if its value, stored or decompressed, has more than `large_bytes`.
+    """Return the next rows above `after_seqno` and the seqno that they reach. If the next mutation's value, stored or
+    decompressed, has more than `large_bytes`, return no rows but that mutation, unread.
 
-    Looks at `rows_max` rows at most, and stops with the one that reaches `bytes_max`. `begins` names the selected
-    collections, and the seqno that their rows must be above; None: select all. `tombstones_from` is given if the
-    reader holds documents from before that seqno: then no tombstone above it may be missing. Raises ViewInvalidated.
+    Looks at `rows_max` rows at most, and stops at the one that reaches `bytes_max`. `begins` maps each selected
+    collection to the seqno above which its rows are selected; None: select all. Pass `tombstones_from` if the reader
+    holds documents from before that seqno: then no tombstone above it may be missing. Raises ViewInvalidated.
     """
 
     def checked(txn: Transaction, found: list[Row], *, whole: bool) -> list[Row]:
@@ -222,7 +229,7 @@ def rows(
         if tombstones_from is not None:
             validity.check_tombstones(reader, txn, pinned, tombstones_from)
         if whole:
-            for row in found:  # also those that are left out
+            for row in found:  # also rows that are not selected
                 reader.verify(*row)
             found = [(key, stored[seal.FRAME]) for key, stored in found]
         selected = begins
@@ -237,7 +244,7 @@ def rows(
         if stat["overflow_pages"] * stat["psize"] <= large_bytes // SNAPPY_RATIO_MAX:
             found, position, _ = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
             return checked(txn, found, whole=True), position, None
-    with reader.environment.read(buffers=True) as views:  # what a later transaction still has was there before
+    with reader.environment.read(buffers=True) as views:  # the next transaction checks that it was kept
         found, position, large = _look(reader, views, pinned.links, after_seqno, rows_max, bytes_max, large_bytes)
     with reader.environment.read() as txn:
         kept = checked(txn, found, whole=large is None)
@@ -275,8 +282,8 @@ def _look(
 ) -> tuple[list[Row], int, LargeDocument | None]:
     """Return the rows of the chain that come next, all versions, and the seqno that they reach.
 
-    With `large_bytes`, and a `txn` that returns views, a large row is not copied: it ends the piece before it, or is
-    one by itself, cut behind its key.
+    With `large_bytes`, and a `txn` that returns views, a large row is not copied. It ends the piece before it, or is a
+    piece by itself, cut behind its key.
     """
     found: list[Row] = []
     add = found.append

@@ -1,11 +1,10 @@
 """Promises to reads of several transactions, and the checks that keep them.
 
 A reader of documents sees one boundary. A reader of changes that applies all of them has the documents of the boundary
-at which its read ends. A rollback, resync, merge or purge between two transactions can break either promise; then
+at which its read ends. If a rollback, resync, merge or purge between two transactions breaks either promise,
 ViewInvalidated is raised. Every transaction of a read begins with `check`; a read of changes then calls
-`check_tombstones`. Knows chains, boundaries, the floor and how far tombstones were purged; never
-what is read. Invariants:
-- after a check that did not raise, a transaction reads the rows that the first transaction would have seen;
+`check_tombstones`. Knows chains, boundaries, the floor and the purge seqno; never the documents. Invariants:
+- after a check that did not raise, a transaction reads the same rows as the first transaction would have;
 - a reader of changes holds no version of a key whose tombstone was purged unread.
 """
 
@@ -25,7 +24,7 @@ _FROM_BEGINNING = "read it from the beginning; if the purger overtakes that, hol
 
 
 def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survives_rollback: bool = True) -> Served:
-    """Return the view at a position, if all of it is kept and, without `survives_rollback`, served.
+    """Return the state at a position, if all its rows are kept and, without `survives_rollback`, still served.
 
     Raises ViewInvalidated.
     """
@@ -37,7 +36,7 @@ def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survi
 
 
 def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
-    """Raise ViewInvalidated if a row that `pinned` sees is gone or, without `survives_rollback`, not served."""
+    """Raise ViewInvalidated if a row that `pinned` sees is gone or, without `survives_rollback`, no longer served."""
     pub = txn.pub(reader.vbid)
     check_unmoved(reader, txn, pinned.links)
     if pinned.survives_rollback:
@@ -59,8 +58,8 @@ def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
 def check_tombstones(
     reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int, purged_before: int = 0
 ) -> None:
-    """Raise ViewInvalidated if the purger took a tombstone above `after_seqno` after the reader began (`purged_before`:
-    the `purged_seqno` of that time).
+    """Raise ViewInvalidated if the purger removed a tombstone above `after_seqno` after the reader began
+    (`purged_before`: the `purged_seqno` of that time).
     """
     purged = purged_seqno(reader, txn, pinned, after_seqno)
     if after_seqno < purged != purged_before:
@@ -71,8 +70,8 @@ def check_tombstones(
 def purged_seqno(reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int) -> int:
     """Return a seqno above which no tombstone was purged.
 
-    It is no longer stored for a copy that a resync has replaced. But the purger takes nothing more from such a copy,
-    and took each boundary below a tombstone no later than that tombstone.
+    This seqno is no longer stored for a copy that a resync has replaced. But the purger takes no more tombstones from
+    such a copy, and it removed each boundary below a tombstone before that tombstone, or with it.
     """
     if pinned.survives_rollback:
         pub = txn.pub(reader.vbid)
@@ -96,7 +95,7 @@ def check_unmoved(reader: VbucketReader, txn: Transaction, links: chain.Chain) -
 def _check_kept(
     reader: VbucketReader, txn: Transaction, pinned: Served, floor_seqno: int, common_seqno: int | None
 ) -> None:
-    """Raise ViewInvalidated unless every row that `pinned` sees is kept, on any chain."""
+    """Raise ViewInvalidated unless every row that `pinned` sees is kept, on the served chain or not."""
     if common_seqno is None:
         _check_replaced_copy(reader, txn, pinned)
         common_seqno = -1
@@ -104,16 +103,17 @@ def _check_kept(
         raise _gone(f"history before seqno {floor_seqno}", reader)
     for link in pinned.links:
         if link.cut <= link.base_seqno:
-            continue  # nothing of it is seen, and it may be forgotten
+            continue  # no row of this branch is visible, and the branch may be forgotten
         if branches.get_branch(txn, reader.vbid, link.branch).kept_seqno < link.cut > common_seqno:
             raise _gone("the history that a rollback left", reader)
 
 
 def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
-    """Raise ViewInvalidated if the purger had removed what `pinned` sees before a resync replaced its chain.
+    """Raise ViewInvalidated if the purger removed rows that `pinned` sees before a resync replaced the chain.
 
     The floor of that time is no longer stored. But the purger removes a boundary before, or together with, the first
-    invisible version above it. So this looks for this history's last boundary on the last chain before the resync.
+    invisible version above it. So look for the last boundary of this history that was on the last chain before the
+    resync.
     """
     vbid, seqno = reader.vbid, int(pinned.pub.seqno)
     below = [link.branch for link in pinned.links if link.base_seqno < seqno]

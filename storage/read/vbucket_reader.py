@@ -1,8 +1,8 @@
-"""One vbucket as a reader sees it: its trees, what it serves, its chains and manifests, and its rows.
+"""One vbucket as a reader sees it: its trees, served state, chains, manifests and rows.
 
-Knows one vbucket's trees in one environment; never keys of other vbuckets or where the environment came from. Each
-method works in a transaction that the caller has opened. Invariant: chains and manifests that are remembered between
-transactions are used only while the vbucket has the chain id that they were read with.
+Knows one vbucket's trees in one environment; never keys of other vbuckets or the environment's origin. Each method
+works in a transaction that the caller has opened. Invariant: remembered chains and manifests are used only while the
+vbucket has the chain id that they were read with.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Docum
 KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
 """Kinds of rows that have a reference. A single flipped bit turns no kind into one with another meaning for readers."""
 CHAINS_MAX = 8
-"""Chains of a vbucket that are remembered: the served one, and those of a few positions."""
+"""Most remembered chains of a vbucket: the served one, and those of a few positions."""
 MANIFESTS_MAX = 2
-"""Manifests of a vbucket that are remembered; each holds every collection."""
+"""Most remembered manifests of a vbucket; each holds every collection."""
 
 Visible = tuple[int, Branch, bytes, bytes, int, int, Manifest]
-"""The served state of a vbucket in one commit, for point reads: the commit, served branch, `above` and `up_to`
-of the default collection, published seqno, flags of `pub`, manifest. A reference to a visible row of the default
-collection on the served branch sorts above `above`, and not above `up_to`. `above` is empty if the collection cannot
-simply be read: it was dropped, or readers wait for a resync.
+"""The served state of a vbucket in one commit, for point reads: the commit, served branch, `above` and `up_to` of the
+default collection, published seqno, flags of `pub`, manifest. A reference to a visible row of the default collection on
+the served branch sorts above `above`, and not above `up_to`. `above` is empty if a read cannot rely on these bounds:
+the collection was dropped, or readers wait for a resync.
 """
 _INITIAL = Manifest.initial()
 _UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)
@@ -53,11 +53,11 @@ class Served:
     links: chain.Chain
     """The chain, newest link first, cut at the seqno of `pub`."""
     survives_rollback: bool = False
-    """True if the position stays valid after a rollback or resync, as long as all of it is kept."""
+    """True if the position stays valid after a rollback or resync, as long as all its rows are kept."""
 
     @property
     def history_id(self) -> int:
-        """The history that the position is of; `Token` explains it."""
+        """The id of the position's history; `Token` explains it."""
         return self.links[0].history_id(self.pub.seqno)
 
 
@@ -98,12 +98,12 @@ class VbucketReader:
             if not self.environment.remapping:
                 return self.begin()
         except lmdb.Error:
-            pass  # `Environment.begin` knows what to do about it
+            pass  # `Environment.begin` handles it
         running.pop()
         return self.environment.begin()
 
     def served_in(self, txn: Any) -> Visible:
-        """Return what an lmdb.Transaction sees. `PointReads.get` has this written out."""
+        """Return the served state in an lmdb.Transaction. `PointReads.get` has this code inline."""
         visible = self.visible
         return visible if visible[0] == txn.id() else self.look(txn)
 
@@ -121,7 +121,7 @@ class VbucketReader:
         return visible
 
     def purge_row(self, txn: Transaction) -> branches.PurgeRow:
-        """Return the row of `purge`; it is read once for each commit."""
+        """Return the row of `purge`, read once for each commit."""
         commit, row = self._purge
         if commit != (seen := txn.raw.id()):
             row = branches.purge_row(txn, self.vbid)
@@ -190,7 +190,7 @@ class VbucketReader:
         return Served(pub, self.chain_at(txn, pub.branch, pub.seqno))
 
     def readable(self, txn: Transaction) -> Served:
-        """Return what is served. Raises Unavailable if readers must wait for a resync."""
+        """Return the served state. Raises Unavailable if readers must wait for a resync."""
         served = self.served(txn)
         if served.pub.is_unavailable and not self.stale_reads:
             raise Unavailable(
@@ -201,7 +201,7 @@ class VbucketReader:
         return served
 
     def as_of(self, txn: Transaction, as_of: AsOf) -> tuple[Served, Boundary | None]:
-        """Return what is served as of a seqno or a time: the newest kept boundary not after it. Raises NoSuchBoundary,
+        """Return the state at the newest kept boundary that is not after a seqno or a time. Raises NoSuchBoundary,
         Unavailable.
         """
         served = self.readable(txn)
@@ -222,7 +222,7 @@ class VbucketReader:
         return self.cut_at(txn, served, boundary.seqno), boundary
 
     def cut_at(self, txn: Transaction, served: Served, seqno: Seqno) -> Served:
-        """Return what was served at a boundary of the served chain."""
+        """Return the state at a boundary of the served chain."""
         links = chain.recut(served.links, seqno)
         key = manifests.key_on(txn, self.vbid, links)
         return Served(served.pub._replace(seqno=seqno, manifest_key=key), links)
@@ -244,7 +244,7 @@ class VbucketReader:
         return document
 
     def verify(self, row_key: bytes, stored: bytes) -> None:
-        """Raise CorruptedError unless a stored row is what was stored at its position."""
+        """Raise CorruptedError if a row is damaged or was not stored at this position."""
         if (self.verify_reads and crc32c(stored) != RESIDUE) or stored[24:32] != row_key[SEQNO]:
             raise seal.damaged(stored, row_key, self.vbid, self.environment.path)
 
@@ -265,8 +265,8 @@ class VbucketReader:
         )
 
     def newest(self, cursor: Any, wire_key: bytes) -> bytes:
-        """Return the last reference of the cursor's key, which has several. Raises CorruptedError unless it is above
-        the one before it.
+        """Return the last reference of the cursor's key, which must have several. Raises CorruptedError if the last two
+        are not in order.
         """
         cursor.last_dup()
         reference: bytes = cursor.value()
@@ -280,8 +280,8 @@ class VbucketReader:
             raise self.mismatch(wire_key)
 
     def newest_visible(self, txn: Any, cursor: Any, wire_key: bytes, newest: bytes, links: chain.Chain) -> bytes | None:
-        """Return the newest reference of a key that a chain sees, if that is not its `newest` one. Raises
-        CorruptedError if one that is passed over names no row of the key.
+        """Return the newest reference of a key that a chain sees, for a chain that does not see the key's `newest` one.
+        Raises CorruptedError if a skipped reference names no row of the key.
         """
         self.check_named(txn, wire_key, newest)
         found = chain.newest_version(cursor, wire_key, links)
@@ -290,11 +290,11 @@ class VbucketReader:
         return found
 
     def check_named(self, txn: Any, wire_key: bytes, reference: bytes) -> None:
-        """Raise CorruptedError unless a reference names a row of its key; its checksum is not compared."""
+        """Raise CorruptedError unless a reference names a row of its key. The row's checksum is not compared."""
         self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), wire_key, reference)
 
     def check_absent(self, txn: Any, cursor: Any, wire_key: bytes) -> None:
-        """Raise CorruptedError unless the keys before and behind an absent one are in order and match their rows: a key
+        """Raise CorruptedError unless the keys before and behind an absent one are in order and match their rows. A key
         with a flipped bit lies next to its old place.
         """
         if there := cursor.set_range(wire_key):

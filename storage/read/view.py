@@ -1,12 +1,13 @@
 """The reader's API: `open_view` and `View`. Any process may use it at any time.
 
-Knows the format and nothing of the service. Invariants: one answer is read in one LMDB transaction; a scan keeps the
-boundary it began with and renews its transaction between chunks, so it neither blocks the purger nor makes the file
-grow, and raises ViewInvalidated once a rollback or the purger has passed that boundary.
+Knows the format and nothing of the service. Invariants:
+- one answer is read in one LMDB transaction;
+- a scan keeps the boundary it began with, and raises ViewInvalidated once a rollback or the purger has passed it;
+- a scan renews its transaction between chunks, so it neither blocks the purger nor makes the file grow.
 
-The work is done by `point_reads` (documents by key), `scan` (documents in order), `changes` and `retractions` (events
-in order) and `states` (positions), each through a `VbucketReader` that `groups` opens. Functions there that only one
-part of the service needs take `View.reader(vbid)`.
+These modules do the work, each through a `VbucketReader` from `groups`: `point_reads` (documents by key), `scan`
+(documents in order), `changes` and `retractions` (events in order) and `states` (positions). Their functions that only
+one part of the service needs take `View.reader(vbid)`.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def open_view(
 ) -> View:
     """Open the mirror in the data directory `path` for reading, whether its service runs or not.
 
-    `map_size` is the address space of each group at first, in bytes; it grows by itself. With `stale_reads` a vbucket
-    that is resynced is read from its old copy, even if the setting `resync_reads` withholds that. With `verify_reads`
-    the checksum of each row is compared; CorruptedError is raised if it does not match.
+    `map_size` is the initial address space of each group, in bytes; it grows by itself. With `stale_reads` a vbucket is
+    read from its old copy during a resync, even if the setting `resync_reads` withholds that copy. With `verify_reads`
+    the checksum of each row is compared, and CorruptedError is raised if it does not match.
 
     Raises NotAMirror, ReadOnly (no write access to a lock file), CorruptedError, FormatTooNew, WrongBucket.
     """
@@ -77,9 +78,9 @@ os.register_at_fork(after_in_child=_after_fork)
 class View(PointReads):
     """A reader of one mirror, made by `open_view`. Use it as a context manager, or call `close`.
 
-    Each answer is read in one transaction: documents and their position are of one moment. A scan keeps the boundary
-    that it began with. Many threads may share a view; a generator belongs to one thread at a time. After fork, open
-    another view in the child.
+    Each answer is read in one transaction, so documents and their position belong to one moment. A scan keeps the
+    boundary that it began with. Many threads may share a view; a generator belongs to one thread at a time. After fork,
+    open another view in the child.
 
     Documents: `get`, `get_many`, `exists`, `scan`. Changes: `changes`, `changes_between`, `token`. One's own writes:
     `wait_for`. Positions and history: `state`, `states`, `boundaries`, `rollbacks`, `history`. Collections: `manifest`.
@@ -104,7 +105,7 @@ class View(PointReads):
         self.close()
 
     def close(self) -> None:
-        """Release the environments. Later calls, and generators of this view that go on, raise Closed."""
+        """Release the environments. Later calls and unfinished generators of this view raise Closed."""
         self.groups.close()
 
     def vbid_of(self, key: bytes) -> int:
@@ -126,7 +127,7 @@ class View(PointReads):
             return reader.manifest(txn, validity.served_at(reader, txn, pin, survives_rollback=False).pub.manifest_key)
 
     def manifest_uids(self, unreadable: Unreadable | None = None) -> dict[int, int]:
-        """Return the uid of each vbucket's manifest. Costs next to nothing if none changed since the last call.
+        """Return the uid of each vbucket's manifest. Costs next to nothing if no uid changed since the last call.
         `unreadable` is as in `published`.
         """
         return states.manifest_uids(self.groups, self._known_uids, unreadable)
@@ -147,12 +148,12 @@ class View(PointReads):
         deletions: bool = False,
         raw: bool = False,
     ) -> Iterator[Document]:
-        """Yield documents: vbucket by vbucket, within each collection in the order of their keys.
+        """Yield documents by vbucket, then by collection, then in key order.
 
         Without `vbid` it covers all vbuckets, without `collection` all collections; `start` <= key < `end`. Each
         vbucket is seen at one boundary. `deletions` adds tombstones and expired documents. The other arguments and
-        errors are those of `get`; a value that cannot be decompressed is as in `get_many`. Raises ViewInvalidated once
-        a rollback or the purger has passed the boundary: scan again.
+        errors are those of `get`; a value that cannot be decompressed is returned as by `get_many`. Raises
+        ViewInvalidated once a rollback or the purger has passed the boundary: scan again.
         """
         prefix, start = (text.encode() if isinstance(text, str) else text for text in (prefix, start))
         stop = end.encode() if isinstance(end, str) else end
@@ -168,7 +169,7 @@ class View(PointReads):
                     return
 
     def pin(self, vbid: int, as_of: AsOf = None, *, now: float | None = None) -> Pin:
-        """Name what a vbucket serves, now or as of a boundary, for `scan_page`. Raises NoSuchBoundary."""
+        """Return a pin of a vbucket's served state, now or as of a boundary, for `scan_page`. Raises NoSuchBoundary."""
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
             served, boundary = reader.as_of(txn, as_of)
@@ -195,8 +196,8 @@ class View(PointReads):
         end).
 
         A page is one transaction of bounded work: it may hold fewer documents than `limit`, even none, before the end.
-        Its values are at most `bytes_max` together; a larger document is a page by itself. Raises ViewInvalidated once
-        a rollback, a resync or the purger has passed the pin.
+        Its values have at most `bytes_max` bytes together; a larger document is a page by itself. Raises
+        ViewInvalidated once a rollback, a resync or the purger has passed the pin.
         """
         selection = scans.KeySelection(prefix, start, end, deletions, raw)
         return scans.page(self.reader(pin.vbid), pin, collection, selection, limit, bytes_max, self.path)
@@ -218,13 +219,13 @@ class View(PointReads):
         return [self.state(vbid) for vbid in self.vbids]
 
     def published(self, unreadable: Unreadable | None = None) -> dict[int, Served]:
-        """Return what each of `vbids` serves, in that order: the cheapest way to notice a publish. Raises the error of
-        a group that cannot be read, or puts it into `unreadable` and leaves its vbuckets out.
+        """Return the served state of each of `vbids`, in that order: the cheapest way to notice a publish. If a group
+        cannot be read, raise its error, or put the error into `unreadable` and leave its vbuckets out.
         """
         return states.published(self.groups, self._known_positions, unreadable)
 
     def token(self, vbid: int, branch: int | None = None, seqno: int | None = None) -> Token:
-        """Return the token of a position of a vbucket, by default of what is published."""
+        """Return the token of a position of a vbucket, by default of the published one."""
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
             if branch is None or seqno is None:
@@ -234,12 +235,12 @@ class View(PointReads):
         return Token(reader.vbid, Branch(branch), Seqno(seqno), history_id)
 
     def history(self, vbid: int) -> History:
-        """Return how far back a vbucket's history reaches and what it takes."""
+        """Return the reach and the size of a vbucket's history."""
         with self.groups.environment(vbid).read() as txn:
             return extent.of(txn, vbid)
 
     def stale(self, vbid: int) -> bool:
-        """Return True while a resync is under way next to what is served."""
+        """Return True while a resync is under way next to the served copy."""
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
             return bool(reader.served_in(txn.raw)[5] & PUB_STALE)
@@ -269,17 +270,16 @@ class View(PointReads):
     def changes(
         self, vbid: int | None = None, *, since: Token | None = None, raw: bool = False, pieces: Pieces | None = None
     ) -> Iterator[Change]:
-        """Yield published events in order, up to now; with `since` those after a token.
+        """Yield published events in order, up to now; with `since`, only those after a token.
 
-        A token below the history floor resumes too, as long as no tombstone above it was purged; superseded versions
-        may then be missing, as after the source's own deduplication. If the token's history was rolled back, the
-        rollback comes first, with what it retracted and restored; the last of these carries the first token of the new
-        history. A reader that applies each change has the documents of the boundary that was published at the
-        beginning.
+        A token below the history floor is accepted as long as no tombstone above it was purged. Superseded versions may
+        then be missing, as after the source's own deduplication. If the token's history was rolled back, the rollback
+        comes first, then its retractions and restorations; the last of these carries the first token of the new
+        history. A reader that applied every change has the documents of the boundary that was published when it began.
 
-        Raises ViewInvalidated if a resync replaced the token's history or it is no longer kept, and if a rollback
-        happens, or the purger overtakes the reader, while the generator runs. A lease on the oldest boundary keeps the
-        purger back.
+        Raises ViewInvalidated if a resync replaced the token's history, or the history is no longer kept. While the
+        generator runs, raises it also if a rollback happens or the purger overtakes the reader. A lease on the oldest
+        boundary holds the purger back.
 
         With `pieces` the generator holds no more than one piece, and none of the documents that it returned.
         """
@@ -288,27 +288,28 @@ class View(PointReads):
             yield from events.between(self.reader(each), token, None, raw, pieces)
 
     def changes_between(self, start: Token | None, end: Token, *, raw: bool = False) -> Iterator[Change]:
-        """Yield what leads from one published position (None: the beginning) to a later one: the same at every call.
+        """Yield the changes from one published position (None: the beginning) to a later one: the same ones at every
+        call.
 
-        `end` may be on a history that is no longer served: rows and branches never change, so the two positions alone
-        decide what lies between them. Raises ViewInvalidated if that is no longer kept, or a resync lies between.
+        `end` may be on a history that is no longer served. Rows and branches never change, so the two positions alone
+        decide the changes between them. Raises ViewInvalidated if these are no longer kept, or a resync lies between.
         """
         return events.between(self.reader(end.vbid), start, end, raw)
 
     def check_way(self, start: Token | None, end: Token) -> int:
-        """Return the seqno up to which both positions have one history. Raises ViewInvalidated if `changes_between`
-        would at its beginning.
+        """Return the seqno up to which both positions share their history. Raises ViewInvalidated if `changes_between`
+        would raise it at its beginning.
         """
         return events.resolve_range(self.reader(end.vbid), start, end).after_seqno
 
     def check_since(self, token: Token) -> None:
-        """Raise ViewInvalidated if `changes` since this token would at its beginning."""
+        """Raise ViewInvalidated if `changes` since this token would raise it at its beginning."""
         events.resolve_range(self.reader(token.vbid), token, None)
 
     def retracted_by(
         self, vbid: int, to_seqno: int, *, raw: bool = False
     ) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
-        """Return what a rollback to `to_seqno` would do now: its boundary, its retractions and restorations.
+        """Return the boundary that a rollback to `to_seqno` would go to now, and its retractions and restorations.
 
         Raises NoSuchBoundary below the history floor.
         """

@@ -1,14 +1,15 @@
-"""Reading one's own writes: decides if a write made at the source is visible here, is not yet, or never will be.
+"""Reads of one's own writes: decides if a write at the source is visible here, is not yet visible, or never will be.
 
-Knows mutation tokens as SDKs give them, failover logs and published seqnos; must never know who waits. A publish, and a
-rollback with its failover log, are each one transaction, so polling is enough. The rule for a token (vbid, vbuuid,
-seqno):
-- its history is in the failover log: writes above the seqno at which the next newer history began are lost; others are
-  visible once published_seqno has reached them;
-- its history was rolled back here, and a newer log without it has come since: lost;
-- its history is unknown: the mirror has not heard of a failover yet, so the reader waits. While a vbucket is resynced,
-  or a rollback is deferred, nothing counts as published. Invariant: a token that is `LOST` was never `PUBLISHED` by the
-  history that is served now.
+Knows mutation tokens as SDKs give them, failover logs and published seqnos; must never know who waits. Polling is
+enough, because a publish is one transaction, and so is a rollback with its failover log. The rules for a token (vbid,
+vbuuid, seqno):
+- if its history is in the failover log, writes above the seqno at which the next newer history began are lost, and
+  others are visible once published_seqno has reached them;
+- if its history was rolled back here and a newer failover log lacks it, the write is lost;
+- if its history is unknown, the mirror has not heard of a failover yet, so the reader waits.
+
+While a vbucket is resynced or a rollback is deferred, no write counts as published. Invariant: the history that is
+served now never had a `LOST` token `PUBLISHED`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def write_status(reader: VbucketReader, token: MutationToken) -> WriteStatus:
     log = state.failover_log
     if not token.vbuuid:
         return here
-    if state.rollback_deferred:  # the log is of the staged history, which may or may not bring the write
+    if state.rollback_deferred:  # the log is of the staged history, which may or may not have the write
         return WriteStatus.WAITING
     end_seqno = log.end_of(token.vbuuid, SEQNO_MAX)
     if end_seqno is not None:
