@@ -1,8 +1,10 @@
-"""Work of a writer between commits: key rows of large snapshots, removal of old history, leases, and syncs.
+"""A writer's work between commits: key rows of large snapshots, removal of old history, leases, and syncs.
 
-Knows jobs, the purger and leases of one group; never what is being received. One call of `step` is one bounded slice.
-Invariants: key rows come before everything else, since a snapshot waits for them; history that a lease holds stays; a
-vbucket's memory says what the last slice has changed on the disk.
+Knows jobs, the purger and leases of one group; never received rows. One call of `step` is one bounded slice.
+Invariants:
+- key rows come before all other work, because a snapshot waits for them;
+- history that a lease holds stays;
+- a vbucket's memory matches the disk after each slice.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from storage.write.owner import KEEP_ALL, GroupOwner, contained
 from storage.write.pending import GroupPending, PendingVbucket, Plan
 
 PURGE_INTERVAL_MS = 1_000
-"""Pause after a look at every vbucket that found no history to remove, milliseconds."""
+"""Pause after a round over all vbuckets that found no history to remove, milliseconds."""
 
 
 class Background:
-    """The background work of one group. `restart` comes before the first `step`."""
+    """The background work of one group. Call `restart` before the first `step`."""
 
     purger: Purger
 
@@ -86,7 +88,7 @@ class Background:
     # -- history --------------------------------------------------------------------------------------------------
 
     def purge_step(self) -> bool:
-        """Remove a little history below the floor; return True if anything was done."""
+        """Do one step of the purger; return True if it had work."""
         now_ms = self.owner.clock.now_ms()
         if self.window == KEEP_ALL or now_ms < self._purge_after_ms:
             return False
@@ -110,8 +112,9 @@ class Background:
 
     @contained
     def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:
-        """Keep history from these positions (vbid: branch, seqno) on until then, by the wall clock as it is now: to set
-        it later changes nothing. Raises NoSuchBoundary for one that is no longer kept; then nothing is held.
+        """Keep history from these positions (vbid: branch, seqno) on until `until_ms` of the present wall clock;
+        setting the clock later has no effect. Raises NoSuchBoundary, and holds nothing, if one of the positions is no
+        longer kept.
         """
         owner = self.owner
         self.leases.prune(owner.clock.now_ms())
@@ -123,7 +126,9 @@ class Background:
         self.leases.put(name, positions, self._lease_end_ms(until_ms))
 
     def renew_lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> bool:
-        """Extend a lease. False: no such lease holds these (any more); what one that ended held may be gone since."""
+        """Extend a lease. Return False if no lease of that name holds these positions (any more); their history may be
+        gone.
+        """
         return self.leases.renew(name, positions, self._lease_end_ms(until_ms), self.owner.clock.now_ms())
 
     def _lease_end_ms(self, until_ms: int) -> int:

@@ -1,9 +1,10 @@
-"""The writes of a commit to one vbucket.
+"""Writes the part of a commit that belongs to one vbucket.
 
-Knows the trees and `PendingVbucket`; never fences, full maps or failed commits (`owner`). Invariants: rows, key rows,
-`state`, `pub`, boundary and manifests of a vbucket are written in one transaction; a vbucket becomes visible at a new
-published_seqno only in a transaction after which every row up to it has its key row; `put` changes nothing in memory,
-so that it can run again when the map was full.
+Knows the trees and `PendingVbucket`; never fences, full maps or failed commits (`owner`). Invariants:
+- rows, key rows, `state`, `pub`, boundary and manifests of a vbucket are written in one transaction;
+- a vbucket becomes visible at a new published_seqno only in a transaction after which every row up to it has its key
+  row;
+- `put` changes nothing in memory, so it can run again after the map was full.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Rows = list[tuple[bytes, bytes]]
 
 
 def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, flush_open: bool) -> Plan:
-    """Write everything that is complete, and with `flush_open` also the rows of the open snapshot."""
+    """Write all complete snapshots, and with `flush_open` also the rows of the open snapshot."""
     state, seqno = vbucket.base, Seqno(vbucket.complete_seqno or 0)
     count = len(vbucket.rows) if flush_open else vbucket.complete_count
     rows = vbucket.rows if count == len(vbucket.rows) else vbucket.rows[:count]
@@ -36,7 +37,7 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
     staged_seqno, open_snapshot = _staged_on_disk(vbucket, len(rows))
     if not vbucket.can_publish:
         known = staged_seqno or state.staging_published_seqno or vbucket.known_empty
-        # A log on disk without anything of its history says that the source has nothing: not before that is known.
+        # A log on disk without rows says that the source has no rows, so do not write one before that is known.
         log = state.failover_log if known else FailoverLog()
         stored = state._replace(staged_seqno=staged_seqno, open_snapshot=open_snapshot, failover_log=log)
         txn.put_state_row(state.vbid, records.StateRow.of(stored))
@@ -85,7 +86,7 @@ def _put_key_rows(txn: Transaction, vbucket: PendingVbucket, rows: Rows) -> int:
 
 
 def _staged_on_disk(vbucket: PendingVbucket, row_count: int) -> tuple[Seqno, SnapshotRange | None]:
-    """Return the staged seqno and the open snapshot after this commit; rows left in memory do not count."""
+    """Return the staged seqno and the open snapshot after this commit, without the rows left in memory."""
     if row_count == len(vbucket.rows):
         return Seqno(vbucket.staged_seqno), vbucket.open_snapshot
     if vbucket.complete_seqno is not None and vbucket.complete_seqno >= vbucket.flushed_seqno:

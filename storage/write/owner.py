@@ -1,9 +1,11 @@
-"""The environment of a group in the hands of its one writer: the lock, the fence, the clock and write transactions.
+"""The writer's hold on a group's environment: the lock, the fence, the clock and write transactions.
 
-Knows LMDB and the directory; never rows or vbuckets' states (it asks its owner to load and to forget them). Invariants:
-one process owns a group for life (GroupLock); every write transaction checks the fencing number; a full map is grown
-and the work done again; after any other failed commit everything pending is dropped, the environment is opened again
-and the states are read from disk, before the error is raised.
+Knows LMDB and the directory; never rows or vbuckets' states (`load` and `forget` are given to it). Invariants:
+- one process owns a group for life (GroupLock);
+- every write transaction checks the fencing number;
+- if the map is full, it is grown and the work done again;
+- after any other failed commit, everything pending is dropped, the environment is opened again and the states are read
+  from disk, before the error is raised.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ from storage.model import Identity
 GROW_TRIES_MAX = 16
 """Doublings of the map for one commit; 16 of them are 65,536 times the size."""
 READER_CHECK_INTERVAL_MS = 5_000
-"""Between two searches for readers that were killed in a transaction: until then the file grows with each commit."""
+"""Pause between two searches for readers that were killed in a transaction. The file grows with each commit until such
+a reader is found.
+"""
 IDLE_SYNC_MS = 200
-"""With `safe`, the meta page of the last commit is synced when the group was idle for this long, milliseconds."""
+"""With `safe`, the meta page of the last commit is synced after the group was idle for this long, milliseconds."""
 CLOCK_STEP_MIN_MS = 10_000
-"""The wall clock was set when it and the monotonic clock part by this much between two looks: slewing takes hours."""
+"""The wall clock was set if it moves by this much against the monotonic clock between two looks; slewing takes hours.
+"""
 
 KEEP_ALL = Window()
 
@@ -47,21 +52,21 @@ class WriterOptions:
     identity: Identity
     clock_ms: Callable[[], int]
     monotonic_ms: Callable[[], int] | None = None
-    """A clock that is never set. Without it steps of `clock_ms` ahead age history."""
+    """A clock that nobody sets. Without it, a step of `clock_ms` ahead ages history."""
     sync: str = "safe"
     """The setting `sync`: `safe`, `full` or `unsafe`."""
     map_size: int = MAP_SIZE
     window: Window = KEEP_ALL
-    """How much history is kept. The time between two writers counts for half of its time at most."""
+    """The limits of kept history. The time between two writers counts for half of `time_ms` at most."""
     resync_reads: str = "stale"
-    """Readers of a vbucket that is being resynced get its old copy (`stale`) or an error (`unavailable`)."""
+    """During a resync, readers of the vbucket get its old copy (`stale`) or an error (`unavailable`)."""
 
 
 class HistoryClock:
     """The clock by which history ages, in milliseconds from the wall clock of the mirror's first writer.
 
-    It advances with the machine's monotonic clock. The time between two writers only the wall clock can tell, and it
-    may be wrong: that counts for `downtime_max_ms` at most. `now_ms` never falls, and is at least what was stored.
+    It advances with the machine's monotonic clock. Only the wall clock, which may be wrong, tells the time between two
+    writers, so that time counts for `downtime_max_ms` at most. `now_ms` never falls, and is at least the stored time.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class HistoryClock:
         now_ms, wall_now_ms = monotonic_ms(), wall_ms()
         self._ahead_ms = wall_now_ms - now_ms
         self.step_count = 0
-        """Times that the wall clock was set."""
+        """The number of times that the wall clock was set."""
         self.last_step_ms = 0
         """Size of the last step; below 0: it went back."""
         downtime_ms = wall_now_ms - stored_wall_ms
@@ -97,7 +102,7 @@ class HistoryClock:
         if abs(ahead_ms - self._ahead_ms) >= CLOCK_STEP_MIN_MS:
             self._note_step(ahead_ms - self._ahead_ms)
             self._ahead_ms = ahead_ms
-        self._last_ms += max(0, now_ms - self._seen_ms)  # goes on also where the caller has no clock but the wall's
+        self._last_ms += max(0, now_ms - self._seen_ms)  # the caller may have only a wall clock, which can go back
         self._seen_ms = now_ms
         return self._last_ms
 
@@ -116,9 +121,9 @@ Each = TypeVar("Each", bound=Contained)
 def contained(
     method: Callable[Concatenate[Each, Parameters], Result],
 ) -> Callable[Concatenate[Each, Parameters], Result]:
-    """Let no exception but a StorageError leave: whatever damaged pages make of this code concerns this group alone.
+    """Turn every exception into a StorageError, because a failure that damaged pages cause concerns this group alone.
 
-    What they make of LMDB can be a signal, and the end of the process: `GroupOwner.at_work` then names the group.
+    Damaged pages can also make LMDB end the process by a signal; `GroupOwner.at_work` then names the group.
     """
 
     @wraps(method)
@@ -140,7 +145,7 @@ def contained(
 
 
 class GroupOwner:
-    """Owns one group's environment from the constructor until `release`. One thread for life."""
+    """Owns one group's environment from the constructor until `release`. Use it from one thread for life."""
 
     environment: Environment
     clock: HistoryClock
@@ -150,17 +155,17 @@ class GroupOwner:
     ) -> None:
         """Take the group's lock; `open` follows.
 
-        `load` reads the states from the environment, and returns True if they are older than those in memory.
-        `forget` drops everything that is pending.
+        `load` reads the states from the environment, and returns True if they are older than those in memory. `forget`
+        drops all pending work.
         """
         self.path = path
         self.options = options
         self.vbids = options.identity.group_vbids(options.group)
         self.at_work: MutableSequence[int] | memoryview[int] = [0]
-        """Holds the group's number and 1 while a `contained` method works."""
+        """Holds the group's number plus 1 while a `contained` method works."""
         self.commit_count = 0
         self.lost = False
-        """The environment was closed after a failed commit and cannot be opened."""
+        """True if the environment was closed after a failed commit and cannot be opened."""
         self.closed = False
         self.unsynced_since: int | None = None
         """Time of the first unsynced commit, by the history clock; None: all are synced."""
@@ -169,13 +174,13 @@ class GroupOwner:
         self._load = load
         self._forget = forget
         self.check_readers_ms = 0
-        """Next search for killed readers, by the history clock."""
+        """Time of the next search for killed readers, by the history clock."""
         self._lock = directory.GroupLock(path)
 
     # -- opening and closing --------------------------------------------------------------------------------------
 
     def open(self, *, claim: bool) -> None:
-        """Open the environment and load. `claim`: raise the fence, as each new owner does."""
+        """Open the environment and load the states. `claim`: raise the fence, as each new owner does."""
         self.environment = Environment(
             self.path, self.vbids, writable=True, sync=self.durability, map_size=self.options.map_size
         )
@@ -184,7 +189,7 @@ class GroupOwner:
             self._check_file()
             if claim:
                 self.write_while_opening(self._claim)
-            if self._load():  # the newest meta page was lost with a sync that failed
+            if self._load():  # a failed sync lost the newest meta page
                 self.write_while_opening(self._begin_history)
             if claim:
                 self.clock = self._open_clock()
@@ -229,8 +234,8 @@ class GroupOwner:
         )
 
     def reload(self) -> None:
-        """Open the environment again after a failed commit, and forget what was pending. If that fails too, the group
-        is `lost` until another `reload` succeeds.
+        """Open the environment again after a failed commit, and forget pending work. If that fails too, the group is
+        `lost` until another `reload` succeeds.
         """
         self._forget()
         if not self.lost:
@@ -261,7 +266,7 @@ class GroupOwner:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def write(self, work: Callable[[Transaction], Result]) -> Result:
-        """Run `work(txn)` in a write transaction under the fence; grow the map and run it again when it is full."""
+        """Run `work(txn)` in a write transaction under the fence. If the map is full, grow it and run `work` again."""
         fence = self.fence.to_bytes(8, "big")
         for _ in range(GROW_TRIES_MAX):
             txn = Transaction(self.environment, self.environment.begin(write=True))
@@ -292,7 +297,7 @@ class GroupOwner:
         raise storage_error(lmdb.MapFullError("map full"), self.path)
 
     def write_while_opening(self, work: Callable[[Transaction], Any]) -> None:
-        """Write before the fence holds. A file that has outgrown the map it is opened with is full at once."""
+        """Write before the fence holds. If the file has outgrown its initial map, the map is full at once."""
         for _ in range(GROW_TRIES_MAX):
             try:
                 with self.environment.begin(write=True) as txn:

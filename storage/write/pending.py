@@ -1,9 +1,11 @@
-"""Accepted and uncommitted rows: the memory of each vbucket of a group.
+"""Accepted but uncommitted rows: the memory of each vbucket of a group.
 
-Knows rows, seqnos and manifests as they are staged. It only reads LMDB: `commit` writes the rows, and `settle` notes
-that. Invariants: `state` is the last commit and the operations accepted since; rows rise in seqno above the staged
-seqno; an operation that raises SeqnoOrder has changed nothing; `GroupPending.byte_count` is the sum of rows and
-manifests in memory over the group.
+Knows staged rows, seqnos and manifests. Only reads LMDB: `commit` writes the rows, then `settle` updates the memory.
+Invariants:
+- `state` is the last commit plus the operations accepted since;
+- rows rise in seqno above the staged seqno;
+- an operation that raises SeqnoOrder has changed nothing;
+- `GroupPending.byte_count` is the sum of the bytes of rows and manifests in memory over the group.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from storage.write.owner import GroupOwner, contained
 _unpack_row_key = keys.ROW.unpack
 
 MANIFEST_DEPTH_MIN = 16
-"""A manifest is never written whole before it is made of more rows than this, and than twice its collections."""
+"""A manifest is written whole only if it consists of more rows than this plus twice its collections."""
 
 INLINE_INDEX_ROWS = 20_000
-"""Deferred rows up to this count get their key rows in the publishing transaction itself; more go to an IndexJob."""
+"""The publishing transaction itself writes up to this many missing key rows; an IndexJob writes more."""
 
 
 class Plan(NamedTuple):
@@ -34,11 +36,11 @@ class Plan(NamedTuple):
 
     row_count: int
     published: VbucketState | None
-    """The state that readers see after it; None: they see nothing new."""
+    """The state that readers see after the commit; None: they see nothing new."""
     counters: branches.BoundaryCounters
     manifest_count: int
     has_rows_above: bool = False
-    """Earlier commits had written rows above the end that was published."""
+    """True if earlier commits wrote rows above the published end."""
 
 
 class GroupPending:
@@ -47,15 +49,15 @@ class GroupPending:
     def __init__(self) -> None:
         self.byte_count = 0
         self.jobs: list[PendingVbucket] = []
-        """Vbuckets whose key rows are being made, the one at work first."""
+        """Vbuckets with an IndexJob; the first one's job runs."""
 
 
 class PendingVbucket:
-    """One vbucket: its state, and what is pending above the last commit.
+    """One vbucket: its state, and its pending rows and manifests above the last commit.
 
-    What changes with every snapshot (staged seqno, open snapshot) is kept outside of `base` and joined to it by
-    `state`: live snapshots hold two or three mutations, and a new VbucketState for each would cost more than writing
-    them.
+    The staged seqno and the open snapshot are kept outside of `base`, because they change with every snapshot; `state`
+    joins them to it. Live snapshots hold two or three mutations, and a new VbucketState for each snapshot would cost
+    more than writing them.
     """
 
     def __init__(self, txn: Transaction, vbid: int, owner: GroupOwner, group: GroupPending) -> None:
@@ -65,32 +67,32 @@ class PendingVbucket:
         self.load(txn)
 
     def load(self, txn: Transaction) -> None:
-        """Begin at the last commit. The caller has taken what is pending out of the group's bytes."""
+        """Begin at the last commit. The caller has subtracted the pending bytes from the group's."""
         state, manifest_rows = branches.load(txn, self.vbid)
         self.base = state
         self.staged_seqno: int = state.staged_seqno
         self.open_snapshot = state.open_snapshot
         self.prefix = keys.PREFIX.pack(state.staging_branch)
-        """The first 4 bytes of the keys of rows that may be staged now: the staging branch."""
+        """The first 4 bytes of the keys of newly staged rows: the staging branch."""
         self.rows: list[tuple[bytes, bytes]] = []
         self.pending_bytes = 0
-        self.complete_count = 0  # how many of `rows` belong to complete snapshots
-        self.complete_seqno: int | None = None  # newest complete end that is not published yet
+        self.complete_count = 0  # the number of `rows` in complete snapshots
+        self.complete_seqno: int | None = None  # the newest complete end, if not published yet
         self.complete_start = 0
         self.flushed_seqno: int = state.staged_seqno
         self.indexed_seqno = txn.state_row(self.vbid).indexed_seqno
-        self.indexed_bytes = 0  # of rows above what is published that an IndexJob has read
+        self.indexed_bytes = 0  # bytes of rows above the published end that an IndexJob has read
         self.counters = branches.counters_at_end(txn, state)
         self.unindexed_count: int | None = 0 if self.indexed_seqno >= self.flushed_seqno else None  # None: not counted
         self.manifest_key, self.manifest_keys, self.manifest_depth = manifest_rows
         self.manifest_changes: list[tuple[int, ManifestChange]] = []  # (seqno, change), rising, not yet on the disk
         self.job: index.IndexJob | None = None
         self.dirty = False
-        self.known_empty = bool(state.failover_log)  # matters only while nothing is stored: it was published at 0
+        self.known_empty = bool(state.failover_log)  # published at 0; matters only while no row is stored
 
     @property
     def state(self) -> VbucketState:
-        """Everything accepted so far; published_seqno counts commits only."""
+        """The state with everything accepted so far; published_seqno counts commits only."""
         return self.base._replace(staged_seqno=Seqno(self.staged_seqno), open_snapshot=self.open_snapshot)
 
     def change(self, **fields: Any) -> None:
@@ -99,23 +101,23 @@ class PendingVbucket:
 
     @property
     def commit_worthy(self) -> bool:
-        """False while all that is pending are rows of an open snapshot: they wait in memory for its end."""
+        """False while only rows of an open snapshot are pending: they wait in memory for its end."""
         return self.complete_seqno is not None or not self.rows
 
     @property
     def publishable(self) -> bool:
-        """True if the next commit makes a complete snapshot visible, or begins its key rows."""
+        """True if the next commit publishes a complete snapshot or begins its key rows."""
         return self.complete_seqno is not None and self.job is None
 
     @property
     def indexed_until(self) -> int:
-        """The end of the rows on the disk that must have key rows before the complete end is published."""
+        """The last seqno on disk that must have its key row before the complete end is published."""
         assert self.complete_seqno is not None
         return min(self.complete_seqno, self.flushed_seqno)
 
     @property
     def can_publish(self) -> bool:
-        """True if few enough rows lack key rows that the next commit can write them."""
+        """True if so few rows lack key rows that the next commit can write them."""
         if self.complete_seqno is None or self.job is not None:
             return False
         few = self.unindexed_count is not None and self.unindexed_count <= INLINE_INDEX_ROWS
@@ -125,9 +127,9 @@ class PendingVbucket:
 
     @contained
     def stage(self, rows: list[tuple[bytes, bytes]], byte_count: int, open_snapshot: SnapshotRange) -> None:
-        """Accept rows ((staging branch + seqno, frame) pairs) of the open snapshot, above what is staged.
+        """Accept rows ((staging branch + seqno, frame) pairs) of the open snapshot, above the staged seqno.
 
-        Raises SeqnoOrder, and accepts none of them, unless they strictly rise above staged_seqno.
+        Raises SeqnoOrder, and accepts no row, unless they strictly rise above staged_seqno.
         """
         if not rows:
             return
@@ -150,7 +152,7 @@ class PendingVbucket:
         self.dirty = True
 
     def advance(self, seqno: int, open_snapshot: SnapshotRange | None) -> None:
-        """Move the position without a row. Raises SeqnoOrder when it would fall."""
+        """Move the staged seqno without a row. Raises SeqnoOrder if it would fall."""
         if seqno < self.staged_seqno:
             raise SeqnoOrder(f"advance to {seqno} below {self.staged_seqno}", path=self.owner.path, vbid=self.vbid)
         self.staged_seqno = seqno
@@ -166,11 +168,11 @@ class PendingVbucket:
         open_snapshot: SnapshotRange,
         change: ManifestChange | None = None,
     ) -> None:
-        """Accept a system event: its row, and the manifest that holds from its seqno on.
+        """Accept a system event: its row, and the manifest from its seqno on.
 
         `change` leads from the manifest before to this one; without it the two are compared. A manifest row holds a
-        change, and now and then the whole, so that reading a manifest takes no more rows than it has collections, times
-        a constant.
+        change and, now and then, the whole manifest. So reading a manifest takes no more rows than a constant times its
+        collections.
         """
         self.stage([(keys.ROW.pack(self.base.staging_branch, seqno), row_value)], len(row_value), open_snapshot)
         if change is None:
@@ -184,10 +186,10 @@ class PendingVbucket:
 
     @contained
     def publish(self, boundary_seqno: int, snap_start_seqno: int) -> None:
-        """Take the snapshot that ends at `boundary_seqno` for complete; a coming commit makes it visible.
+        """Mark the snapshot that ends at `boundary_seqno` as complete; a later commit makes it visible.
 
-        `boundary_seqno` is the staged seqno, or above it if the source skipped the end. It is below it if a complete
-        snapshot was held back for a while: then what was staged after it stays staged.
+        `boundary_seqno` is the staged seqno, or above it if the source skipped the end. It is below the staged seqno if
+        a complete snapshot was held back for a while; later rows then stay staged.
         """
         assert boundary_seqno >= self.base.staging_published_seqno, (self.vbid, boundary_seqno)
         self.complete_seqno = boundary_seqno
@@ -202,9 +204,9 @@ class PendingVbucket:
         self.dirty = True
 
     def save(self, **facts: Unpack[SourceFacts]) -> None:
-        """Keep facts of a stream, with the next commit and never later than the stream's first rows.
+        """Store facts of a stream with the next commit, never later than the stream's first rows.
 
-        While nothing of the vbucket is stored, a failover log waits for those rows, or until it is known that there are
+        While no row of the vbucket is stored, a failover log waits for the first rows, or for the news that there are
         none (`publish` at 0).
         """
         self.change(**facts)
@@ -213,9 +215,10 @@ class PendingVbucket:
     # -- key rows of a large snapshot -----------------------------------------------------------------------------
 
     def complete_on_disk(self) -> bool:
-        """True if the last writer ended with a snapshot that lacks nothing but key rows; it is then complete here.
+        """Return True if the last writer left a snapshot that lacks only key rows, and mark that snapshot complete.
 
-        The marker's start is not stored; the boundary gets the one below it, as a stream request would.
+        The marker's start is not stored, so the boundary starts at the published end below it, as a stream request
+        would.
         """
         state = self.base
         if state.open_snapshot is not None or state.staged_seqno <= state.staging_published_seqno:
@@ -232,7 +235,7 @@ class PendingVbucket:
         self._group.jobs.append(self)
 
     def end_job(self) -> None:
-        """Note that the job's key rows are written. Rows that came meanwhile are indexed by a commit or another job."""
+        """Note that the job has written its key rows. A commit or another job indexes rows that came meanwhile."""
         assert self.job is not None
         self.indexed_seqno = self.job.to_seqno
         self.indexed_bytes += self.job.row_bytes
@@ -241,7 +244,7 @@ class PendingVbucket:
         self.dirty = True
 
     def cancel_job(self) -> None:
-        """Give up the job; key rows that it wrote stay, unseen."""
+        """Give up the job. Key rows that it wrote stay; no reader sees them."""
         if self.job is not None:
             self.job.close()
             self.job = None
@@ -267,7 +270,9 @@ class PendingVbucket:
         return (branch, below[-1]) if below else self.manifest_key
 
     def purged(self, floor_seqno: int, local_purge_seqno: int, moved: tuple[int, int, int] | None) -> None:
-        """Note what the purger did. `moved` (branch, parent, seqno): rows of a branch up to there are its parent's."""
+        """Note the purger's changes. `moved` (branch, parent, seqno): rows of the branch up to seqno are now its
+        parent's.
+        """
         self.change(history_floor_seqno=Seqno(floor_seqno), local_purge_seqno=Seqno(local_purge_seqno))
         if moved is not None and self.manifest_key[0] == moved[0] and self.manifest_key[1] <= moved[2]:
             self.manifest_key = (moved[1], self.manifest_key[1])
@@ -328,7 +333,7 @@ class PendingVbucket:
         self.complete_count = 0
 
     def _drop_above(self, seqno: int) -> None:
-        """Continue from `seqno`, after `_drop_rows`: forget the position and manifests above it."""
+        """Continue from `seqno` after `_drop_rows`: forget the staged seqno and manifests above it."""
         self.staged_seqno = seqno
         self.dirty = True
         kept = [(at, change) for at, change in self.manifest_changes if at <= seqno]
@@ -344,7 +349,7 @@ class PendingVbucket:
         self.change(manifest=manifest.changed(*(change for _, change in kept)))
 
     def _reread(self) -> None:
-        """Begin at the last commit, after the rows in memory were dropped."""
+        """Begin at the last commit again, after `_drop_rows`."""
         self._group.byte_count -= sum(change.byte_count for _, change in self.manifest_changes)
         with self.owner.environment.read() as txn:
             self.load(txn)

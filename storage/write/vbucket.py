@@ -1,9 +1,10 @@
-"""The writer of one vbucket: what `pending` accepts, and leaving what was staged or served.
+"""The writer of one vbucket: adds rollback, abandon and resync to the operations of `pending`.
 
-Knows when a branch may be opened and what of memory goes with it; `branches` knows what is written. The group commits
-first, so that what was complete before is not lost. Invariant: a rollback, an abandoned snapshot or a resync is one
-transaction at most, after which memory is read again from disk; where it needs none, nothing of the open snapshot had
-reached the disk.
+Knows when a branch may be opened and which memory goes with it; `branches` writes the records. The group commits first,
+so that complete snapshots are not lost. Invariants:
+- a rollback, an abandoned snapshot or a resync is one transaction at most;
+- after the transaction, memory is read again from disk;
+- without a transaction, no row of the open snapshot had reached the disk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from storage.write.pending import PendingVbucket
 
 @dataclass(frozen=True, slots=True)
 class RollbackResult:
-    """A rollback: the boundary it went to and where it came from. Boundary 0: none qualified, nothing was changed."""
+    """A rollback: its boundary and the position before it. Boundary 0: no boundary qualified, nothing was changed."""
 
     boundary_seqno: Seqno
     from_seqno: Seqno
@@ -30,7 +31,7 @@ class RollbackResult:
 
 
 class VbucketWriter(PendingVbucket):
-    """Stages, publishes and leaves the branches of one vbucket. `GroupWriter` hands it out, for its whole life."""
+    """Stages, publishes and leaves branches of one vbucket. `GroupWriter` hands out the same one for life."""
 
     def __init__(self, *pending: Any, commit: Callable[[], object]) -> None:
         """`pending`: the arguments of PendingVbucket. `commit` commits the whole group."""
@@ -64,14 +65,14 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def rollback(self, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
-        """Go back to the newest kept boundary <= `to_seqno`: one transaction, the same cost at any size.
+        """Go back to the newest kept boundary <= `to_seqno`, in one transaction of the same cost at any size.
 
-        `deferred`: readers stay at what they see until the first publish of the new branch. When no boundary above 0
-        qualifies nothing is changed and the result's boundary is 0: the caller then resyncs.
+        `deferred`: readers keep what they see until the first publish of the new branch. If no boundary above 0
+        qualifies, nothing is changed and the result's boundary is 0; the caller then resyncs.
         """
         self._commit()
         state = self.state
-        if state.rollback_deferred:  # what is served above that is not on the history that is staged
+        if state.rollback_deferred:  # served rows above that boundary are not on the staged history
             to_seqno = min(to_seqno, state.staging_published_seqno)
         boundary = self._boundary_at(state, to_seqno)
         if boundary is None or boundary.seqno < max(1, state.history_floor_seqno):
@@ -87,11 +88,11 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def abandon(self, *, keep_complete: bool = True) -> bool:
-        """Give up the staged rows of the open snapshot: they can never become visible. One transaction at most.
+        """Give up the staged rows of the open snapshot, in one transaction at most. They can never become visible.
 
-        A complete snapshot before them that waits for its key rows stays, and is published like any other, unless
-        `keep_complete` is not set. False: it stays, and rows of the open snapshot lie above it on the disk. No branch
-        can begin at its end before that is published: call again then.
+        With `keep_complete`, a complete snapshot before them that waits for its key rows stays, and is published like
+        any other. Return False if rows of the open snapshot lie above it on the disk. No branch can begin at the end of
+        a snapshot before its publish: call again then.
         """
         self._commit()
         if keep_complete and self.complete_seqno is not None:
@@ -102,7 +103,7 @@ class VbucketWriter(PendingVbucket):
             return self.open_snapshot is None
         self._discard_pending()
         state = self.state
-        if self.flushed_seqno == state.staging_published_seqno:  # nothing of it reached the disk
+        if self.flushed_seqno == state.staging_published_seqno:  # no row of it reached the disk
             self.open_snapshot = None
             self._drop_above(state.staging_published_seqno)
             return True
@@ -115,7 +116,7 @@ class VbucketWriter(PendingVbucket):
     def begin_resync(self) -> None:
         """Start again from 0 on a branch without parent; the served copy stays until the new one is published.
 
-        With `resync_reads = unavailable` readers wait for that.
+        With `resync_reads = unavailable`, readers are refused until then.
         """
         self._commit()
         self._discard_pending()
@@ -130,7 +131,7 @@ class VbucketWriter(PendingVbucket):
         return self.owner.environment.file_bytes() // max(1, len(self.owner.vbids))
 
     def _discard_pending(self) -> None:
-        """Forget rows in memory; what is on disk above the newest complete end stays hidden."""
+        """Forget rows in memory. Rows on disk above the newest published end stay hidden."""
         self.cancel_job()
         self._drop_rows()
         self.complete_seqno = None

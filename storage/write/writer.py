@@ -2,12 +2,14 @@
 
 Knows the parts that do the work and joins them: `owner` (environment, fence, write transactions), `vbucket` (staging,
 rollback, abandon, resync), `commit` (the rows of a transaction) and `background` (key rows, purge, leases). Never
-sockets, time (clocks are given) or what a source is. One process owns a group for life, one thread calls this class.
+sockets, time (clocks are given) or the kind of source. One process owns a group for life, and one thread calls this
+class.
 
-Invariants, of all parts together: `state` is the last commit plus the operations accepted since; a vbucket
-becomes visible at a new published_seqno only in a transaction that also holds its boundary, manifest and state, and
-after which every row up to it has its key row; on any failed commit but a full map everything pending is dropped and
-the states are read again from disk.
+Invariants of all parts together:
+- `state` is the last commit plus the operations accepted since;
+- a vbucket becomes visible at a new published_seqno only in a transaction that also holds its boundary, manifest and
+  state, and after which every row up to it has its key row;
+- after any failed commit, except for a full map, everything pending is dropped and the states are read again from disk.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ __all__ = ["KEEP_ALL", "CommitResult", "GroupWriter", "RollbackResult", "Vbucket
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """(vbid, published_seqno) of each vbucket that a commit made readers see."""
+    """(vbid, published_seqno) of each vbucket that a commit published."""
 
     published: list[tuple[int, Seqno]]
 
@@ -47,7 +49,7 @@ class GroupWriter:
         self.group = options.group
         self.vbids = options.identity.group_vbids(options.group)
         self.vbuckets: dict[int, VbucketWriter] = {}
-        """The writer of each vbucket, the same object for the life of this one."""
+        """The writer of each vbucket, the same object for the life of this GroupWriter."""
         self._pending = GroupPending()
         self.owner = self._new_owner()
         self.background = self._new_background()
@@ -69,7 +71,7 @@ class GroupWriter:
     # -- opening and closing --------------------------------------------------------------------------------------
 
     def _load(self) -> bool:
-        """Read every vbucket's state from the newest commit; return True if readers have seen a newer one."""
+        """Read every vbucket's state from the newest commit; return True if readers have seen a newer state."""
         before = {vbid: vbucket.base for vbid, vbucket in self.vbuckets.items()}
         self._pending.byte_count = 0
         with self.environment.read() as txn:
@@ -89,7 +91,7 @@ class GroupWriter:
         )
 
     def _settle_resync_reads(self, txn: Transaction) -> None:
-        """Apply the setting to resyncs that are under way."""
+        """Apply the setting `resync_reads` to resyncs that are under way."""
         for vbid in self.vbids:
             branches.set_unavailable(txn, vbid, self.options.resync_reads == "unavailable")
 
@@ -99,13 +101,13 @@ class GroupWriter:
 
     @contained
     def reopen(self) -> None:
-        """Open again what a failed commit has closed and could not open."""
+        """Open the environment again if a failed commit closed it and could not open it."""
         self.owner.check_not_closed()
         if self.owner.lost:
             self.owner.reload()
 
     def close(self) -> None:
-        """Commit what is complete, sync, and give the group up. Rows of open snapshots in memory are fetched again."""
+        """Commit complete snapshots, sync, and give the group up. Rows of open snapshots are fetched again later."""
         if self.owner.closed:
             return
         try:
@@ -126,7 +128,7 @@ class GroupWriter:
 
     @property
     def environment(self) -> Environment:
-        """The environment that is open now: a failed commit opens another one."""
+        """The open environment; a failed commit opens another one."""
         return self.owner.environment
 
     @property
@@ -165,10 +167,11 @@ class GroupWriter:
 
     @contained
     def commit(self, *, flush_open: bool = False) -> CommitResult:
-        """Commit everything that is complete in one transaction, with `flush_open` also rows of open snapshots.
+        """Commit all complete snapshots in one transaction, with `flush_open` also rows of open snapshots.
 
-        A full map is grown and the batch replayed. After any other failure everything pending is dropped, the states
-        are read again (so machines and streams must start again) and the error is raised: Full, ReadOnly, ...
+        If the map is full, it is grown and the batch replayed. After any other failure everything pending is dropped,
+        the states are read again (so machines and streams must start again) and the error is raised: Full, ReadOnly,
+        and so on.
         """
         self.owner.check_open()
         touched = [each for each in self.vbuckets.values() if each.dirty and (flush_open or each.commit_worthy)]
