@@ -18,11 +18,11 @@ from typing import Any
 from storage.admin.check import check
 from storage.env import directory
 from storage.errors import StorageError
-from storage.format import records
 from storage.history.purge import Window
-from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
+from storage.model import FailoverLog, Identity
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter, WriterOptions
+from tests.storage.rig import stage
 
 VBUCKETS = 3
 IDENTITY = Identity("cluster", "bucket", "uuid", VBUCKETS, 1)
@@ -99,17 +99,13 @@ class Run:
             self.writer.vbuckets[vbid].save(failover_log=FailoverLog.of([(10, 0)]))
             first = self.tips[vbid] + 1
             state = dict(self.states[vbid][self.tips[vbid]])
-            rows = []
+            items: list[tuple[bytes, bytes | None, int]] = []
             for seqno in range(first, first + self.random.choice((1, 4, 30))):
                 key, value = b"k%d" % self.random.randrange(30), self.random.randbytes(self.random.choice((40, 5000)))
-                rows.append(
-                    (self.writer.vbuckets[vbid].prefix + seqno.to_bytes(8), records.encode_mutation(key, value, seqno))
-                )
+                items.append((key, value, seqno))
                 state[key] = (seqno, value)
-            end = first + len(rows) - 1
-            self.writer.vbuckets[vbid].stage(
-                rows, sum(len(row) for _, row in rows), SnapshotRange(Seqno(first), Seqno(end))
-            )
+            end = first + len(items) - 1
+            stage(self.writer, end, *items, vbid=vbid)
             self.writer.vbuckets[vbid].publish(end, first)
             self.states[vbid] = {at: old for at, old in self.states[vbid].items() if at < first} | {end: state}
             ends.append(end)

@@ -13,6 +13,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.data.item import Item
 from mirror.wire.keys import encode_leb128
 from storage.admin.check import check
+from storage.env import directory
 from storage.model import Document
 from storage.read.view import View, open_view
 from tests.sandbox.past import state_at
@@ -44,6 +45,23 @@ def version_of_document(document: Document) -> Version:
         document.datatype,
         document.value,
     )
+
+
+def published_seqnos(data: Path) -> dict[int, int]:
+    """Return the published seqno of each vbucket; none before the mirror is made."""
+    if not directory.exists(str(data)):
+        return {}
+    with open_view(str(data)) as view:
+        return {int(state.vbid): int(state.published_seqno) for state in view.states()}
+
+
+def high_seqnos(source: SandboxCluster) -> dict[int, int]:
+    return {vbid: vbucket.high_seqno for vbid, vbucket in enumerate(source.vbuckets)}
+
+
+def is_level(source: SandboxCluster, data: Path) -> bool:
+    """Return True if all that the source has is published."""
+    return published_seqnos(data) == high_seqnos(source)
 
 
 def differences(source: SandboxCluster, view: View, vbid: int, seqno: int, *, pinned: bool) -> list[str]:

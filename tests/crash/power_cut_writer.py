@@ -12,11 +12,11 @@ from random import Random
 
 from storage.env import directory
 from storage.errors import StorageError
-from storage.format import records
 from storage.history.purge import Window
-from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
+from storage.model import FailoverLog, Identity
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter, WriterOptions
+from tests.storage.rig import stage
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 4, 1)
 ROUNDS = 60
@@ -80,13 +80,12 @@ def write(path: str, seed: int) -> None:
 def put(writer: GroupWriter, random: Random, vbid: int) -> None:
     writer.vbuckets[vbid].save(failover_log=FailoverLog.of([(10, 0)]))
     first = writer.vbuckets[vbid].state.published_seqno + 1
-    rows = []
+    items: list[tuple[bytes, bytes | None, int]] = []
     for seqno in range(first, first + random.choice((1, 3, 40))):
         value = random.randbytes(random.choice((40, 300, 9000)))
-        frame = records.encode_mutation(b"k%d" % random.randrange(50), value, seqno)
-        rows.append((writer.vbuckets[vbid].prefix + seqno.to_bytes(8, "big"), frame))
-    last = first + len(rows) - 1
-    writer.vbuckets[vbid].stage(rows, sum(len(frame) for _, frame in rows), SnapshotRange(Seqno(first), Seqno(last)))
+        items.append((b"k%d" % random.randrange(50), value, seqno))
+    last = items[-1][2]
+    stage(writer, last, *items, vbid=vbid)
     writer.vbuckets[vbid].publish(last, first)
 
 

@@ -22,14 +22,15 @@ from storage.read.view import open_view
 from tests.crash.judge import judge
 from tests.crash.service import Service, until
 
+pytestmark = pytest.mark.ci
 DOCUMENTS = 60_000
 SMALL_BATCHES = ("--groups", "1", "--workers", "1", "--set", "batch_bytes_max=65536")
 
 
-def fill(cluster: SandboxCluster, documents: int) -> None:
+def fill(cluster: SandboxCluster) -> None:
     """Write many documents into one vbucket, and leave them on the source's disk only."""
     cluster.bucket.load(
-        ((b"order::%06d" % number, b'{"number":%d,"note":"%0200d"}' % (number, number)) for number in range(documents)),
+        ((b"order::%06d" % number, b'{"number":%d,"note":"%0200d"}' % (number, number)) for number in range(DOCUMENTS)),
         vbid=0,
     )
 
@@ -64,15 +65,10 @@ def more_requests(source: SandboxThread, requested: int) -> bool:
 
 
 @pytest.fixture
-def documents() -> int:
-    return DOCUMENTS
-
-
-@pytest.fixture
-def source(documents: int) -> Iterator[SandboxThread]:
+def source() -> Iterator[SandboxThread]:
     with SandboxThread(SandboxCluster(vbuckets=1)) as thread:
-        thread.call(fill, thread.cluster, documents)
-        thread.call(thread.cluster.faults.slow, 100 * documents, future=True)
+        thread.call(fill, thread.cluster)
+        thread.call(thread.cluster.faults.slow, 100 * DOCUMENTS, future=True)
         yield thread
 
 
@@ -92,7 +88,6 @@ def wait_published(service: Service, seqno: int) -> None:
     until(f"seqno {seqno} to be published", lambda: stored(service.data).published_seqno == seqno, poll_s=0.1)
 
 
-@pytest.mark.ci
 def test_staged_rows_are_gone_on_with_after_each_of_several_kills(
     source: SandboxThread, service: Service, seed: int
 ) -> None:
@@ -129,19 +124,18 @@ def test_staged_rows_are_gone_on_with_after_each_of_several_kills(
     assert service.terminate() == 0
 
 
-@pytest.mark.parametrize("documents", [12_000, pytest.param(DOCUMENTS, marks=pytest.mark.ci)])
 def test_staged_rows_of_a_history_that_the_source_gave_up_never_come_out(
-    source: SandboxThread, service: Service, documents: int
+    source: SandboxThread, service: Service
 ) -> None:
     """The source loses changes and fails over while the mirror is dead: what was staged of them would be phantoms."""
-    until("rows to be staged", lambda: half_staged(service, documents // 4))
+    until("rows to be staged", lambda: half_staged(service, DOCUMENTS // 4))
     service.kill_supervisor()
     staged = stored(service.data).staged_seqno
     cluster = source.cluster
     high_seqno = staged + 5_000
 
     def fail_over() -> None:
-        assert cluster.vbucket(0).failover(lose=documents - 2_000) == 2_000
+        assert cluster.vbucket(0).failover(lose=DOCUMENTS - 2_000) == 2_000
         for number in range(2_000, high_seqno):  # the new history passes the point where the mirror stood
             cluster.set(b"other::%06d" % number, b"{}", vbid=0)
         cluster.bucket.to_disk()

@@ -28,8 +28,8 @@ def run(tmp_path: Path, shim: Path, sync: str, name: str, count: int, places: in
 @pytest.mark.parametrize(
     ("sync", "name", "count", "places"),
     [
-        ("safe", "EIO", 1, 12),
-        ("full", "ENOSPC", 3, 12),
+        ("safe", "EIO", 1, 6),
+        ("full", "ENOSPC", 3, 6),
         *(
             pytest.param(sync, name, count, 40, marks=pytest.mark.ci)
             for sync, name, count in (("safe", "EIO", 3), ("safe", "ENOSPC", 1), ("full", "EIO", 1))

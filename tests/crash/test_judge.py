@@ -12,6 +12,7 @@ from tests.cli.conftest import call
 from tests.crash.judge import judge
 from tests.crash.load import Load
 
+pytestmark = pytest.mark.xdist_group("judge")  # which share a mirror
 VBUCKETS = 4
 
 

@@ -45,6 +45,7 @@ def versions(view: View, as_of: dict[int, tuple[int, int]]) -> list[bytes]:
     return [document.value for vbid, (_, seqno) in as_of.items() for document in view.scan(vbid, as_of=seqno)]
 
 
+@pytest.mark.ci
 def test_history_stays_for_its_holder_through_kills_and_goes_after_release(
     source: SandboxThread, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def leases(service: Service) -> list[object]:
     return list(status["leases"]) if status else []
 
 
+@pytest.mark.ci
 def test_a_holder_that_died_holds_history_for_its_time_alone(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with Service(source.connection_string, data, "--set", "history_boundaries=1", "--workers", "1") as service:

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from storage.read.view import open_view
-from tests.crash.judge import judge
+from tests.crash.judge import is_level, judge, published_seqnos
 from tests.crash.load import Load
 from tests.crash.service import Service, gone, until
 
+pytestmark = pytest.mark.ci
 VBUCKETS = 8
 FLAGS = ("--groups", "2", "--workers", "2")
 
@@ -38,20 +38,17 @@ def source(seed: int) -> Iterator[SandboxThread]:
         thread.call(writing.cancel)
 
 
-def published(data: Path) -> list[int]:
-    if not (data / "mirror.json").exists():
-        return [0] * VBUCKETS
-    with open_view(str(data)) as view:
-        return [int(state.published_seqno) for state in view.states()]
-
-
 def wait_progress(what: str, data: Path) -> None:
     """Return when every vbucket has published more than it has now."""
-    before = published(data)
-    until(what, lambda: all(now > then for now, then in zip(published(data), before, strict=True)), poll_s=0.1)
+    before = published_seqnos(data)
+
+    def is_further() -> bool:
+        now = published_seqnos(data)
+        return len(now) == VBUCKETS and all(now[vbid] > before.get(vbid, 0) for vbid in now)
+
+    until(what, is_further, poll_s=0.1)
 
 
-@pytest.mark.ci
 def test_a_worker_that_stands_still_is_replaced_and_never_wakes(source: SandboxThread, tmp_path: Path) -> None:
     patience = ("--set", "worker_heartbeat_timeout_s=2")
     with Service(source.connection_string, tmp_path / "data", *FLAGS, *patience) as service:
@@ -69,7 +66,6 @@ def test_a_worker_that_stands_still_is_replaced_and_never_wakes(source: SandboxT
     judge(source.cluster, service.data, live=False)
 
 
-@pytest.mark.ci
 def test_a_stopped_worker_dies_with_its_supervisor(source: SandboxThread, tmp_path: Path) -> None:
     with Service(source.connection_string, tmp_path / "data", *FLAGS) as service:
         service.start()
@@ -97,11 +93,7 @@ def test_a_worker_that_was_overtaken_wakes_up_late_and_writes_nothing(source: Sa
         pids = [row["pid"] for row in sleeper.wait_workers(2).values()]
         wait_progress("the mirror to follow", data)
         source.call(setattr, load, "rate", 0)  # so that nobody is stopped inside of LMDB's own lock
-
-        def level() -> bool:
-            return published(data) == [source.cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)]
-
-        until("everything to be published", level, poll_s=0.1)
+        until("everything to be published", lambda: is_level(source.cluster, data), poll_s=0.1)
         until("the store to be synced", lambda: sleeper.status(), poll_s=0.1)
         for pid in (sleeper.pid, *pids):
             os.kill(pid, signal.SIGSTOP)
