@@ -22,8 +22,8 @@ from storage.errors import CorruptedError, FormatTooNew, NoSuchBoundary, Storage
 from storage.format import keys
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import IDENTITY, keys_of, log, row, span
-from tests.storage.rig import Clock, open_writer
+from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.rig import Clock, open_writer, snapshots
 
 KEYS = keys_of(0, 8)
 
@@ -47,13 +47,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def publish(writer: GroupWriter, first_seqno: int, values: dict[bytes, bytes | None]) -> None:
-    """A snapshot of vbucket 0."""
-    last = first_seqno + len(values) - 1
-    prefix = writer.vbuckets[0].prefix
-    rows = [row(prefix, key, value, first_seqno + at) for at, (key, value) in enumerate(values.items())]
-    writer.vbuckets[0].stage(rows, sum(len(frame) for _, frame in rows), span(first_seqno, last))
-    writer.vbuckets[0].publish(last, first_seqno)
-    writer.commit()
+    snapshots(writer, [(key, value, first_seqno + at) for at, (key, value) in enumerate(values.items())])
 
 
 def contents(view: View) -> dict[bytes, bytes]:

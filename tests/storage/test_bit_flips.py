@@ -258,8 +258,12 @@ SINGLE = ("get", "find", "get as of")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("seeds", "count"),
-    [(range(1, 2), 200), pytest.param(range(2, 12), 1_000, marks=pytest.mark.long)],
-    ids=["", "long"],
+    [
+        (range(1, 2), 60),
+        pytest.param(range(1, 2), 200, marks=pytest.mark.ci),
+        pytest.param(range(2, 12), 1_000, marks=pytest.mark.long),
+    ],
+    ids=["", "ci", "long"],
 )
 def test_a_flipped_bit_gives_no_wrong_document(seeds: range, count: int, tmp_path: Path) -> None:
     total: Counter[str] = Counter()
@@ -275,4 +279,4 @@ def test_a_flipped_bit_gives_no_wrong_document(seeds: range, count: int, tmp_pat
     single = [each for each in silent if any(f"'{kind}'" in each for kind in SINGLE)]
     assert len(single) <= count * len(seeds) // 2_500, single
     assert total["noticed"] > 0.4 * count * len(seeds)
-    assert total["ended by a signal"] + len(silent) <= 0.02 * count * len(seeds)
+    assert total["ended by a signal"] + len(silent) <= 1 + 0.02 * count * len(seeds)

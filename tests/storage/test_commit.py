@@ -13,8 +13,7 @@ from storage.model import Collection, Seqno
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import DEFAULT, SCOPES, keys_of, log, manifest_at, row, span
-from tests.storage.rig import crash, open_writer, publish, stage, system_event
-from tests.storage.test_writer import KEYS
+from tests.storage.rig import crash, open_writer, publish, settle, stage, staged, system_event
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 
@@ -122,9 +121,6 @@ def test_the_collections_of_an_open_snapshot_are_written_with_its_rows_and_not_b
 # --- what is accepted and not yet committed
 
 
-pytestmark = pytest.mark.usefixtures("small_limits")
-
-
 @pytest.mark.parametrize("seqnos", [[3, 2], [2, 2], [1, 5, 4, 6], [0]])
 def test_rows_that_do_not_rise_are_refused_and_harm_nobody(path: str, writer: GroupWriter, seqnos: list[int]) -> None:
     key = keys_of(0, 1)[0]
@@ -140,7 +136,7 @@ def test_rows_that_do_not_rise_are_refused_and_harm_nobody(path: str, writer: Gr
 
 
 def test_bytes_wait_until_they_are_committed_or_dropped(writer: GroupWriter) -> None:
-    one, two = KEYS[0][:2]
+    one, two = keys_of(0, 2)
     first, second = (row(writer.vbuckets[0].prefix, key, b"v", seqno) for seqno, key in enumerate((one, two), 1))
     writer.vbuckets[0].stage([first], len(first[1]), span(1, 1))
     writer.vbuckets[0].publish(1, 1)
@@ -155,12 +151,12 @@ def test_bytes_wait_until_they_are_committed_or_dropped(writer: GroupWriter) -> 
 def test_rows_of_another_branch_are_refused_and_change_nothing(writer: GroupWriter) -> None:
     before = writer.vbuckets[0].state
     with pytest.raises(SeqnoOrder, match="made for another branch"):
-        writer.vbuckets[0].stage([row(b"\0\0\0\7", KEYS[0][0], b"v", 1)], 1, span(1, 1))
+        writer.vbuckets[0].stage([row(b"\0\0\0\7", keys_of(0, 1)[0], b"v", 1)], 1, span(1, 1))
     assert (writer.vbuckets[0].state, writer.pending_bytes) == (before, 0)
 
 
 def test_a_position_does_not_fall(writer: GroupWriter) -> None:
-    publish(writer, 0, [(KEYS[0][0], b"v", 5)])
+    publish(writer, 0, [(keys_of(0, 1)[0], b"v", 5)])
     with pytest.raises(SeqnoOrder, match="advance to 4 below 5"):
         writer.vbuckets[0].advance(4, None)
     assert writer.vbuckets[0].state.staged_seqno == 5
@@ -186,8 +182,8 @@ def test_any_complete_end_may_be_published_later(
             end = start + rng.randrange(4)
             batch = [(seqno, rng.choice(names)) for seqno in range(start, end + 1)]
             events += batch
-            staged = [row(writer.vbuckets[0].prefix, key, b"%d" % seqno, seqno) for seqno, key in batch]
-            writer.vbuckets[0].stage(staged, 9 * len(staged), span(start, end))
+            rows = [row(writer.vbuckets[0].prefix, key, b"%d" % seqno, seqno) for seqno, key in batch]
+            writer.vbuckets[0].stage(rows, 9 * len(rows), span(start, end))
             ends.append(end)
             if rng.random() < 0.3:
                 writer.commit(flush_open=rng.random() < 0.7)
@@ -220,3 +216,61 @@ def test_any_complete_end_may_be_published_later(
     assert check(path).problems == []
     with open_view(path) as view:
         assert {document.key: int(document.seqno) for document in view.scan(0)} == {key: at for at, key in events}
+
+
+# --- key rows of large snapshots, made between commits
+
+
+def test_the_map_grows_while_key_rows_are_made_and_none_is_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 100)
+    writer = open_writer(path, map_size=1 << 20)
+    count = 2_500
+    stage(writer, count, *((b"%0240d" % seqno, b"v", seqno) for seqno in range(1, count + 1)), flush=True)
+    writer.vbuckets[0].publish(count, 1)
+    writer.commit()
+    before = writer.figures()["map_bytes"]
+    while writer.vbuckets[0].complete_seqno is not None:
+        writer.step()
+        writer.commit()
+    assert writer.figures()["map_bytes"] > before, "it became full while key rows were written"
+    writer.close()
+    assert check(path).problems == []
+    with open_view(path) as view:
+        assert len(list(view.scan(0))) == count
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_rows_of_the_next_snapshot_on_disk_while_key_rows_of_the_last_are_made_get_theirs(
+    path: str, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """A snapshot is complete and waits for its key rows; memory pressure writes down rows of the next one; a commit
+    without anything to write counted those as not on disk. They were published without key rows: documents that no read
+    could find. After a crash they lay above what the state said was staged, and could not be appended again.
+    """
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 2)
+    writer = open_writer(path)
+    staged(writer, 0, 1, 9, 10)
+    writer.commit(flush_open=True)
+    staged(writer, 0, 10, 10, 10)
+    writer.vbuckets[0].publish(10, 0)
+    staged(writer, 0, 11, 12, 18)
+    writer.commit(flush_open=True)
+    staged(writer, 0, 13, 14, 18)
+    writer.vbuckets[0].save(failover_log=log())
+    writer.commit()
+    if dies:
+        crash(writer)
+        writer = open_writer(path)
+        assert writer.vbuckets[0].state.staged_seqno == 12
+        staged(writer, 0, 13, 14, 18)
+    else:
+        settle(writer)
+        assert writer.vbuckets[0].state.published_seqno == 10
+    staged(writer, 0, 15, 18, 18)
+    writer.vbuckets[0].publish(18, 10)
+    settle(writer)
+    with open_view(path) as view:
+        assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(1, 19))
+    assert check(path).problems == []
+    writer.close()

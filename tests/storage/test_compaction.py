@@ -132,7 +132,7 @@ def test_a_flipped_bit_ends_a_copy_with_an_error_or_is_in_the_data_that_is_copie
     rng = random.Random(5)
     errors = 0
     with file.open("r+b", buffering=0) as data:
-        for _ in range(600):
+        for _ in range(200):
             at = rng.choice(live) * 4096 + rng.randrange(64)  # headers, and where nodes are
             os.pwrite(data.fileno(), bytes([good[at] ^ 1 << rng.randrange(8)]), at)
             try:
@@ -141,7 +141,7 @@ def test_a_flipped_bit_ends_a_copy_with_an_error_or_is_in_the_data_that_is_copie
             except CorruptedError as error:
                 errors += "page" in str(error)
             os.pwrite(data.fileno(), good[at : at + 1], at)
-    assert errors > 100
+    assert errors > 33
 
 
 class _Closed:

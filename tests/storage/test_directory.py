@@ -81,13 +81,6 @@ def test_what_was_selected_is_part_of_the_identity(tmp_path: Path) -> None:
     assert len(msgpack.unpackb(whole)) == 7, "a mirror of the whole bucket is as it always was"
 
 
-def test_every_vbucket_is_in_one_group() -> None:
-    identity = Identity("", "b", "u", 10, 4)
-    vbids = [vbid for group in range(4) for vbid in identity.group_vbids(group)]
-    assert sorted(vbids) == list(range(10))
-    assert list(identity.group_vbids(3)) == [3, 7]
-
-
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
@@ -195,12 +188,8 @@ def test_a_record_is_what_was_saved_last(tmp_path: Path) -> None:
     assert found == RECORD
     assert found is not None
     assert found.revision == (2, 2**40)
+    assert directory.load_map(str(tmp_path), "another bucket") is None
     assert os.listdir(tmp_path) == ["map.json"]
-
-
-def test_a_record_of_another_bucket_is_none(tmp_path: Path) -> None:
-    directory.save_map(str(tmp_path), RECORD)
-    assert directory.load_map(str(tmp_path), "b2") is None
 
 
 def test_the_record_is_on_the_disk_under_its_name_only_once_it_is_whole(

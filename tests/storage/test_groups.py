@@ -11,37 +11,12 @@ from dataclasses import replace
 import pytest
 
 from storage.env import directory
-from storage.env.environment import MAP_SIZE, SHARED
-from storage.errors import Closed, CorruptedError, StorageError, ViewInvalidated
+from storage.errors import Closed, CorruptedError, ViewInvalidated
 from storage.model import Seqno
 from storage.read import changes, validity
-from storage.read.groups import Groups
 from storage.read.view import open_view
 from tests.storage.model import IDENTITY, keys_of
 from tests.storage.rig import open_writer, publish
-
-
-def open_groups(path: str) -> Groups:
-    return Groups(path, map_size=MAP_SIZE, stale_reads=False, verify_reads=True)
-
-
-def test_a_group_is_opened_once_and_closed_with_its_reader(path: str) -> None:
-    groups = open_groups(path)
-    assert groups.reader(0) is groups.reader(0)
-    environment = groups.reader(0).environment
-    assert groups.reader(2).environment is environment
-    assert groups.reader(1).environment is not environment
-    groups.close()
-    assert environment.path not in SHARED.open
-    with pytest.raises(Closed, match="the view is closed"):
-        groups.reader(0)
-
-
-def test_a_vbucket_that_the_bucket_does_not_have_is_named(path: str) -> None:
-    groups = open_groups(path)
-    with pytest.raises(StorageError, match="there is no vbucket 4; this bucket has 4"):
-        groups.reader(4)
-    groups.close()
 
 
 def test_a_file_that_another_view_has_found_replaced_is_not_read_until_the_next_look(path: str) -> None:

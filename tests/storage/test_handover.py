@@ -43,6 +43,9 @@ def test_groups_made_apart_are_a_mirror_together(tmp_path: Path) -> None:
     with open_view(str(target)) as view:
         assert len(list(view.scan())) == 2 * IDENTITY.vbucket_count
         assert view.identity == IDENTITY
+        state = view.state(0)
+        assert (state.published_seqno, state.failover_log) == (2, tuple(log()))
+        assert [document.value for document in view.scan(0)] == [b"value"] * 2
     assert [os.path.getsize(target / f"group-000{group}" / "data.mdb") for group in range(2)] == sizes
     assert sorted(path.name for path in target.iterdir()) == ["group-0000", "group-0001", "mirror.json"]
 
@@ -69,15 +72,3 @@ def test_a_second_attempt_at_a_group_leaves_the_first(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nowhere"):
         packed(tmp_path / "scratch", tmp_path / "nowhere", 0)
-
-
-def test_nothing_of_the_copy_is_lost_to_compaction(tmp_path: Path) -> None:
-    target = tmp_path / "mirror"
-    target.mkdir()
-    packed(tmp_path / "scratch", target, 0)
-    packed(tmp_path / "scratch1", target, 1)
-    handover.describe(str(target), IDENTITY)
-    with open_view(str(target)) as view:
-        state = view.state(0)
-        assert (state.published_seqno, state.failover_log) == (2, tuple(log()))
-        assert [document.value for document in view.scan(0)] == [b"value"] * 2

@@ -67,14 +67,6 @@ def test_a_job_makes_every_key_row_once(
     assert stored(environment) == sorted(records.key_rows(rows))
 
 
-def test_a_job_that_is_done_again_changes_nothing(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 5)
-    rows = fill(environment, 23)
-    run(environment, 0, 11)  # as far as a crash let it come
-    run(environment, 0, 23)
-    assert stored(environment) == sorted(records.key_rows(rows))
-
-
 @pytest.mark.parametrize(
     ("after", "to", "limit"), [(0, 20, 100), (3, 9, 100), (3, 9, 2), (9, 9, 5), (20, 50, 5), (0, 0, 5)]
 )

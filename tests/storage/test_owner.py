@@ -8,7 +8,6 @@ import lmdb
 import pytest
 
 from storage.admin.check import check
-from storage.env import directory
 from storage.env.environment import Environment
 from storage.errors import Locked, StorageError
 from storage.read.view import open_view
@@ -17,11 +16,6 @@ from tests.storage.model import keys_of, log
 from tests.storage.rig import crash, open_writer, publish, staged
 
 pytestmark = pytest.mark.usefixtures("small_limits")
-
-
-def test_a_second_writer_of_the_same_group_is_refused(path: str, writer: GroupWriter) -> None:
-    with pytest.raises(Locked, match="another process"):
-        directory.GroupLock(writer.path)
 
 
 def test_a_writer_that_was_overtaken_cannot_write(path: str) -> None:

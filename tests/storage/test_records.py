@@ -155,11 +155,6 @@ def test_records_that_cannot_be_read_are_named(data: bytes | None) -> None:
         records.decode_branch(data)
 
 
-@given(U32, st.binary(max_size=246))
-def test_a_prefixed_key_comes_apart_again(collection_id: int, key: bytes) -> None:
-    assert keys.split_key(keys.encode_collection_id(collection_id) + key) == (collection_id, key)
-
-
 @pytest.mark.parametrize(("collection_id", "encoded"), [(0, "00"), (8, "08"), (0x7F, "7f"), (0x1234, "b424")])
 def test_the_prefix_is_leb128(collection_id: int, encoded: str) -> None:
     assert keys.encode_collection_id(collection_id).hex() == encoded

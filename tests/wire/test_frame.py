@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 
 import pytest
@@ -167,7 +166,3 @@ def test_an_answer_has_the_opcode_and_opaque_of_its_question() -> None:
     assert response(sent).is_response
     with pytest.raises(LocalProtocolError):
         response(response(sent))
-
-
-def test_the_header_is_as_long_as_its_name_says() -> None:
-    assert HEADER.size == HEADER_SIZE == struct.calcsize(">BBHBBHIIQ")

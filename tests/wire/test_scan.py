@@ -28,14 +28,6 @@ documents = st.one_of(
 messages = st.lists(documents | documents | shapes.requests | shapes.plain_responses, max_size=12)
 
 
-@given(messages, st.binary(max_size=7).map(lambda b: b"\x80" * len(b)))
-def test_scan_says_what_the_codec_says(said: list[ev.Event], rest: bytes) -> None:
-    data = b"".join(map(codec_dcp.encode, said))
-    items, pos = scan(rest + data + rest, len(rest), PREFIXES, MAX)
-    assert pos == len(rest) + len(data)
-    assert shapes.in_order(flat(items)) == shapes.in_order(by_codec(data, PREFIXES))
-
-
 @pytest.mark.parametrize(
     ("key", "problem"),
     [
