@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -111,16 +110,6 @@ def test_positions_of_a_group_that_was_set_aside_are_not_those_of_the_new_one(pa
                 read(pin)
 
 
-def test_positions_of_a_mirror_are_not_those_of_another_one_at_the_same_path(path: str) -> None:
-    fill(path, range(1, 3))
-    with open_view(path) as view:
-        token = view.token(0)
-    shutil.rmtree(path)
-    directory.create(path, IDENTITY)
-    fill(path, range(1, 3))
-    assert refused(path, token) == [True]
-
-
 def test_a_rollback_that_a_power_cut_undid_leaves_no_position_behind(path: str) -> None:
     """The branch number of the rollback is taken again, by another rollback."""
     fill(path, range(1, 4))
@@ -208,17 +197,3 @@ def test_restarts_without_number_keep_a_branch_small(path: str, monkeypatch: pyt
         assert len(states.history_ids(view.reader(0), 1)) == branches.HISTORY_IDS_MAX
         newest = view.token(0)
     assert refused(path, newest) == [False]
-
-
-def test_a_resync_that_a_power_cut_undid_leaves_no_position_behind(path: str) -> None:
-    fill(path, range(1, 3))
-    writer = open_writer(path)
-    writer.vbuckets[0].begin_resync()
-    writer.close()
-    before = data_of(path).read_bytes()
-    fill(path, range(1, 6))
-    with open_view(path) as view:
-        seen = view.token(0, 2, 5)
-    data_of(path).write_bytes(before)
-    fill(path, range(1, 6))
-    assert refused(path, seen) == [True]

@@ -1,4 +1,4 @@
-"""Chains, cuts and boundaries: what a view of a branch sees, against a plain list of rows."""
+"""What a view of a branch sees, against a plain list of rows, and the boundaries behind long snapshots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from storage.env import directory
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError
 from storage.format import keys, records
 from storage.history import chain
 from tests.storage.model import IDENTITY
@@ -32,15 +31,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environmen
             txn.put(keys.BRANCH_KEY.pack(0, branch), row, db=environment.db(keys.DB_BRANCH))
     yield environment
     environment.close()
-
-
-def test_cuts_never_rise_towards_the_root(environment: Environment) -> None:
-    with environment.read() as txn:
-        assert [(link.branch, link.cut) for link in chain.load(txn, 0, 4, 99)] == [(4, 99), (3, 15), (1, 10)]
-        assert [(link.branch, link.cut) for link in chain.load(txn, 0, 4, 12)] == [(4, 12), (3, 12), (1, 10)]
-        assert [(link.branch, link.cut) for link in chain.load(txn, 0, 5, 7)] == [(5, 7)]
-        with pytest.raises(CorruptedError, match="branch 9"):
-            chain.load(txn, 0, 9, 1)
 
 
 ROWS = st.sets(st.tuples(st.integers(1, 5), st.integers(1, 20), st.sampled_from([0x57, 0x58])), max_size=25)
@@ -65,37 +55,6 @@ def test_the_newest_version_is_the_greatest_visible_one(
     finally:
         txn.abort()
     assert found == (max(visible) if visible else None)
-
-
-BOUNDARIES = st.sets(st.tuples(st.integers(1, 5), st.integers(1, 20)), max_size=20)
-
-
-@settings(max_examples=3 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
-@given(BOUNDARIES, st.integers(1, 5), st.integers(0, 22), st.integers(0, 22))
-def test_boundaries_of_a_chain_come_newest_first_and_once(
-    environment: Environment, stored: set[tuple[int, int]], branch: int, cut: int, to_seqno: int
-) -> None:
-    with environment.read() as txn:
-        links = chain.load(txn, 0, branch, cut)
-    cuts = {link.branch: link.cut for link in links}
-    visible = sorted({seqno for at, seqno in stored if seqno <= cuts.get(at, -1)}, reverse=True)
-    if any(seqno <= TREE[at][1] for at, seqno in stored):
-        stored = {(at, seqno) for at, seqno in stored if seqno >= TREE[at][1]}  # as the writer would have it
-        visible = sorted({seqno for at, seqno in stored if seqno <= cuts.get(at, -1)}, reverse=True)
-    txn = environment.begin(write=True)
-    try:
-        for at, seqno in stored:
-            tree = environment.db(keys.rows_db(0))
-            txn.put(keys.ROW.pack(at, seqno), b"row", db=tree)
-            txn.put(
-                keys.ROW.pack(at, seqno) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 7, seqno, seqno, 0, 0), db=tree
-            )
-        found = [b.seqno for b in chain.boundaries(Transaction(environment, txn), 0, links)]
-        newest = chain.newest_boundary(Transaction(environment, txn), 0, links, to_seqno)
-    finally:
-        txn.abort()
-    assert found == visible
-    assert (newest.seqno if newest else None) == max((s for s in visible if s <= to_seqno), default=None)
 
 
 @settings(max_examples=3 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,4 +1,4 @@
-"""Building key rows late: sorted runs, spilling, repeating, and what each read of rows leaves out."""
+"""Building key rows late: what each read of rows leaves out, and the pages that key rows fill."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import random
 
 import pytest
 
-import storage.format.runs
-import storage.history.index
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.format import keys, records
@@ -28,43 +26,6 @@ def fill(environment: Environment, count: int, seed: int = 1) -> list[tuple[byte
         txn.put(keys.ROW.pack(1, count) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 0, 0, 0, 0, 0), db=tree)
         txn.put(keys.ROW.pack(2, 1), rows[0][1], db=tree)  # of another branch
     return rows
-
-
-def run(environment: Environment, from_seqno: int, to_seqno: int) -> int:
-    """Do a job to its end; returns how many write transactions it took."""
-    job = index.IndexJob(environment, 0, PREFIX, from_seqno, to_seqno)
-    while job.read_slice():
-        pass
-    slices = 0
-    more = True
-    while more:
-        job.next_slice()
-        full = environment.begin(write=True)
-        more = job.write_slice(Transaction(environment, full))
-        full.abort()  # as on a full map
-        with environment.begin(write=True) as txn:
-            assert job.write_slice(Transaction(environment, txn)) == more
-        slices += 1
-    job.close()
-    return slices
-
-
-def stored(environment: Environment) -> list[tuple[bytes, bytes]]:
-    with environment.read() as txn:
-        return list(txn.cursor(keys.keys_db(0)).iternext())
-
-
-@pytest.mark.parametrize("run_rows", [3, 10, 1000])
-@pytest.mark.parametrize("count", [1, 6, 47])
-def test_a_job_makes_every_key_row_once(
-    environment: Environment, monkeypatch: pytest.MonkeyPatch, run_rows: int, count: int
-) -> None:
-    monkeypatch.setattr(storage.history.index, "RUN_ROWS", run_rows)
-    monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 4)
-    monkeypatch.setattr(storage.format.runs, "_CHUNK_ROWS", 2)
-    rows = fill(environment, count)
-    assert run(environment, 0, count) == count // 4 + 1
-    assert stored(environment) == sorted(records.key_rows(rows))
 
 
 @pytest.mark.parametrize(

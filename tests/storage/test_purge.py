@@ -5,8 +5,10 @@ That views and as-of reads stay right through any mix of purging, rollbacks and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
+from random import Random
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,6 +20,7 @@ from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.format import keys
 from storage.history import branches, chain
 from storage.history.purge import Purger, Step, Window, dead_ranges
+from storage.history.removal import deal, marks_of
 from storage.model import Branch, Collection, Seqno
 from storage.read import stream
 from storage.read.view import View
@@ -357,3 +360,17 @@ def test_a_resynced_copy_begins_a_purge_record_of_its_own(writer: GroupWriter, v
     purge(writer, Window(boundaries=1))
     assert seqnos(view) == [3, 5]
     assert view.state(0).local_purge_seqno == 4
+
+
+def test_batches_of_a_removal_do_not_overlap_and_none_is_much_larger_than_requested() -> None:
+    rng = Random(3)
+    slices = [sorted(b"%06d" % rng.randrange(10**6) for _ in range(1000)) for _ in range(20)]
+    marks = marks_of(slices, 500)
+    batches: list[list[list[bytes]]] = [[] for _ in range(len(marks) + 1)]
+    for each in slices:
+        deal(each, marks, batches)
+    joined = itertools.chain.from_iterable
+    flat = [sorted(joined(batch)) for batch in batches]
+    assert list(joined(flat)) == sorted(joined(slices))
+    assert max(map(len, flat)) <= 1500
+    assert marks_of([[], []], 5) == []
