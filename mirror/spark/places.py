@@ -34,7 +34,7 @@ AWS_SOURCES = {
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 }
 METADATA_TIMEOUT_S = 1.0
-"""An instance's own service answers in milliseconds; elsewhere it may not answer at all."""
+"""Timeout of the cloud's metadata service: it answers in milliseconds, and elsewhere perhaps not at all."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
@@ -148,7 +148,7 @@ class ObjectFolder(Folder):
         return ObjectFolder(f"{self.url}/{name}")
 
     def check_access(self) -> None:
-        """Look for AWS credentials before delta-rs does, which asks for ten seconds and ends with a page of text."""
+        """Look for AWS credentials first: delta-rs would ask for ten seconds and end with a page of text."""
         if self.url.startswith("s3://") and not _has_aws_credentials():
             raise ConfigError(
                 f"{self.url}: no AWS credentials were found",

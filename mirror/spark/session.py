@@ -94,7 +94,7 @@ def register(spark: SparkSession, path: str) -> list[str]:
 
 @contextmanager
 def lasting(name: str, master: str | None = None) -> Iterator[SparkSession]:
-    """Yield a session for a while; one that existed before stays. Raises ConfigError if there is no Java."""
+    """Yield a session, and stop it afterwards unless it existed before. Raises ConfigError if there is no Java."""
     found = SparkSession.getActiveSession()
     used = found or session(name, master)
     try:

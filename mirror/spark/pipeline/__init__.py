@@ -1,1 +1,1 @@
-"""The pipelines `sync`, `export`, `backfill` and `compare`, and how their tasks run."""
+"""The pipelines `sync`, `export`, `backfill` and `compare`, and the runners of their tasks."""

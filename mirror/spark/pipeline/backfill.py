@@ -38,7 +38,7 @@ from storage.write.writer import GroupWriter, WriterOptions
 IDENTITY_FILE = "backfill.json"
 POLL_S = 0.05
 SILENCE_S = 120.0
-"""A task gives up if it is behind and the source sends no data for so long."""
+"""A task gives up if it is behind and the source sends no data for this long."""
 
 
 class BackfillTask(NamedTuple):

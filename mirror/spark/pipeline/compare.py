@@ -1,8 +1,8 @@
 """`compare`: compare the mirror with its source, by tasks that each compare some vbuckets.
 
-Knows how vbuckets are dealt to tasks, and how their results are combined. Each task runs `inspection.verify`, which
-says why its answer is exact although both sides change. A task reads the source through its own connections, and the
-mirror where it runs; only results travel. Invariants: a vbucket has one result; neither side is changed.
+Deals the vbuckets to tasks, and combines their results. Each task runs `inspection.verify`, which explains why its
+answer is exact although both sides change. A task reads the source through its own connections, and the mirror on its
+own machine; only results travel. Invariants: a vbucket has one result; neither side is changed.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Listener(StreamingQueryListener):
         )
 
     def onQueryTerminated(self, event: Any) -> None:
-        """Whoever waits for the query learns of it."""
+        """Do nothing: the caller that waits for the query learns of its end."""
 
 
 def lag_of(sources: Any) -> int | None:

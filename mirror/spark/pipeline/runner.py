@@ -1,9 +1,9 @@
 """Run tasks on this machine's cores or on a Spark cluster: a function, a list of arguments, results.
 
-Knows processes and Spark's job API; must never know the work of a task. A task gets its input as an argument, opens
-its own files and connections, and returns little. Invariants: each task's result counts once, even if
-Spark ran it again after losing an executor; results come in the order of the tasks; the first failure that no retry
-fixes ends the run, as the task's own error without a trace of the machinery between.
+Knows processes and Spark's job API; must never know the work of a task. A task gets its input as an argument, opens its
+own files and connections, and returns little. Invariants: each task's result counts once, even if Spark ran it again
+after losing an executor; results come in the order of the tasks; the first failure that no retry fixes ends the run; it
+is raised as the task's own error, without Spark's traceback.
 """
 
 from __future__ import annotations

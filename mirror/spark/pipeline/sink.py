@@ -2,7 +2,7 @@
 
 Knows Spark's interface for writers in Python; never the use of the parts. Executors write them. Spark hands the
 messages of the successful tasks to `commit`, in a Python process of the driver's machine, which leaves them in a file
-for the driver. `write_parts` does all of that in one call. Invariant: parts of failed or doubled attempts are not
+for the driver. `write_parts` does all of this in one call. Invariant: parts of failed or duplicate attempts are not
 reported.
 """
 

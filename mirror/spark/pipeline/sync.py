@@ -75,7 +75,7 @@ class Synced:
 
 def checkpoint_for(folder: Folder, how: How) -> Path:
     """Return the folder of Spark's checkpoint. Raises ConfigError for tables in an object store without a checkpoint,
-    or with files kept so shortly that a clean-up could remove those of a batch in progress.
+    or if the time for keeping files is so short that a clean-up could remove those of a batch in progress.
 
     A checkpoint is a lock as well: one process uses it, and the tables take batches of no other (lake.py).
     """
@@ -199,8 +199,8 @@ def sync(
     on_warning: Callable[[str], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Synced:
-    """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set, or with `available_now` until
-    they are.
+    """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set; with `available_now`, until
+    they are current once.
 
     `source` are options of the data source. `on_warning` gets warnings of later trouble. Raises MirrorError and the
     store's errors.

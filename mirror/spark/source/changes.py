@@ -1,4 +1,4 @@
-"""Changes of a mirror's directory, for Spark: how far a batch goes, and the rows between two offsets.
+"""Changes of a mirror's directory, for Spark: the end of each batch, and the rows between two offsets.
 
 Knows views, positions and leases; must never know Spark. Invariant: the rows of a vbucket between two offsets depend on
 these two alone. An offset names (branch, seqno) at a published boundary. Branches are never renumbered, their parents
@@ -6,7 +6,7 @@ and bases never change, and rows never change. So the way from one offset to the
 retractions and restorations, then forward) is the same at every reading, even after a rollback left the later offset.
 Only the purger removes versions. It removes none while a lease holds the earlier offset. Once it has passed the later
 offset, or removed a tombstone above the earlier one or a retracted row, `View.check_way` refuses: the history is lost.
-Of a version that the purger took between the two there is a newer one of its key before the later offset, so the state
+If the purger removed a version between the two, a newer version of its key lies before the later offset, so the state
 there is the same, as with the source's own deduplication.
 """
 
@@ -46,7 +46,7 @@ class Way(NamedTuple):
     start: At
     end: At
     again: bool
-    """All of the vbucket, after a row of kind resync, instead of the changes since `start`."""
+    """True to read all of the vbucket, after a row of kind resync, instead of the changes since `start`."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class LocalChanges(ChangesDriver):
         return at_of(found) if found is not None else None
 
     def _hold(self, start: Offset) -> None:
-        """Hold the history that batches from `start` on need. An older lease holds more, so renewing has time.
+        """Hold the history that batches from `start` on need. An older lease holds more, so its renewal is not urgent.
 
         A vbucket at its beginning holds from its first boundary on, because its first batch may end at any boundary.
         """
@@ -320,7 +320,9 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             names_lost = manifest_at(reader, passed, way.start.branch, way.start.seqno).names()
         elif change.kind in ("retraction", "restoration"):
             retracted = change.kind == "retraction"
-            if retracted and document.collection_id not in names_lost:  # it began and ended in the void history
+            if (
+                retracted and document.collection_id not in names_lost
+            ):  # the collection began and ended in the void history
                 where = int(document.branch), int(document.seqno)
                 names_lost |= manifest_at(reader, passed, *where).names()
             name = name_of(names_lost if retracted else names, document.collection_id)

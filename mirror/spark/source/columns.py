@@ -23,9 +23,9 @@ and of changes:
     snapshot_end_seqno      the boundary that published the version (of those that are kept); of a retraction or
                 restoration the boundary that the rollback went back to
     at_branch, at_seqno     the position of the event itself, which an upsert compares. It rises strictly for
-                each key, also across rollbacks, where seqno falls; a resync begins again. For published events (branch,
-                seqno) of the version. A rollback opens a branch at a boundary: its retractions stand at seqno 0 of that
-                branch, its restorations at the boundary, and what is published then above it
+                each key, also across rollbacks, where seqno falls; a resync begins again. For published events it is
+                (branch, seqno) of the version. A rollback opens a branch at a boundary: its retractions stand at seqno
+                0 of that branch, its restorations at the boundary, and later publishes above it
     event_time  when the source wrote the version, by the clock of the node that did: the upper 48 bits of the cas,
                 which are nanoseconds since 1970. Rises for each key, as the cas does; between keys it is as good as the
                 clocks of the nodes, and a cas that was set from elsewhere (XDCR, a restore) has the other cluster's

@@ -1,9 +1,9 @@
 """The data source `mirror` of PySpark: chooses the reader for the options.
 
-Knows PySpark's interface alone; `local`, `stream` and `remote` read. Readers are pickled and sent to the tasks: they
-hold options and plans, and open stores and connections inside `read` only. Invariants: planning refuses all that can be
-known then, in one line (`failures`); only a reader of its own takes filters, because defining `pushFilters` makes every
-query fail while the session's setting is off.
+Knows only PySpark's interface; `local`, `stream` and `remote` read. Readers are pickled and sent to the tasks: they
+hold options and plans, and open stores and connections inside `read` only. Invariants: planning refuses every mistake
+that it can know, in one line (`failures`); a separate reader takes filters, because `pushFilters` in a reader makes
+every query fail while the session's setting is off.
 
 `remote` takes as long to import as all the rest, and Spark imports this module in a new process for each step of
 planning. So it is imported when a connection is read.
@@ -163,8 +163,9 @@ class Share(InputPartition):
 
 
 def in_session(shape: Shape) -> Shape:
-    """Fill in the session's time zone if the options name none. Runs in a task, which has the session's settings. A
-    zone that was not set is that of Java, and so of the machine."""
+    """Fill in the session's time zone if the options name none. Runs in a task, which has the session's settings.
+    Without the setting it is Java's zone, and so the machine's.
+    """
     if shape.reading.time_zone is not None:
         return shape
     context = TaskContext.get()

@@ -32,7 +32,7 @@ class Restriction:
     end: bytes | None = None
     prefix: bytes = b""
     key: bytes | None = None
-    """The one requested key, if it is one. It determines the vbucket."""
+    """The requested key, if the filters leave only one. It determines the vbucket."""
     collections: frozenset[str] | None = None
     vbid_tests: list[Callable[[int], bool]] = field(default_factory=list)
 

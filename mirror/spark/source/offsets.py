@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from mirror.errors import ConfigError
 
 FORMAT = 2
-"""Format 1 did not name the history of the mirror that a position is of."""
+"""Format 1 did not name the mirror's history of a position."""
 
 
 class At(NamedTuple):
@@ -120,7 +120,7 @@ class Lag(NamedTuple):
     """Start and front share their history up to here."""
     published: At
     turned: bool
-    """The start lies beyond the base, so there are retractions."""
+    """True if the start lies beyond the base, so there are retractions."""
     weight: float
     """Share of the limit that a seqno costs."""
 

@@ -166,7 +166,7 @@ class Newest:
     """The newest version of each key in consecutive snapshots of one vbucket.
 
     A backfill is one snapshot with each key once; changes made meanwhile follow in further ones. All rows go to a file.
-    Of the later snapshots the keys are kept in memory, with the number of the last row of each.
+    Memory holds the keys of the later snapshots, each with the number of its last row.
     """
 
     def __init__(self) -> None:

@@ -125,7 +125,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
         driver = self._driver
         since, to = driver.decode(start), driver.decode(end)
-        if self._options.latest:  # if a first batch runs again, its start is what is published by now
+        if self._options.latest:  # if a first batch runs again, it starts at the seqnos published by now
             at = {vbid: since.of(vbid) if since.of(vbid).follows(each) else each for vbid, each in to.at.items()}
             to = replace(to, at=at)
         return [StreamTask(work) for work in driver.plan(since, to)]

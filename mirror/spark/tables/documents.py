@@ -1,4 +1,4 @@
-"""Delta tables of current documents: the columns that a user chose, and how batches of `changes` get into one.
+"""Delta tables of current documents: the columns that a user chose, and the fold of batches of `changes` into one.
 
 Knows one table, and the files of `changes` as the events of batches; never the origin of events, nor the other tables
 (lake.py, which also argues for exactly-once). A table has the columns STATE. With a schema (`Layout.fields`) those are
@@ -149,8 +149,8 @@ class Layouts:
 
 
 def batch_of(name: str) -> int | None:
-    """Return the batch that wrote a file of that name. None: a compaction or delta-rs wrote it, whose names have
-    hexadecimal digits that may look like anything.
+    """Return the batch that wrote a file of that name. None: a compaction or delta-rs wrote it. The hexadecimal digits
+    in such names may look like anything.
     """
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None

@@ -114,9 +114,9 @@ class Lake:
         clock: Callable[[], float] = time.monotonic,
         layouts: Layouts | None = None,
     ) -> None:
-        """Make missing tables. `checkpoint` is the name of the stream's, or None for a new one; `selection` is the
-        stream's. Raises ConfigError for tables with another checkpoint,
-        another selection (which is their description) or another layout.
+        """Make missing tables. `checkpoint` names the stream's checkpoint, or is None for a new one; `selection` is the
+        stream's. Raises ConfigError for tables with another checkpoint, another selection (their description) or
+        another layout.
         """
         self.folder = folder
         self.changes_folder = folder.child(CHANGES_FOLDER)
@@ -318,7 +318,7 @@ class Lake:
         return sum(table.bytes() for table in self._tables.values())
 
     def projected_bytes(self) -> int:
-        """Return the bytes that merging at the set rate writes before any are removed, and one whole merge more."""
+        """Return the bytes that merges at the set rate write before any are removed, plus one whole merge."""
         return self._costs.rewrite_rate * 3600 * max(1, self._costs.keep_documents_hours) + self.documents_bytes()
 
     def _files_of(self, above: int, to: int) -> list[str]:
