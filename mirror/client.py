@@ -1,7 +1,7 @@
 """The client of a running service: one command to its control socket `<data>/control.sock`, one answer back.
 
-A missing service is None, not an error: most callers work without it. The path of a Unix socket has 107 bytes
-at most, so this module uses a short path through the directory's descriptor. Invariant: every wait has a limit.
+A missing service is None, not an error: most callers work without it. The path of a Unix socket has 107 bytes at most,
+so this module uses a short path through the directory's descriptor. Invariant: every wait has a limit.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class _Checks(BaseModel):
     @field_validator("collections", "source_hosts", mode="before", check_fields=False)
     @classmethod
     def _parted(cls, value: Any) -> Any:
-        """The environment and flags give one text."""
+        """Split a text: the environment and flags give one."""
         if isinstance(value, str):
             value = tuple(name.strip() for name in value.split(",") if name.strip())
         return value or None

@@ -130,8 +130,8 @@ def assess(
 ) -> Health:
     """Judge a mirror by the rows of its vbuckets (cli/JSON.md) and the workers' reports of their groups.
 
-    `held_count` is the number of its vbuckets, None while unknown. `source_error` is why the source did not name its
-    bucket. `mirrors` are contradictions of `kv_nodes` in other mirrors' answers.
+    `held_count` is the number of its vbuckets, None while unknown. `source_error` is the reason why the source did not
+    name its bucket. `mirrors` are contradictions of `kv_nodes` in other mirrors' answers.
     """
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)

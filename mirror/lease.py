@@ -1,8 +1,8 @@
 """Leases: a reader's position held in a mirror's history while a job of unknown length runs.
 
 The service grants a lease for a while, a thread here renews it, and it ends soon after this process does. Without a
-service nothing purges; the thread asks one that starts meanwhile. Invariants: a position is held until `release`, or
-`lost` says why not; no lease exceeds the service's limits.
+service nothing is purged; the thread asks a service that starts meanwhile. Invariants: a position is held until
+`release`, or `lost` gives the reason; no lease exceeds the service's limits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Lease:
         self._renewing.start()
 
     def _ask(self) -> None:
-        if self._positions:  # of an empty mirror there is no history to hold
+        if self._positions:  # an empty mirror has no history to hold
             ask(self._directory, GrantLease(self.id, self._name, self._seconds, self._positions))
 
     def _ask_first(self) -> None:
@@ -76,7 +76,9 @@ class Lease:
                     return
 
     def leave(self) -> bool:
-        """Stop renewing: others hold it, too, or it ends by itself. Returns False if it had stopped before."""
+        """Stop renewing: other processes hold the lease, too, or it ends by itself. Returns False if it had stopped
+        before.
+        """
         if self._ended.is_set():
             return False
         self._ended.set()

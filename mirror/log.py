@@ -1,8 +1,8 @@
 """Logs of every process: structlog to stderr, one line an event, readable or JSON.
 
 Standard output is never touched: it belongs to data. An exception is logged with its traceback only at level debug,
-otherwise by its own words, which name the remedy. structlog is imported without rich, which it would load for
-tracebacks that are not drawn here; that would be a fifth of a worker's start.
+otherwise by its text, which names the remedy. structlog is imported without rich, which it would load for tracebacks.
+None are drawn here, and rich takes a fifth of a worker's start.
 """
 
 from __future__ import annotations

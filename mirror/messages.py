@@ -2,8 +2,8 @@
 
 A message travels as an object with `op` and a key for each field: a line of JSON on the control socket, msgpack on a
 pipe. Invariants: an unknown `op`, or a missing field or one of another type, is refused by name; unknown keys are
-ignored, since client and service may have different versions; values inside a report are not checked, since both ends
-of a pipe are one program.
+ignored, because client and service may have different versions; values inside a report are not checked, because both
+ends of a pipe are one program.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class GetSource:
-    """Answer: `settings`, those of the source."""
+    """Answer: `settings` of the source."""
 
     op: ClassVar[str] = "source"
 
@@ -138,7 +138,7 @@ class StartWorker:
     quarantined: list[list[Any]] = field(default_factory=list)
     """[group, reason] of each group that must not be opened."""
     ends_on_refusal: bool = False
-    """End if the source refuses; else show the refusal and ask again."""
+    """True to end if the source refuses; else show the refusal and ask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class NewClusterMap:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The event loop of the process runs."""
+    """A sign of life: the event loop of the process runs."""
 
     op: ClassVar[str] = "beat"
 
@@ -251,7 +251,7 @@ class ProcessReport(TypedDict, total=False):
     failed_groups: list[GroupFailure]
     request_seconds: Mapping[str, object]
     connections: int
-    """Of an HTTP server, like the next three."""
+    """Connections of an HTTP server; the next three are an HTTP server's, too."""
     streams: int
     turned_away: int
     unsent_bytes: int

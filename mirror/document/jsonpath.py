@@ -139,8 +139,8 @@ def find(text: str, parts: list[Part]) -> tuple[int, int]:
 
 
 def child(text: str, start: int, part: Part) -> Member | None:
-    """Return a member of the container at `start`. Raises PathError unless `part` fits the value there: a name needs
-    an object, an index an array.
+    """Return a member of the container at `start`. Raises PathError unless `part` fits the value there: a name needs an
+    object, an index an array.
     """
     if text[start] != ("{" if isinstance(part, str) else "["):
         raise PathError(Status.SUBDOC_PATH_MISMATCH)

@@ -2,8 +2,7 @@
 
 `json.loads` reads 20 MiB in one call that holds the interpreter's lock for 0.9 s. `is_json` instead yields None after
 `STEP_BYTES`, and decodes nothing into objects. Invariant: `is_json` accepts the same bytes as `json.loads`, except for
-NaN, Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` or more, which it
-refuses.
+NaN, Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` or more, which it refuses.
 """
 
 from __future__ import annotations

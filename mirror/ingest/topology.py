@@ -4,8 +4,8 @@ Knows the JSON of a cluster configuration (bucket or cluster level). Must never 
 field, or one of the wrong type, is a MalformedClusterMap that names it.
 
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), epoch first, both
-unbounded ints; a map never replaces a newer one (`NewestMap` and `newest_of` alone compare maps). Nodes differ by
-host and ports.
+unbounded ints; a map never replaces a newer one (`NewestMap` and `newest_of` alone compare maps). Nodes differ by host
+and ports.
 
 The reason for "never": a node that was failed over and comes back (or was partitioned) still has its old map and data,
 and believes that it is active. Only the revision tells its map from the cluster's.
@@ -143,8 +143,8 @@ class NewestMap:
 
     Maps of the cluster are ordered by revision, over restarts too (`floor`). A map of equal revision is the same map,
     unless it names other nodes and those that it does not name are away: the cluster was restarted with other ports. A
-    mirror that serves as the source numbers its maps by its own starts: such a map is accepted only while none of
-    the cluster's is followed, and sets no floor.
+    mirror that serves as the source numbers its maps by its own starts: such a map is accepted only while none of the
+    cluster's is followed, and sets no floor.
     """
 
     def __init__(self, bucket_uuid: str | None = None, floor: Revision | None = None) -> None:

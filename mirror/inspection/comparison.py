@@ -4,13 +4,13 @@ Knows fingerprints and the seqnos of both copies; must never know how they were 
 its published boundary B, `there` the source's state at the end E of a snapshot, on the same history (the caller checks
 that). For each key it compares the newest versions at or below B and E. L is the lower of B and E.
 
-- Both sides are complete up to L. So two versions at or below L must be the same version, and a key that one side
-  lacks must be absent on the other.
+- Both sides are complete up to L. So two versions at or below L must be the same version, and a key that one side lacks
+  must be absent on the other.
 - The other side cannot know a version above L yet: the key is `MOVED`, and is compared again once that side is further.
-- Tombstones are purged in time. If only the mirror holds one, the source has purged it or no longer sends it: both
-  say that the document is absent. If only the source holds one, the mirror's purger must have passed it; else a
-  deletion is missing. A *document* that only the mirror holds is a difference, unless B < E and the source has purged
-  above B: its deletion may have come and gone (`excuse_purged`).
+- Tombstones are purged in time. If only the mirror holds one, the source has purged it or no longer sends it: both say
+  that the document is absent. If only the source holds one, the mirror's purger must have passed it; else a deletion is
+  missing. A *document* that only the mirror holds is a difference, unless B < E and the source has purged above B: its
+  deletion may have come and gone (`excuse_purged`).
 - Versions that differ in their revision alone, by one, are the same (`REV_ONLY`): when a durable delete aborts,
   kv_engine 7.2.4 raises the revision of the committed version, in memory until it restarts.
 - If a document's collection is gone on the other side, and that side is the later one, the drop or flush came between

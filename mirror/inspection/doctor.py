@@ -196,7 +196,7 @@ class Doctor:
     async def _try(self, address: NodeAddress) -> str | None:
         loop = asyncio.get_running_loop()
         if self._access.source.tls:
-            with contextlib.suppress(MirrorError):  # said by the plain connection, or by the step `tls`
+            with contextlib.suppress(MirrorError):  # the plain connection or the step `tls` reports it
                 timeout_s = self._settings.connect_timeout_s
                 tls = Tls.of(self._settings)
                 (await open_link(address, tls=tls, timeout_s=timeout_s, clock=self._clock)).close()

@@ -76,7 +76,7 @@ class Recorder:
             buffer.feed(data)
             while (frame := buffer.next_frame()) is not None:
                 whole.append(frame if frame.opcode not in SECRETS else replace(frame, value=b""))
-        except ProtocolError:  # the connection ends of it; what came before is whole
+        except ProtocolError:  # the connection ends by it; the frames before it are whole
             del self._buffers[number, ours]
         if whole:
             text = b"".join(map(encode, whole))

@@ -15,8 +15,8 @@ Three things can interfere:
   vbucket is compared again once the mirror has followed. Without a service its state is `rollback`: the mirror holds
   history that the source has lost.
 - The source's purge. It removes tombstones, never documents. If B < E and the source has purged above B (the same
-  requests tell), the source may have deleted and forgotten a document that only the mirror holds: it is
-  `not_compared`. Otherwise such a document is a difference.
+  requests tell), the source may have deleted and forgotten a document that only the mirror holds: it is `not_compared`.
+  Otherwise such a document is a difference.
 - The mirror's purger. The lease keeps the floor below B.
 """
 

@@ -1,8 +1,8 @@
 """The embedded source: an in-memory cluster of n nodes for DCP clients and Couchbase SDKs.
 
-Invariants: a node that is down answers no client, even if the map names it; a changed map has a higher revision; a
-node that was split off has data and a map of its own; the same seed and calls give the same ids, histories and
-snapshots. It answers as the recorded engines do (tests/recordings).
+Invariants: a node that is down answers no client, even if the map names it; a changed map has a higher revision; a node
+that was split off has data and a map of its own; the same seed and calls give the same ids, histories and snapshots. It
+answers as the recorded engines do (tests/recordings).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SandboxCluster:
     ) -> None:
         """`start` opens the ports. `port` and `tls_port` are the first node's; the others take free ones.
 
-        With `tls` the nodes listen with and without TLS, with `tls_only` with it alone.
+        With `tls` the nodes listen with and without TLS, with `tls_only` only with TLS.
 
         `profile` is the server's release, by a name of `profile.PROFILES`; ConfigError for another. With
         `keeps_history` the bucket has change streams, as Magma has them.

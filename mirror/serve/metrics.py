@@ -223,8 +223,8 @@ class _Report(Collector):
 
 
 def exposition(report: Report) -> bytes:
-    """Return a status document in Prometheus's text format. With 1,024 vbuckets it takes 30 ms: too long for
-    the event loop.
+    """Return a status document in Prometheus's text format. With 1,024 vbuckets it takes 30 ms: too long for the event
+    loop.
     """
     return generate_latest(_Report(report))
 

@@ -1,8 +1,8 @@
 """Start a Spark session from pip alone: Java, workers and defaults for a data source in Python.
 
-Knows settings of Spark; must never know jobs. An existing session is used unchanged, and settings of
-spark-submit or the caller stay. Invariant: after `session` the workers run this Python, with this package, over Unix
-sockets if they are on this machine.
+Knows settings of Spark; must never know jobs. An existing session is used unchanged, and settings of spark-submit or
+the caller stay. Invariant: after `session` the workers run this Python, with this package, over Unix sockets if they
+are on this machine.
 """
 
 from __future__ import annotations

@@ -348,8 +348,8 @@ def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:
 def _with_ranges(query: str, nodes: Sequence[Mapping[str, Any]]) -> str:
     """Return the query with `AND column >= 'p' AND column < 'q'` beside each test for a prefix of a `_key`.
 
-    DuckDB passes comparisons to the table, but no prefix tests. The range follows from the test, so the query means
-    the same, unless `_key` has a collation or another type.
+    DuckDB passes comparisons to the table, but no prefix tests. The range follows from the test, so the query means the
+    same, unless `_key` has a collation or another type.
     """
     if any(map(_changes_keys, nodes)):
         return query

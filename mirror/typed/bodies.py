@@ -1,8 +1,8 @@
 """Type JSON bodies as the columns of a user's schema: Arrow's JSON reader first, values.py for refused ones.
 
-Knows bodies and Arrow types; never the origin of bodies. Fields that a document lacks are null, fields that the
-schema does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object, or
-that has a value its column's type cannot take; `Reading.mode` decides its treatment.
+Knows bodies and Arrow types; never the origin of bodies. Fields that a document lacks are null, fields that the schema
+does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object, or that has
+a value its column's type cannot take; `Reading.mode` decides its treatment.
 
 Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit. Refused
 bodies are halved until few are left, and these are read one by one. Columns of types that Arrow's reader does not have
@@ -206,8 +206,8 @@ class _ArrowReader:
     def parse(self, objects: Any) -> list[Any]:
         """Return the columns of bodies that are all `_enclosed`. Raises ArrowInvalid, ArrowNotImplementedError.
 
-        As many values as bodies are then one of each, because no damaged body can continue in the next: the line end
-        between them is an error in a string, and so is `{` behind the end of an inner object.
+        If there are as many values as bodies, each body is one value. No damaged body can continue in the next: the
+        line end between them is an error in a string, and so is `{` behind the end of an inner object.
         """
         if self._has_decimals and pc.any(pc.match_substring_regex(objects, _LARGE_NUMBER)).as_py():
             raise pa.ArrowInvalid("a number that is too large")

@@ -1,10 +1,10 @@
 """Turn stored rows into Arrow columns, many at a time.
 
-Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know their origin.
-Keys, values and numbers are cut out of all rows at once, in C, and only on request: a count inflates no value.
-Invariants: the values are those of `storage.format.records.decode_row`, which also reports an unreadable row. A value
-that cannot be taken apart (more than `VALUE_LENGTH_MAX` when inflated, or with xattrs longer than it) stays as it is
-stored, and its datatype says so: it harms no other document.
+Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know their origin. Keys, values
+and numbers are cut out of all rows at once, in C, and only on request: a count inflates no value. Invariants: the
+values are those of `storage.format.records.decode_row`, which also reports an unreadable row. A value that cannot be
+taken apart (more than `VALUE_LENGTH_MAX` when inflated, or with xattrs longer than it) stays as it is stored, and its
+datatype says so: it harms no other document.
 """
 
 from __future__ import annotations

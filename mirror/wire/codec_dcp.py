@@ -2,9 +2,9 @@
 
 Knows the shape of each message (extras, key, value); must never know whether it is legal now or what it does.
 Invariants: a frame of any other shape, or of an opcode without a row, is a RemoteProtocolError; for every event
-`decode(to_frame(e)) == e`; cas and datatype of messages that have none are ignored when read, and sent as 0.
-Sources: kv_engine docs/dcp/documentation/commands/* (one file per opcode); if their figures contradict each
-other, the recordings of real servers decide (see the table in tests/wire/goldens.py).
+`decode(to_frame(e)) == e`; cas and datatype of messages that have none are ignored when read, and sent as 0. Sources:
+kv_engine docs/dcp/documentation/commands/* (one file per opcode); if their figures contradict each other, the
+recordings of real servers decide (see the table in tests/wire/goldens.py).
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Knows extras and bodies of the ordinary protocol; must never know DCP (`codec_dcp`) or the data of a bucket. Invariants:
 a request that passes `check_request` has extras, key and value of the lengths its opcode allows; every body is checked
-before it is cut.
-Sources: kv_engine docs/BinaryProtocol.md, docs/SubDocument.md, docs/Collections.md, docs/range_scans/*,
-engines/ep/docs/protocol/*_with_meta.md, and the recordings of the official SDK.
+before it is cut. Sources: kv_engine docs/BinaryProtocol.md, docs/SubDocument.md, docs/Collections.md,
+docs/range_scans/*, engines/ep/docs/protocol/*_with_meta.md, and the recordings of the official SDK.
 """
 
 from __future__ import annotations
@@ -239,7 +238,9 @@ def decode_collection_id(extras: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ObservedSeqno:
-    """Answer to OBSERVE_SEQNO; the last two only after a failover that the client's vbuuid does not know."""
+    """Answer to OBSERVE_SEQNO. The last two fields are set only after a failover that the client's vbuuid does not
+    know.
+    """
 
     vbid: int
     vbuuid: int

@@ -1,8 +1,8 @@
 """The words of the memcached binary protocol and of DCP: named numbers, and bounds on lengths.
 
 Knows numbers only; imports nothing of the project. Must never know the meaning of a message or when it is legal.
-Invariants: every value is the one on the wire; unknown numbers are no error here (a frame keeps plain ints).
-Sources: kv_engine docs/BinaryProtocol.md, docs/dcp/documentation/commands/*, docs/Collections.md.
+Invariants: every value is the one on the wire; unknown numbers are no error here (a frame keeps plain ints). Sources:
+kv_engine docs/BinaryProtocol.md, docs/dcp/documentation/commands/*, docs/Collections.md.
 """
 
 from __future__ import annotations

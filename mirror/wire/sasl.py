@@ -1,12 +1,12 @@
 """Authentication over SASL, both sides: SCRAM-SHA512, -SHA256, -SHA1 and PLAIN.
 
-Knows the messages of RFC 5802, not sockets or opcodes. One exchange per object, in three messages; anything
-out of order or out of shape is a `SaslError` that never quotes a secret. Passwords are hashed as UTF-8
-bytes without normalisation, as the server does.
+Knows the messages of RFC 5802, not sockets or opcodes. One exchange per object, in three messages; anything out of
+order or out of shape is a `SaslError` that never quotes a secret. Passwords are hashed as UTF-8 bytes without
+normalisation, as the server does.
 
 Why not the library `scramp` here: since 1.5 it refuses a nonce with a blank in it and fewer than 4096 iterations, but
-the official SDKs send blanks (recording sdk_72_conn2) and clusters have been set up with 4000 iterations. It is
-the independent peer in this module's tests.
+the official SDKs send blanks (recording sdk_72_conn2) and clusters have been set up with 4000 iterations. It is the
+independent peer in this module's tests.
 """
 
 from __future__ import annotations

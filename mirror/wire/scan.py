@@ -2,14 +2,16 @@
 
 Knows the header, the extras lengths of the three data messages, and the owner's four bytes before each seqno. Must
 never know the use of rows, nor check the order of seqnos. A source sends its streams in turn, message by message
-(docs/protocol.md 2.8), so a stream's rows are gathered over the whole buffer. Invariants: each frame comes out exactly
-once; those of one opaque in their order, and an answer after everything that came before it and before everything
-after; streams have no order between them; a row's bytes are those of the wire; an impossible header is a
-RemoteProtocolError at once, before the rest of its frame; the result does not depend on the cut into buffers, except
-that a run ends with its buffer; a run holds only storable keys (`keys.key_problem`): a message with another comes as a
-Frame, for its owner to judge. Written for speed in plain Python: one `unpack` a frame, local names only, no object per
-row but its tuple; Cython's pure mode takes it as it stands. Sources: docs/protocol.md 2.1 and 2.11; kv_engine
-docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
+(docs/protocol.md 2.8), so a stream's rows are gathered over the whole buffer. Invariants:
+- each frame comes out exactly once. Frames of one opaque keep their order; streams have no order between them;
+- an answer comes out after all messages before it, and before all messages after it;
+- a row's bytes are those of the wire;
+- an impossible header is a RemoteProtocolError at once, before the rest of its frame;
+- the result does not depend on the cut into buffers, except that a run ends with its buffer;
+- a run holds only storable keys (`keys.key_problem`). A message with another key comes as a Frame, for its owner to
+  judge. It is written for speed in plain Python: one `unpack` a frame, local names only, no object per row but its
+  tuple. Cython's pure mode takes it as it stands. Sources: docs/protocol.md 2.1 and 2.11; kv_engine
+  docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
 """
 
 from __future__ import annotations

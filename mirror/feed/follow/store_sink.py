@@ -1,9 +1,8 @@
 """The sink of a mirror: hands one vbucket's instructions to its writer, and holds snapshots not yet persisted.
 
 Knows the writer's calls for each instruction, and that a rollback or a resync changes the staging branch; must never
-know connections. Invariants: before a branch changes, complete snapshots are committed and reported;
-the end of a held snapshot never outlives its rows; rows that the connection prepared for an earlier staging branch are
-refused.
+know connections. Invariants: before a branch changes, complete snapshots are committed and reported; the end of a held
+snapshot never outlives its rows; rows that the connection prepared for an earlier staging branch are refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bucket: its vbuckets, manifest, users and map, and every direct change to its data.
 
-Invariants: one bucket per cluster; a replica of a vbucket is the vbucket itself (replication takes no time); whoever
-changes the map calls `map_changed`, which informs `on_map_change`.
+Invariants: one bucket per cluster; a replica of a vbucket is the vbucket itself (replication takes no time); each
+change of the map is followed by `map_changed`, which informs `on_map_change`.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Bucket:
             ]
 
     def load(self, documents: Iterable[tuple[bytes, bytes]], *, vbid: int | None = None, datatype: int = 1) -> int:
-        """Take many new documents (key, body) of the default collection, as if they were long on disk."""
+        """Take many new documents (key, body) of the default collection, as if they had been on disk for long."""
         now_ns = self.clock.wall_ms() * 1_000_000
         if vbid is not None:
             return self.vbuckets[vbid].load(

@@ -1,7 +1,7 @@
 """Scopes and collections of the bucket, and the system events of their changes (kv_engine docs/Collections.md).
 
-Invariants: ids and the uid only grow; ids begin at 8; a change of several steps gives all but the last step the uid
-before it (recording 72_k1_collections_live).
+Invariants: ids and the uid only grow; ids begin at 8; in a change of several steps, all but the last have the uid from
+before the change (recording 72_k1_collections_live).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BucketManifest:
     """True if new collections keep history."""
     scopes: dict[int, str] = field(default_factory=lambda: {0: DEFAULT})
     collections: dict[int, CollectionSettings] = field(default_factory=lambda: {0: CollectionCreated(0, 0, 0, DEFAULT)})
-    """With the manifest uid of their last event."""
+    """The collections, each with the manifest uid of its last event."""
     system_scopes: set[int] = field(default_factory=set)
     system_collections: set[int] = field(default_factory=set)
     """Ids of all present and former collections whose name begins with an underscore, except the default one."""
@@ -128,7 +128,7 @@ class BucketManifest:
         self, known: Sequence[SystemEventContent], lost: Sequence[SystemEventContent]
     ) -> list[SystemEventContent]:
         """Return the changes from the vbucket's manifest, which lost some, to the bucket's (kv_engine
-        docs/Collections.md). All but the last one have the uid of the vbucket's manifest.
+        docs/Collections.md). All but the last change have the uid of the vbucket's manifest.
         """
         scopes, collections = {0}, {0: 0}
         for each in known:

@@ -190,7 +190,7 @@ PROFILES: dict[str, Profile] = {
     f"{major}.{minor}": Profile(f"{major}.{minor}", (major, minor)) for major, minor in _RELEASES
 }
 PROFILES |= {f"{major}.x": profile for (major, _), profile in zip(_RELEASES, PROFILES.values(), strict=True)}
-"""By name; `7.x` is the newest of its kind."""
+"""By name; `7.x` is the newest 7 release."""
 
 DEFAULT_PROFILE = "8.x"
 

@@ -30,7 +30,7 @@ class Sent:
     stream_requests: list[AcceptedStream] = field(default_factory=list)
     refused_requests: int = 0
     snapshot_ends: set[int] = field(default_factory=set)
-    """Seqnos at which a snapshot that was announced ends: a client may publish at no other."""
+    """Ends of announced snapshots: a client may publish at no other seqno."""
 
 
 @dataclass(slots=True)
@@ -40,12 +40,12 @@ class StreamTuning:
     live_snapshot_items: int = 5
     """Most changes in a live snapshot. The average is about half, as recorded under load."""
     in_turn: bool = True
-    """The streams of a connection take turns, a message each, as at kv_engine; else a piece of each at once."""
+    """True if the streams of a connection take turns of a message, as in kv_engine; else each sends a piece at once."""
 
 
 @dataclass(slots=True)
 class RefusalFault:
-    """Stream requests that are refused; None: of all vbuckets, for ever."""
+    """Stream requests to refuse. None stands for all vbuckets, or for ever."""
 
     status: Status
     vbids: frozenset[int] | None
@@ -58,7 +58,7 @@ class RefusalFault:
 class StreamFaults:
     noops_withheld: bool = False
     on_change: list[Callable[[], None]] = field(default_factory=list)
-    """Called when something that was held back may go on."""
+    """Called when a stream that was held back may go on."""
     _refused: list[RefusalFault] = field(default_factory=list)
     _mute: list[tuple[frozenset[int] | None, int | None]] = field(default_factory=list)
 

@@ -99,7 +99,7 @@ class Vbucket:
 
     @property
     def document_count(self) -> int:
-        """The living documents, and those whose expiry nobody has noticed yet."""
+        """The number of live documents, including expired ones that were not noticed yet."""
         return sum(not item.deleted for items in self.newest.values() for item in items.values())
 
     def high_completed_seqno(self, as_of_seqno: int) -> int:
@@ -193,7 +193,7 @@ class Vbucket:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Put all writes of the context into one snapshot."""
+        """Put all writes inside the context into one snapshot."""
         first = self._open_group = self.high_seqno + 1
         yield
         self._open_group = None
@@ -256,8 +256,8 @@ class Vbucket:
     def _forget(self) -> None:
         """Drop the versions that were superseded before the oldest change that checkpoints can hold.
 
-        Running backfills go on with the old list. Of tombstones and aborts only so many newest are kept as checkpoints
-        hold changes; system events are all kept.
+        Running backfills go on with the old list. Only the newest tombstones and aborts are kept, as many as
+        checkpoints hold changes; all system events are kept.
         """
         seqno = self.high_seqno - self._kept_items
         if self._open_group is not None:

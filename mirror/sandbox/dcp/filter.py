@@ -23,7 +23,7 @@ from mirror.wire.system_events import decode_system_event
 @dataclass(kw_only=True)
 class SandboxFilter(ProducerFilter):
     hidden: BucketManifest | None = None
-    """The system's collections of this manifest are held back."""
+    """The manifest whose system collections are hidden."""
     shown: frozenset[int] = field(default=frozenset(), init=False)
     """The collections of the request, or of its scope as of the last system event."""
 

@@ -49,10 +49,10 @@ class SandboxProducerPort(ProducerPort, Protocol):
 
     @property
     def in_turn(self) -> bool:
-        """Streams take turns, a message each; else a piece each."""
+        """True if streams take turns of a message each; else of a piece each."""
 
     def piece_bytes(self, stream: ProducerStream) -> int:
-        """The bytes to send of a stream at once without turns; 0: wait."""
+        """The bytes to send of a stream at once if there are no turns; 0: wait."""
 
 
 class SandboxProducer(Producer[ProducerStream, SandboxFilter]):

@@ -1,8 +1,8 @@
 """One DCP stream from the producer's side: the next message, from disk or memory (kv_engine
 docs/dcp/documentation/concepts.md, docs/protocol.md 2.4, 2.6, 2.7).
 
-Invariants: the seqnos of a stream rise; at its end a snapshot has every change that the filter shows; an ended
-stream has no messages.
+Invariants: the seqnos of a stream rise; at its end a snapshot has every change that the filter shows; an ended stream
+has no messages.
 """
 
 from __future__ import annotations
@@ -162,9 +162,9 @@ class ProducerStream:
     def _lacks_tombstones(self) -> bool:
         """True when a backfill from here would silently leave out deletions that were purged meanwhile.
 
-        A dropped cursor can get a stream here that was accepted before the purge; the engine judges the position once
-        more when it opens the file (kv_engine, DCPBackfillBySeqnoDisk::create), and ends the stream as rolled back.
-        As in a request, a filtered stream lacks no deletion if its collections have not changed since.
+        A stream that was accepted before the purge can come here after its cursor was dropped. The engine judges its
+        position once more when it opens the file (kv_engine, DCPBackfillBySeqnoDisk::create), and ends the stream as
+        rolled back. As in a request, a filtered stream lacks no deletion if its collections have not changed since.
         """
         purge_seqno = self.vbucket.purge_seqno
         if self._request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES:

@@ -61,7 +61,7 @@ class SandboxSession(DocumentSession):
         self.port = port
         self.user: User | None = None
         self.certified = False
-        """The user came with a certificate, not with a password."""
+        """True if the user logged in by certificate, not by password."""
         profile = port.bucket.profile
         self.bucket_name = port.bucket.name
         self.grantable = profile.features
@@ -83,7 +83,7 @@ class SandboxSession(DocumentSession):
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """Empty for a client with a certificate: kv_engine takes no SASL on its connection."""
+        """Empty for a client with a certificate: kv_engine accepts no SASL on such a connection."""
         return () if self.certified else super().mechanisms
 
     def password_attempt(self, username: str, password: str) -> LoginAttempt[bool]:
@@ -109,13 +109,13 @@ class SandboxSession(DocumentSession):
     # -- answers
 
     def refused(self, error: Refused) -> Reply:
-        """The answer to a request that was refused; the error of a document does not know the manifest."""
+        """The answer to a refused request. A document's error lacks the manifest uid, which is added here."""
         if error.status == Status.UNKNOWN_COLLECTION and not (error.bare or error.context):
             error = unknown_collection(self.manifest_uid)
         return super().refused(error)
 
     def error_reference(self) -> str:
-        """From the bucket's generator: a run can be repeated."""
+        """An id from the bucket's generator, so that a run can be repeated."""
         return str(uuid.UUID(int=self.bucket.rng.getrandbits(128)))
 
     # -- the bucket

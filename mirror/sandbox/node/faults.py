@@ -1,6 +1,6 @@
-"""Faults on request, of connections and streams.
+"""Faults of connections and streams, on request.
 
-Invariants: a fault hits open connections, with `future` also later ones until `clear`; without a filter it hits DCP
+Invariants: a fault hits open connections, and with `future` later ones until `clear`; without a filter it hits DCP
 connections only.
 """
 

@@ -1,8 +1,7 @@
 """A node: a listener, its certificate, its connections, and the dispatch of their requests to tables.
 
-Invariants: answers come in the order of the requests; bytes that are no frame end their connection alone; a request
-that its operation cannot decode is refused, and the connection stays; an exchanged certificate is shown to new
-connections alone.
+Invariants: answers come in the order of the requests; bytes that are no frame end only their connection; a request that
+its operation cannot decode is refused, and the connection stays; only new connections get an exchanged certificate.
 """
 
 from __future__ import annotations
@@ -246,7 +245,7 @@ class SandboxNode:
         self.port: int | None = None
         self.tls_port: int | None = None
         self.certificates_needed = False
-        """Over TLS only users with a certificate are served."""
+        """True if only users with a certificate are served over TLS."""
         self.connections: set[NodeConnection] = set()
         self.on_connect: list[Callable[[NodeConnection], None]] = []
         self.on_dcp_open: list[Callable[[NodeConnection], None]] = []
@@ -299,7 +298,7 @@ class SandboxNode:
             held = socket.socket(family)  # bound, not listening: connections are refused
             self._held.append(held)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):  # somebody was faster
+            with contextlib.suppress(OSError):  # another program was faster
                 held.bind(place)
 
     async def close(self) -> None:

@@ -1,14 +1,14 @@
 """`export`: the documents of a mirror as Parquet files or a Delta table, every vbucket at one boundary.
 
 Knows the tasks, the files and the end of an export; never a command line, nor Spark: a Runner runs the tasks. Each task
-reads its vbuckets and writes its own files on its machine. The driver gets a few hundred
-bytes for each file, and makes them one export at the end. Invariants:
+reads its vbuckets and writes its own files on its machine. The driver gets a few hundred bytes for each file, and makes
+them one export at the end. Invariants:
 
 - The boundaries are pinned and leased before the first task, so a long export is as consistent as a short one, while
   the service publishes, rolls back and purges.
 - Delta: one commit, the next version of the table, with the boundaries as tokens in its metadata. Parquet: the files
-  are written into `<target>.incomplete`, which one rename makes the target, with `_SUCCESS` (the same facts as JSON)
-  in it. A killed export leaves no version and no `_SUCCESS`; the next run removes its files.
+  are written into `<target>.incomplete`, which one rename makes the target, with `_SUCCESS` (the same facts as JSON) in
+  it. A killed export leaves no version and no `_SUCCESS`; the next run removes its files.
 - An object store has no rename: Parquet files are written in place, and `_SUCCESS`, which also names them, is the last
   object. Until then a reader must not take the prefix for an export. `overwrite` removes `_SUCCESS` first.
 """

@@ -320,9 +320,7 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             names_lost = manifest_at(reader, passed, way.start.branch, way.start.seqno).names()
         elif change.kind in ("retraction", "restoration"):
             retracted = change.kind == "retraction"
-            if (
-                retracted and document.collection_id not in names_lost
-            ):  # the collection began and ended in the void history
+            if retracted and document.collection_id not in names_lost:  # it was only in the void history
                 where = int(document.branch), int(document.seqno)
                 names_lost |= manifest_at(reader, passed, *where).names()
             name = name_of(names_lost if retracted else names, document.collection_id)

@@ -3,8 +3,8 @@
 Knows the columns of `changes` (columns.py) and their order; never a table, a file or Spark. A batch holds the events of
 a vbucket in order, and only the last event of each key counts: a mutation or restoration puts the row, any other
 removes it. An event about many documents (a dropped or flushed collection, a resync) removes earlier rows, in the batch
-and in the table. Invariants: a key comes out at most once; rows stay in Arrow, so a fold costs the memory of
-its keys and no second copy of its values.
+and in the table. Invariants: a key comes out at most once; rows stay in Arrow, so a fold costs the memory of its keys
+and no second copy of its values.
 """
 
 from __future__ import annotations

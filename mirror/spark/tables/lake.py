@@ -2,8 +2,8 @@
 request each collection has a table of documents. `quarantine` has documents that do not fit the schema.
 
 Knows the tables, and batches as files of events in the folder of `changes`; never the origin of events, nor Spark, nor
-the fold of a batch into a table of documents (documents.py). Delta has no transaction over two tables, so
-exactly-once rests on this argument:
+the fold of a batch into a table of documents (documents.py). Delta has no transaction over two tables, so exactly-once
+rests on this argument:
 
 1. `changes` is the truth. A batch's files become part of it in ONE commit, which carries the batch's number as a mark.
    The commit is based on the version in which the mark was looked up and may only become the next version (delta.py).

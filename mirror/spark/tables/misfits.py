@@ -1,8 +1,8 @@
 """The Delta table of documents that do not fit a schema: the version, the reason, and the beginning of the text.
 
 Knows its own columns; never how documents are read, nor the tables that have nulls in place of misfits. The first
-misfit makes the table. Invariant: a version is recorded once for each reason, however often it is read, and
-before its row is committed to its own table.
+misfit makes the table. Invariant: a version is recorded once for each reason, however often it is read, and before its
+row is committed to its own table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parquet files as parts of a table: the reader of the data writes them and reports a few hundred bytes.
 
-Knows Arrow batches and one folder (places.py); never tables, commits or Spark. Invariants: a
-reported part is complete and synced. An unfinished part is never reported and its file is removed, unless the process
-is killed: that leaves an orphan, recognised by its name. Memory is bounded by one row group.
+Knows Arrow batches and one folder (places.py); never tables, commits or Spark. Invariants: a reported part is complete
+and synced. An unfinished part is never reported and its file is removed, unless the process is killed: that leaves an
+orphan, recognised by its name. Memory is bounded by one row group.
 """
 
 from __future__ import annotations
