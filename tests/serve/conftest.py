@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mirror.clock import SystemClock
+from mirror.serve.kv.bucket import KvBucket
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp
 from tests.serve.http_site import Site, Source, made, running
 from tests.serve.kv_rig import Endpoint, Store, serving, with_users
@@ -31,6 +33,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     made.logs()
     yield made
     made.close()
+
+
+@pytest.fixture
+def bucket(store: Store) -> Iterator[KvBucket]:
+    opened = KvBucket(store.path, SystemClock(), stale_allowed=False)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

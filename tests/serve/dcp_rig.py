@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from mirror.serve.dcp.server import DcpServer
 from mirror.wire import codec_dcp, codec_kv
@@ -15,7 +15,7 @@ from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import Frame
 from mirror.wire.system_events import encode_system_event
 from storage.model import Collection, Manifest, ManifestUid, Seqno, SnapshotRange
-from tests.serve.kv_rig import WAIT_S, Client, Hosted, Store
+from tests.serve.kv_rig import PASSWORD, USER, WAIT_S, Client, Hosted, Store
 
 ALL = (Feature.XATTR, Feature.XERROR, Feature.SELECT_BUCKET, Feature.SNAPPY, Feature.JSON, Feature.COLLECTIONS)
 XATTRS = int(DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS)
@@ -105,12 +105,12 @@ class DcpClient(Client):
         name: str = "test",
         noop: bool = True,
         controls: dict[bytes, bytes] | None = None,
-        login: bool = True,
+        login: tuple[str, str] | Literal[False] = (USER, PASSWORD),
     ) -> DcpClient:
         """All that comes before the first stream."""
         await self.hello(*features)
         if login:
-            assert await self.login() == 0
+            assert await self.login(*login) == 0
         assert (await self.ask(codec_kv.select_bucket(bucket.encode()))).status == 0
         assert (await self.say(ev.DcpOpen(name.encode(), flags, opaque=1))).status == 0
         if noop:
@@ -164,5 +164,4 @@ def system_event(store: Store, seqno: int, content: ev.SystemEventContent, *coll
         ManifestUid(seqno), {0: "_default", 8: "shop"}, {each.collection_id: each for each in collections}
     )
     store.writer.vbuckets[0].system_event(seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
-    store.writer.vbuckets[0].publish(seqno, seqno)
-    store.writer.commit()
+    store.publish(0, seqno)

@@ -119,6 +119,10 @@ class Store:
                 self.writer.vbuckets[vbid].publish(0, 0)
         self.writer.commit()
 
+    def publish(self, vbid: int, seqno: int) -> None:
+        self.writer.vbuckets[vbid].publish(seqno, seqno)
+        self.writer.commit()
+
     def put(
         self,
         key: bytes,
@@ -143,8 +147,7 @@ class Store:
         row = (self.writer.vbuckets[vbid].prefix + seqno.to_bytes(8), frame[:6] + vbid.to_bytes(2) + frame[8:])
         self.writer.vbuckets[vbid].stage([row], len(frame), SnapshotRange(Seqno(seqno), Seqno(seqno)))
         if publish:
-            self.writer.vbuckets[vbid].publish(seqno, seqno)
-            self.writer.commit()
+            self.publish(vbid, seqno)
         else:
             self.writer.commit(flush_open=True)
         return vbid

@@ -201,8 +201,7 @@ async def test_a_bounded_read_of_a_mirror_that_is_filling_reads_all_of_it(
     async with serving_dcp(store.path) as endpoint:
         reading = asyncio.create_task(asyncio.to_thread(read_up_to_now, endpoint))
         await until(lambda: reading.done() or len(seqno_queries) > 3)
-        store.writer.vbuckets[vbid].publish(5, 5)
-        store.writer.commit()
+        store.publish(vbid, 5)
         assert await reading == {b"k0", b"k1"}
     store.close()
 
@@ -233,8 +232,7 @@ async def test_a_mirror_of_a_mirror_that_is_filling_waits_for_each_vbucket(tmp_p
         await second.until(lambda: second.row(vbid)["state"] == "waiting", "the last refusal to arrive")
         row = second.row(vbid)
         assert (row["source_high_seqno"], row["lag_seqnos"]) == (None, None)
-        store.writer.vbuckets[vbid].publish(5, 5)
-        store.writer.commit()
+        store.publish(vbid, 5)
         await second.until_published(vbid, 5)
         await second.until(lambda: second.row(vbid)["lag_seqnos"] == 0, "the lag to be known")
         await second.stop()

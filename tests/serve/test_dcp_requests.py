@@ -85,8 +85,7 @@ async def test_a_vbucket_without_anything_complete_is_not_here_yet(store: Store,
             assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, b"")
     empty = next(each for each in range(4) if each not in (vbid, other))
     assert (await client.stream(empty)).status == 0
-    store.writer.vbuckets[vbid].publish(5, 5)
-    store.writer.commit()
+    store.publish(vbid, 5)
     assert (await client.stream(vbid)).status == 0
 
 
@@ -154,8 +153,7 @@ async def test_a_stream_ends_with_the_snapshot_that_reaches_its_end(store: Store
 async def test_a_seqno_that_no_row_carries_is_reported(store: Store, dcp: DcpEndpoint) -> None:
     vbid = store.put(b"a", b"1", 5)
     store.writer.vbuckets[vbid].advance(9, SnapshotRange(Seqno(5), Seqno(9)))
-    store.writer.vbuckets[vbid].publish(9, 5)
-    store.writer.commit()
+    store.publish(vbid, 9)
     client = await dcp.client(flags=XATTRS)
     await client.stream(vbid)
     found = await client.events(3)

@@ -65,9 +65,7 @@ async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(store: S
     async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
         clients = []
         for name, value in (("ann", b""), ("ann", b'{"collections":["9"]}'), ("bob", b"")):
-            client = await endpoint.connect()
-            assert await client.login(name, "pw") == 0
-            await client.open("orders", name=f"{name}{len(value)}", login=False)
+            client = await endpoint.client(name=f"{name}{len(value)}", login=(name, "pw"))
             assert (await client.stream(0, value=value)).status == 0
             await client.until_end(1)
             clients.append(client)
@@ -89,12 +87,7 @@ async def test_a_name_belongs_to_the_user_who_opened_a_connection(store: Store, 
     """A user of one collection once cut off another's connection by taking its name."""
     users_file = with_users(tmp_path / "users.json", {"ann": "pw", "bob": "pw"})
     async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
-        clients = []
-        for user in ("ann", "bob", "ann"):
-            client = await endpoint.connect()
-            assert await client.login(user, "pw") == 0
-            await client.open("orders", login=False)
-            clients.append(client)
+        clients = [await endpoint.client(login=(user, "pw")) for user in ("ann", "bob", "ann")]
         assert await clients[0].receive() is None
         for client in clients[1:]:
             assert await client.alive()

@@ -75,56 +75,56 @@ class Source:
             self.thread.call(lambda: self.thread.cluster.failover(vbid, lose=writes * DOCUMENTS))
 
 
-def reader_of_many(path: str, stop: threading.Event) -> int:
-    """`get_many`: one number for all of a vbucket."""
+def seen_whole(read: Callable[[int], list[int] | None], stop: threading.Event) -> int:
+    """Read vbuckets until the end: one number for all of a vbucket, or None where it cannot be read."""
     seen = 0
-    with open_view(path) as view:
-        while not stop.is_set():
-            for names in KEYS:
-                try:
-                    found = {json.loads(each.value)["n"] for each in view.get_many(names).values()}
-                except Unavailable:
-                    continue
-                assert len(found) == 1, f"get_many saw {found}"
+    while not stop.is_set():
+        for vbid in range(VBUCKETS):
+            if (found := read(vbid)) is not None:
+                assert len(found) == DOCUMENTS
+                assert len(set(found)) == 1, f"vbucket {vbid} had {found}"
                 seen += 1
     return seen
+
+
+def reader_of_many(path: str, stop: threading.Event) -> int:
+    with open_view(path) as view:
+
+        def read(vbid: int) -> list[int] | None:
+            try:
+                return [json.loads(each.value)["n"] for each in view.get_many(KEYS[vbid]).values()]
+            except Unavailable:
+                return None
+
+        return seen_whole(read, stop)
 
 
 def reader_of_scans(path: str, stop: threading.Event) -> int:
-    """`scan`: one number for all of a vbucket."""
-    seen = 0
     with open_view(path) as view:
-        while not stop.is_set():
-            for vbid in range(VBUCKETS):
-                try:
-                    found = [json.loads(each.value)["n"] for each in view.scan(vbid, prefix="pair-")]
-                except (ViewInvalidated, Unavailable):
-                    continue
-                assert len(found) == DOCUMENTS
-                assert len(set(found)) == 1, f"scan saw {found}"
-                seen += 1
-    return seen
+
+        def read(vbid: int) -> list[int] | None:
+            try:
+                return [json.loads(each.value)["n"] for each in view.scan(vbid, prefix="pair-")]
+            except (ViewInvalidated, Unavailable):
+                return None
+
+        return seen_whole(read, stop)
 
 
 def reader_over_http(url: str, stop: threading.Event) -> int:
-    """A multi-get: one number for all of a vbucket."""
-    seen = 0
     with httpx.Client(base_url=url, timeout=60) as http:
-        while not stop.is_set():
-            for names in KEYS:
-                answer = http.post("/v1/collections/_default/multi-get", json={"keys": names})
-                if answer.status_code == 503:
-                    continue
-                found = [row["value"]["n"] for row in answer.raise_for_status().json()["documents"]]
-                assert len(found) == DOCUMENTS
-                assert len(set(found)) == 1, f"a multi-get saw {found}"
-                seen += 1
-    return seen
+
+        def read(vbid: int) -> list[int] | None:
+            answer = http.post("/v1/collections/_default/multi-get", json={"keys": KEYS[vbid]})
+            if answer.status_code == 503:
+                return None
+            return [row["value"]["n"] for row in answer.raise_for_status().json()["documents"]]
+
+        return seen_whole(read, stop)
 
 
 def reader_of_range_scans(address: tuple[str, int], stop: threading.Event) -> int:
-    """A range scan in several answers: one number for all of a vbucket, or the scan is cancelled."""
-    seen = 0
+    """A range scan in several answers, or one that is cancelled."""
     with socket.create_connection(address) as line, line.makefile("rb") as answers:
 
         def ask(frame: Frame) -> Frame:
@@ -132,27 +132,25 @@ def reader_of_range_scans(address: tuple[str, int], stop: threading.Event) -> in
             head = answers.read(24)
             return fr.decode(head + answers.read(HEADER.unpack(head)[6]))[0]
 
-        while not stop.is_set():
-            for vbid in range(VBUCKETS):
-                made = ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=PAIRS, datatype=1))
-                if made.status == Status.ETMPFAIL:
-                    continue
-                assert made.status == Status.SUCCESS, made
-                found = []
-                status = int(Status.RANGE_SCAN_MORE)
-                while status == Status.RANGE_SCAN_MORE:
-                    extras = kv_client.encode_scan_continue(codec_kv.ScanLimits(made.value, 2))
-                    answer = ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))
-                    status = answer.status
-                    if answer.extras:
-                        items = kv_client.decode_scan_items(answer.value, keys_only=False)
-                        found += [json.loads(item.value or b"")["n"] for item in items]
-                assert status in (Status.RANGE_SCAN_COMPLETE, Status.RANGE_SCAN_CANCELLED), answer
-                assert len(set(found)) <= 1, f"a range scan saw {found}"
-                if status == Status.RANGE_SCAN_COMPLETE:
-                    assert len(found) == DOCUMENTS
-                    seen += 1
-    return seen
+        def read(vbid: int) -> list[int] | None:
+            made = ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=PAIRS, datatype=1))
+            if made.status == Status.ETMPFAIL:
+                return None
+            assert made.status == Status.SUCCESS, made
+            found: list[int] = []
+            status = int(Status.RANGE_SCAN_MORE)
+            while status == Status.RANGE_SCAN_MORE:
+                extras = kv_client.encode_scan_continue(codec_kv.ScanLimits(made.value, 2))
+                answer = ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))
+                status = answer.status
+                if answer.extras:
+                    items = kv_client.decode_scan_items(answer.value, keys_only=False)
+                    found += [json.loads(item.value or b"")["n"] for item in items]
+            assert status in (Status.RANGE_SCAN_COMPLETE, Status.RANGE_SCAN_CANCELLED), answer
+            assert len(set(found)) <= 1, f"a range scan saw {found}"
+            return found if status == Status.RANGE_SCAN_COMPLETE else None
+
+        return seen_whole(read, stop)
 
 
 def reader_of_singles(address: tuple[str, int], source: Source, stop: threading.Event) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import combinations
 from math import inf
 from typing import Any
 
 import pytest
 
-from mirror.clock import SystemClock
 from mirror.document import values
 from mirror.serve.access.auth import Reader
 from mirror.serve.kv.bucket import KvBucket
@@ -32,8 +30,8 @@ READERS = (None, Reader("all"), Reader("some", frozenset({"s.c"})))
 
 
 @pytest.fixture
-def bucket(store: Store) -> Iterator[KvBucket]:
-    """A vbucket that has documents of every sort, and one that is resynced."""
+def store(store: Store) -> Store:
+    """A vbucket that has documents of every sort."""
     store.collections(1, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)), Collection(300, 8, "wide", Seqno(0)))
     store.put(b"plain", b"value", 2, flags=7, cas=99)
     store.put(b"json", BODY, 3, datatype=values.JSON)
@@ -46,9 +44,7 @@ def bucket(store: Store) -> Iterator[KvBucket]:
     store.put(b"gone", b"x", 9)
     store.delete(b"gone", 10)
     store.put(b"long", b"x" * (BYTES_MAX + 1), 11)
-    opened = KvBucket(store.path, SystemClock(), stale_allowed=False)
-    yield opened
-    opened.close()
+    return store
 
 
 def requests() -> list[Frame]:

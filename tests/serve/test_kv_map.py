@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from mirror.clock import SystemClock
 from mirror.errors import ConfigError
 from mirror.serve.access.auth import Reader
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.map import ServedMap, check_nodes, named_nodes, own_node
-from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address
 from mirror.wire import codec_kv
 from mirror.wire.constants import Feature
 from storage.model import Identity
-from tests.serve.kv_rig import Store, session_of
+from tests.serve.kv_rig import session_of
 
 IDENTITY = Identity("cluster", "orders", "uuid", 8, 2)
 NOTIFY, BRIEF = Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF
@@ -109,15 +106,8 @@ def test_mirrors_that_hold_all_may_be_named_in_any_parts(text: str) -> None:
     check_nodes(named_nodes(text), IDENTITY, ())
 
 
-@pytest.fixture
-def session(store: Store) -> Iterator[KvSession]:
-    bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
-    yield session_of(bucket)
-    bucket.close()
-
-
 @pytest.mark.parametrize(
-    ("features", "logged_in", "bucket", "reported"),
+    ("features", "logged_in", "selected", "reported"),
     [
         ((), True, True, None),
         ((Feature.DUPLEX,), True, True, None),
@@ -130,11 +120,12 @@ def session(store: Store) -> Iterator[KvSession]:
     ],
 )
 def test_a_changed_map_is_announced_as_requested(
-    session: KvSession, features: tuple[int, ...], logged_in: bool, bucket: bool, reported: str | None
+    bucket: KvBucket, features: tuple[int, ...], logged_in: bool, selected: bool, reported: str | None
 ) -> None:
+    session = session_of(bucket)
     session.grant(frozenset(map(int, features)))
     session.reader = Reader("r") if logged_in else None
-    session.bucket_selected = bucket
+    session.bucket_selected = selected
     changed = ServedMap(session.bucket.identity, named_nodes("a:1"), 2)
     session.cluster_map = changed
     frame = session.map_notification()
@@ -143,4 +134,4 @@ def test_a_changed_map_is_announced_as_requested(
         return
     assert frame is not None
     config = getattr(changed, reported) if reported else b""
-    assert codec_kv.decode_clustermap_notification(frame) == (1, 2, b"orders" if bucket else b"", config)
+    assert codec_kv.decode_clustermap_notification(frame) == (1, 2, b"orders" if selected else b"", config)

@@ -65,21 +65,14 @@ REFUSALS = [
     "72_k7_err_unknown_collection",
     "72_k8_err_dropped_collection",
     "72_k9_err_unknown_scope",
-    "72_k10_err_manifest_ahead",
     "72_k11_err_bad_json",
     "72_k12_err_scope_and_collections",
-    "72_k19_two_stream_ids",
     "72_d2_rollback_after_crash",
     "72_d3_rollback_unknown_vbuuid",
     "72_d5_rollback_beyond_high",
     "72_l3_resume_above_purge",
-    "72_h3_include_xattrs",
-    "72_h5_snappy_force_compression",
-    "72_h9_expiry_opcode",
-    "72_h12_delete_times_expiry_opcode",
     "72_g3_close_stream",
     "72_k14_oso_collection",
-    "72_k17_flatbuffers_system_events",
     "72_k22_marker_v2_replica",
     "605_i4_open_without_bucket",
     "605_i10_no_privilege",
@@ -88,9 +81,6 @@ REFUSALS = [
     "605_d5_rollback_beyond_high",
     "605_l2_rollback_after_purge",
     "605_l3_resume_above_purge",
-    "605_h3_include_xattrs",
-    "605_h5_snappy_force_compression",
-    "605_h9_expiry_opcode",
     "605_g3_close_stream",
 ]
 
@@ -196,7 +186,7 @@ async def test_a_client_gets_each_document_in_the_shape_it_negotiated(name: str)
     fill(cluster.vbucket(11), by_seqno, 56)
     client = await Client.connect(cluster)
     for request, recorded in answers(recording):
-        assert (await client.ask(request)).status == recorded.status
+        assert summary(await client.ask(request), request) == summary(recorded, request)
     expected = stream_of(recording, 11)
     await client.until(lambda: len(client.frames) >= len(expected))
     if name.startswith(
@@ -225,7 +215,7 @@ async def test_a_client_of_an_old_server_gets_each_document_in_the_shape_it_nego
     fill(cluster.vbucket(11), by_seqno, 56)
     client = await Client.connect(cluster)
     for request, recorded in answers(recording):
-        assert (await client.ask(request)).status == recorded.status
+        assert summary(await client.ask(request), request) == summary(recorded, request)
     expected = stream_of(recording, 11)
     await client.until(lambda: len(client.frames) >= len(expected))
     assert client.frames == expected
@@ -284,7 +274,7 @@ async def test_a_backfill_with_collections_is_the_recorded_one(name: str, high: 
     fill(cluster.vbucket(13), {seqno: f for seqno, f in by_seqno.items() if seqno <= high}, high)
     client = await Client.connect(cluster)
     for request, recorded in answers(recording):
-        assert (await client.ask(request)).status == recorded.status
+        assert summary(await client.ask(request), request) == summary(recorded, request)
     await client.until(lambda: len(client.frames) >= len(expected))
     await asyncio.sleep(0)
     got: list[Any] = client.frames
@@ -333,7 +323,7 @@ async def test_a_backfill_is_the_recorded_one_byte_for_byte(name: str) -> None:
     client = await Client.connect(cluster)
     acked = 0
     for request, recorded in answers(recording):
-        assert (await client.ask(request)).status == recorded.status
+        assert summary(await client.ask(request), request) == summary(recorded, request)
     while len(client.frames) < len(expected):
         client.ack(sum(client.sizes) - acked)
         acked = sum(client.sizes)

@@ -98,32 +98,20 @@ async def test_the_error_map_speaks_of_every_status_of_the_recorded_one() -> Non
         assert sorted(ours["errors"][code]["attrs"]) == sorted(recorded["errors"][code]["attrs"]), code
 
 
-async def test_seqnos_of_all_vbuckets_by_state_and_collection() -> None:
+async def test_seqnos_of_all_vbuckets_by_state() -> None:
     async with SandboxCluster(nodes=2, vbuckets=4, replicas=1) as cluster:
-        cluster.bucket.create_scope("s")
-        id_ = cluster.bucket.create_collection("s", "c")
         cluster.set("k", {}, vbid=2)
-        cluster.set("k", {}, vbid=2, collection="s.c")
 
-        async def seqnos(state: int | None, collection_id: int | None = None) -> dict[int, int]:
-            extras = codec_dcp.encode_all_vb_seqnos_request(state, collection_id)
+        async def seqnos(state: int | None) -> dict[int, int]:
+            extras = codec_dcp.encode_all_vb_seqnos_request(state)
             answer = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
             assert answer.status == Status.SUCCESS
             return dict(codec_dcp.decode_all_vb_seqnos(answer.value))
 
         client = await Client.login(cluster)
-        assert await seqnos(1) == {0: 2, 2: 4}
-        assert await seqnos(2) == {1: 2, 3: 2}
-        assert await seqnos(None) == {0: 2, 1: 2, 2: 4, 3: 2}
-        assert await seqnos(1, id_) == {0: 2, 2: 4}
-        assert await seqnos(1, 0) == {0: 0, 2: 3}
-        unknown = codec_dcp.encode_all_vb_seqnos_request(1, 77)
-        refused = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=unknown))
-        assert refused.status == Status.UNKNOWN_COLLECTION
-        assert json.loads(refused.value)["manifest_uid"] == "2"
-        legacy = await Client.login(cluster, features=())
-        answer = await legacy.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS))
-        assert dict(codec_dcp.decode_all_vb_seqnos(answer.value))[2] == 3
+        assert await seqnos(1) == {0: 0, 2: 1}
+        assert await seqnos(2) == {1: 0, 3: 0}
+        assert await seqnos(None) == {0: 0, 1: 0, 2: 1, 3: 0}
 
 
 async def test_statistics_end_with_an_empty_one() -> None:
