@@ -88,9 +88,7 @@ def wait_published(service: Service, seqno: int) -> None:
     until(f"seqno {seqno} to be published", lambda: stored(service.data).published_seqno == seqno, poll_s=0.1)
 
 
-def test_staged_rows_are_gone_on_with_after_each_of_several_kills(
-    source: SandboxThread, service: Service, seed: int
-) -> None:
+def test_staged_rows_are_gone_on_with_after_each_kill(source: SandboxThread, service: Service, seed: int) -> None:
     rng = Random(seed)
     staged = 0
     for number in range(4):
@@ -124,9 +122,7 @@ def test_staged_rows_are_gone_on_with_after_each_of_several_kills(
     assert service.terminate() == 0
 
 
-def test_staged_rows_of_a_history_that_the_source_gave_up_never_come_out(
-    source: SandboxThread, service: Service
-) -> None:
+def test_staged_rows_of_a_history_that_the_source_left_never_come_out(source: SandboxThread, service: Service) -> None:
     """The source loses changes and fails over while the mirror is dead: what was staged of them would be phantoms."""
     until("rows to be staged", lambda: half_staged(service, DOCUMENTS // 4))
     service.kill_supervisor()
@@ -156,9 +152,7 @@ def test_staged_rows_of_a_history_that_the_source_gave_up_never_come_out(
     assert judge(source.cluster, service.data, live=False) == {0: high_seqno}
 
 
-def test_a_kill_between_the_last_row_and_the_key_rows_asks_for_nothing_again(
-    source: SandboxThread, service: Service
-) -> None:
+def test_a_kill_between_last_row_and_key_rows_asks_for_nothing_again(source: SandboxThread, service: Service) -> None:
     """A snapshot that is complete on disk needs its key rows before it may be seen; they are made after a kill."""
     full_speed(source)
 

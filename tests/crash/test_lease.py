@@ -46,9 +46,7 @@ def versions(view: View, as_of: dict[int, tuple[int, int]]) -> list[bytes]:
 
 
 @pytest.mark.ci
-def test_history_stays_for_its_holder_through_kills_and_goes_after_release(
-    source: SandboxThread, tmp_path: Path
-) -> None:
+def test_history_stays_for_its_holder_through_kills_until_release(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
     flags = ("--groups", "2", "--workers", "2", "--set", "history_boundaries=1", "--set", "lease_max_s=60")
     with Service(source.connection_string, data, *flags) as service:

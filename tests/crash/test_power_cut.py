@@ -68,9 +68,7 @@ def image(entries: list[Entry], random: Random) -> tuple[bytes, int]:
 
 
 @pytest.mark.parametrize(("seed", "images"), [(0, 20), pytest.param(1, 60, marks=pytest.mark.ci)])
-def test_a_power_cut_after_syncs_that_failed_leaves_a_sound_file(
-    tmp_path: Path, shim: Path, seed: int, images: int
-) -> None:
+def test_a_power_cut_after_failed_syncs_leaves_a_sound_file(tmp_path: Path, shim: Path, seed: int, images: int) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-m", "tests.crash.power_cut_writer", str(tmp_path / "data"), str(seed)]
     environment = os.environ | {"LD_PRELOAD": str(shim), "POWER_CUT_LOG": str(log)}

@@ -156,9 +156,7 @@ async def test_vbuckets_without_a_node_are_counted(cluster: SandboxCluster, tmp_
     assert (steps["map"][0].verdict, "1 have no active node" in steps["map"][0].text) == (StepVerdict.WARN, True)
 
 
-async def test_a_server_that_keeps_its_own_noop_interval_and_refuses_streams_for_now(
-    cluster: SandboxCluster, tmp_path: Path
-) -> None:
+async def test_a_server_that_refuses_streams_for_now(cluster: SandboxCluster, tmp_path: Path) -> None:
     cluster.faults.streams.refuse(Status.ETMPFAIL)
     steps = await examined(cluster.connection_string, tmp_path)
     assert verdicts(steps)["streams"] == "warn"
@@ -171,9 +169,7 @@ async def test_a_node_that_hangs_up_is_one_finding(tmp_path: Path) -> None:
     assert verdicts(steps)["handshake"] == "fail"
 
 
-async def test_data_that_cannot_be_read_is_said_and_the_source_examined_all_the_same(
-    cluster: SandboxCluster, tmp_path: Path
-) -> None:
+async def test_unreadable_data_is_said_and_the_source_examined(cluster: SandboxCluster, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (data / "mirror.json").write_text("{}")

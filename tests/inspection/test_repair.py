@@ -55,9 +55,7 @@ async def test_a_group_that_somebody_owns_is_left_alone(cluster: SandboxCluster,
     await mirror.stop()
 
 
-async def test_a_source_that_refuses_leaves_the_old_copy_and_a_resync_to_go_on_with(
-    cluster: SandboxCluster, tmp_path: Path
-) -> None:
+async def test_a_source_that_refuses_leaves_the_old_copy_and_a_resync(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 100)
     mirror = await filled(cluster, tmp_path)
     cluster.faults.streams.refuse(Status.ETMPFAIL, [1])

@@ -115,9 +115,7 @@ async def test_an_empty_bucket_is_equal(cluster: SandboxCluster, tmp_path: Path)
     assert states(await verified(mirror, cluster, service=False)) == ["equal"] * VBUCKETS
 
 
-async def test_what_the_source_changed_since_is_not_compared_and_the_rest_is(
-    cluster: SandboxCluster, tmp_path: Path
-) -> None:
+async def test_what_the_source_changed_since_is_not_compared(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 200)
     mirror = await filled(cluster, tmp_path)
     write(cluster, 30)
@@ -197,9 +195,7 @@ async def test_a_failover_in_between_is_followed(cluster: SandboxCluster, tmp_pa
     await mirror.stop()
 
 
-async def test_a_rollback_that_is_due_is_said_where_nobody_can_follow_it(
-    cluster: SandboxCluster, tmp_path: Path
-) -> None:
+async def test_a_rollback_that_is_due_is_said_if_nobody_can_follow(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 200)
     mirror = await filled(cluster, tmp_path)
     cluster.failover(2, lose=3)
@@ -208,9 +204,7 @@ async def test_a_rollback_that_is_due_is_said_where_nobody_can_follow_it(
     assert f"above seqno {cluster.vbucket(2).high_seqno}" in results[2].detail
 
 
-async def test_tombstones_that_either_side_has_forgotten_are_no_difference(
-    cluster: SandboxCluster, tmp_path: Path
-) -> None:
+async def test_tombstones_that_a_side_has_forgotten_are_no_difference(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 100)
     for number in range(40):
         cluster.delete(f"doc-{number}")
@@ -264,9 +258,7 @@ async def test_every_altered_byte_that_a_reader_could_see_is_found(cluster: Sand
     assert results[1].digest != results[1].source_digest
 
 
-async def test_documents_that_are_missing_and_documents_that_nobody_wrote(
-    cluster: SandboxCluster, tmp_path: Path
-) -> None:
+async def test_documents_that_are_missing_and_that_nobody_wrote(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 120)
     mirror = await filled(cluster, tmp_path)
 

@@ -121,7 +121,7 @@ def test_a_folder_that_may_not_be_entered_is_no_damage(place: str) -> None:
     assert oct(os.stat(directory.group_path(place, 0)).st_mode)[-3:] == "700"
 
 
-def test_a_group_that_cannot_be_used_is_named(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match="there is no group 'no such group'"):
         access.group_id("no such group")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -190,7 +190,7 @@ def mounted_read_only(path: str) -> Callable[..., str]:
     return run
 
 
-def test_a_read_only_mount_is_read_while_nobody_writes(
+def test_a_read_only_mount_is_read_without_a_writer(
     path: str, clock: Clock, mounted_read_only: Callable[..., str]
 ) -> None:
     """LMDB registers no readers there and does not say so: a writer would use their pages again."""
@@ -202,9 +202,7 @@ def test_a_read_only_mount_is_read_while_nobody_writes(
     assert mounted_read_only(sys.executable, "-c", READS, path, key.decode()) == "value"
 
 
-def test_a_reader_that_is_not_registered_ends_when_a_writer_begins(
-    path: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unregistered_reader_ends_with_a_writer(path: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a read-only mount."""
 
     class Mounted:
@@ -230,9 +228,7 @@ def test_a_reader_that_is_not_registered_ends_when_a_writer_begins(
         view.get(key)
 
 
-def test_a_writer_waits_for_a_reader_that_looks_whether_somebody_writes(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_waits_for_a_reader_that_looks_for_writers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looking = directory.GroupLock(directory.group_path(path, 0))
     pauses: list[float] = []
 

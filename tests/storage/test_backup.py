@@ -129,9 +129,7 @@ def test_a_token_that_is_newer_than_the_backup_is_refused_even_when_its_seqno_ha
         list(view.changes(0, since=of_copy))
 
 
-def test_branches_of_the_original_and_of_the_copy_have_different_histories(
-    path: str, filled: GroupWriter, tmp_path: Path
-) -> None:
+def test_branches_of_original_and_copy_have_different_histories(path: str, filled: GroupWriter, tmp_path: Path) -> None:
     target = restored(made(path), tmp_path / "target")
     copy = open_writer(target)
     tokens = []
@@ -190,9 +188,7 @@ def test_a_flipped_byte_is_refused_by_the_name_of_its_file(path: str, filled: Gr
         assert part.name in refused(damaged, tmp_path / "target")
 
 
-def test_a_mirror_that_was_damaged_when_it_was_copied_is_refused_by_its_rows(
-    path: str, clock: Clock, tmp_path: Path
-) -> None:
+def test_a_mirror_damaged_when_it_was_copied_is_refused_by_its_rows(path: str, clock: Clock, tmp_path: Path) -> None:
     """The checksums of the files match: they were made of the damaged rows."""
     writer = open_writer(path, clock=clock)
     writer.vbuckets[0].save(failover_log=log())
@@ -211,9 +207,7 @@ def test_a_mirror_that_was_damaged_when_it_was_copied_is_refused_by_its_rows(
     assert check(str(tmp_path / "target")).problems != []
 
 
-def test_a_mirror_whose_reference_was_damaged_when_it_was_copied_is_refused(
-    path: str, clock: Clock, tmp_path: Path
-) -> None:
+def test_a_reference_damaged_when_it_was_copied_is_refused(path: str, clock: Clock, tmp_path: Path) -> None:
     writer = open_writer(path, clock=clock)
     writer.vbuckets[0].save(failover_log=log())
     publish(writer, 1, dict.fromkeys(KEYS[:3], b"a value"))
@@ -244,9 +238,7 @@ def test_each_data_file_is_synced_before_the_mirror_is_in_place(
     assert expected <= synced
 
 
-def test_what_is_missing_twice_foreign_or_cut_short_is_refused_by_name(
-    path: str, filled: GroupWriter, tmp_path: Path
-) -> None:
+def test_what_is_missing_twice_foreign_or_cut_is_refused(path: str, filled: GroupWriter, tmp_path: Path) -> None:
     parts, target = made(path), tmp_path / "target"
     first, second = parts[0], parts[1]
     for wrong, words in (
@@ -273,9 +265,7 @@ def test_another_version_or_format_is_refused(path: str, filled: GroupWriter, tm
             restored([*parts, last._replace(data=json.dumps(other).encode())], tmp_path / "target")
 
 
-def test_a_folder_of_another_mirror_is_refused_though_its_checksums_match(
-    path: str, filled: GroupWriter, tmp_path: Path
-) -> None:
+def test_a_folder_of_another_mirror_is_refused(path: str, filled: GroupWriter, tmp_path: Path) -> None:
     manifest = backup.read_manifest(made(path)[-1].data)
     other = tmp_path / "other"
     directory.create(str(other), replace(IDENTITY, bucket_uuid="another"))

@@ -112,9 +112,7 @@ def test_a_newest_reference_that_became_an_older_one_is_an_error(path: str, fill
 
 
 @pytest.mark.parametrize("seqno_of_row", [3, 7])
-def test_the_purger_removes_nothing_because_of_a_damaged_row(
-    filled: GroupWriter, view: View, seqno_of_row: int
-) -> None:
+def test_the_purger_removes_nothing_for_a_damaged_row(filled: GroupWriter, view: View, seqno_of_row: int) -> None:
     with filled.environment.begin(write=True) as txn:
         rows = filled.environment.db(V0)
         stored = bytearray(txn.pop(keys.ROW.pack(1, 3), db=rows))
@@ -165,9 +163,7 @@ def test_a_key_that_became_another_one_is_not_absent(filled: GroupWriter, view: 
     assert check(view.path).problems
 
 
-def test_what_hides_older_versions_is_verified_in_bulk(
-    path: str, filled: GroupWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_hides_older_versions_is_verified_in_bulk(path: str, filled: GroupWriter) -> None:
     """A flipped bit in the key of a tombstone gave the deleted document back; in a new version's key, the old one."""
     publish(filled, 0, [(KEYS[2], b"new", 14), (KEYS[3], None, 15)])
     filled.close()

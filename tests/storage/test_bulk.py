@@ -57,9 +57,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("rows_max", [1, 7, 1000])
-def test_the_same_documents_as_a_scan_also_across_rollbacks(
-    writer: GroupWriter, view: View, rows_max: int, way: None
-) -> None:
+def test_documents_as_in_a_scan_across_rollbacks(writer: GroupWriter, view: View, rows_max: int, way: None) -> None:
     following = fill(writer, 1, 1, 60)
     assert documents(view, view.pin(0), rows_max=rows_max) == scanned(view)
     writer.vbuckets[0].rollback(35)
@@ -177,9 +175,7 @@ def test_a_damaged_row_is_not_taken_for_one_that_is_not_requested(
         txn.put(row_key, whole, db=rows)
 
 
-def test_collections_are_distinguished_by_id_and_by_name_and_a_drop_hides_them(
-    writer: GroupWriter, view: View, way: None
-) -> None:
+def test_collections_are_distinguished_and_hidden_by_a_drop(writer: GroupWriter, view: View, way: None) -> None:
     default = Collection(0, 0, "_default", Seqno(0))
     orders, users = Collection(8, 8, "orders", Seqno(1)), Collection(0x90, 8, "users", Seqno(2))
     scopes = {0: "_default", 8: "shop"}
@@ -237,9 +233,7 @@ def test_the_name_in_a_system_event_is_not_a_key(writer: GroupWriter, view: View
     assert [row.key for row in documents(view, view.pin(0))] == [b"bc"]
 
 
-def test_large_documents_come_in_smaller_chunks(
-    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_documents_come_in_small_chunks(writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "CHUNK_BYTES", 5000)
     monkeypatch.setattr(bulk, "GET_ROWS", 2)
     publish(writer, 0, [(name, b"x" * 1000, seqno) for seqno, name in enumerate(NAMES, 1)])

@@ -50,9 +50,7 @@ def test_the_rollback_that_is_reported_is_the_one_that_took_place(writer: GroupW
     assert next(view.changes(0, since=token)).rollback == view.rollbacks(0)[0]
 
 
-def test_two_positions_have_the_same_between_them_also_after_a_rollback_left_the_later_one(
-    writer: GroupWriter, view: View
-) -> None:
+def test_two_positions_have_the_same_between_them_after_a_rollback(writer: GroupWriter, view: View) -> None:
     snapshots(writer, [(A, b"a1", 1), (B, b"b1", 2)], [(A, b"a2", 3), (B, None, 4)], [(C, b"c1", 5)])
     start, end = (view.token(0, 1, seqno) for seqno in (2, 4))
     before = list(view.changes_between(start, end))

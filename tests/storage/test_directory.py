@@ -102,9 +102,7 @@ def test_what_was_selected_is_part_of_the_identity(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_description_that_makes_no_sense_is_named(
-    tmp_path: Path, text: str, kind: type[StorageError], message: str
-) -> None:
+def test_a_senseless_description_is_named(tmp_path: Path, text: str, kind: type[StorageError], message: str) -> None:
     (tmp_path / "mirror.json").write_text(text)
     with pytest.raises(kind, match=message):
         directory.load(str(tmp_path))
@@ -192,9 +190,7 @@ def test_a_record_is_what_was_saved_last(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["map.json"]
 
 
-def test_the_record_is_on_the_disk_under_its_name_only_once_it_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_has_its_name_only_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash before the rename leaves the old record."""
     directory.save_map(str(tmp_path), MapRecord("b1", 1, 1))
     calls: list[str] = []

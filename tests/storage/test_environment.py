@@ -83,9 +83,7 @@ def test_a_new_environment_is_of_lmdb_0_9_whatever_a_variable_prefers(tmp_path: 
     assert lmdb.open(str(tmp_path)).lib_version()[:2] == (0, 9)
 
 
-def test_a_write_that_was_cut_short_is_a_full_disk_only_where_there_is_no_space(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_cut_short_is_a_full_disk_only_without_space(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_short = lmdb.Error("mdb_txn_commit: Input/output error")
     folder = directory.group_path(path, 0)
     assert type(storage_error(cut_short, folder)) is DeviceFailed
@@ -284,9 +282,7 @@ def test_a_reader_that_may_not_write_the_lock_file_gets_an_error_about_that_file
 
 @pytest.mark.parametrize("tree", [keys.DB_PUB, keys.DB_STATE])
 @pytest.mark.parametrize("data", [None, b"", b"\xc1damaged"], ids=["missing", "empty", "damaged"])
-def test_a_damaged_record_is_named_with_its_vbucket_and_folder(
-    writer: GroupWriter, tree: bytes, data: bytes | None
-) -> None:
+def test_a_damaged_record_is_named_with_its_place(writer: GroupWriter, tree: bytes, data: bytes | None) -> None:
     environment: Environment = writer.environment
     txn = Transaction(environment, environment.begin(write=True))
     txn.delete(tree, keys.VBID_KEY.pack(0))

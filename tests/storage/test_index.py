@@ -31,9 +31,7 @@ def fill(environment: Environment, count: int, seed: int = 1) -> list[tuple[byte
 @pytest.mark.parametrize(
     ("after", "to", "limit"), [(0, 20, 100), (3, 9, 100), (3, 9, 2), (9, 9, 5), (20, 50, 5), (0, 0, 5)]
 )
-def test_rows_between_are_those_of_the_branch_without_boundaries(
-    environment: Environment, after: int, to: int, limit: int
-) -> None:
+def test_rows_between_are_those_of_the_branch(environment: Environment, after: int, to: int, limit: int) -> None:
     rows = fill(environment, 20)
     expected = [r for n, r in enumerate(rows, 1) if after < n <= to][:limit]
     with environment.read() as txn:

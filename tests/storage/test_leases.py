@@ -16,16 +16,14 @@ from tests.storage.rig import HOUR_MS, Clock, publish, purge, snapshots
 A, B, C = keys_of(0, 3)
 
 
-def test_a_position_between_boundaries_holds_the_one_below_it(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_a_position_between_boundaries_holds_the_one_below_it(writer: GroupWriter, clock: Clock) -> None:
     snapshots(writer, [(A, b"1", 1)], [(A, b"4", 4), (B, b"5", 5)], [(A, b"6", 6)])
     writer.background.lease("job", {0: (1, 4)}, clock.now + HOUR_MS)
     purge(writer, Window(boundaries=1))
     assert writer.vbuckets[0].state.history_floor_seqno == 1
 
 
-def test_a_released_lease_holds_nothing_and_an_unknown_one_cannot_be_renewed(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_a_released_lease_holds_nothing_and_an_unknown_one_cannot_be_renewed(writer: GroupWriter, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
@@ -80,7 +78,7 @@ def test_what_a_rollback_retracts_stays_while_a_lease_holds_it(writer: GroupWrit
         writer.background.lease("late", {0: (1, 3)}, clock.now + HOUR_MS)
 
 
-def test_at_seqno_0_there_is_nothing_to_hold(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_at_seqno_0_there_is_nothing_to_hold(writer: GroupWriter, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     writer.background.lease("job", {0: (1, 0)}, clock.now + HOUR_MS)
@@ -88,9 +86,7 @@ def test_at_seqno_0_there_is_nothing_to_hold(writer: GroupWriter, view: View, cl
     assert writer.vbuckets[0].state.history_floor_seqno == 3
 
 
-def test_what_is_below_the_floor_or_of_no_known_branch_is_refused_and_nothing_is_held(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_what_is_not_kept_is_refused_and_nothing_is_held(writer: GroupWriter, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     purge(writer, Window(boundaries=2))

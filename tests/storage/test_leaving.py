@@ -15,9 +15,7 @@ from tests.storage.rig import crash, open_writer, publish, settle, snapshots, st
 pytestmark = pytest.mark.usefixtures("small_limits")
 
 
-def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary(
-    path: str, writer: GroupWriter
-) -> None:
+def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary(writer: GroupWriter) -> None:
     key = keys_of(0, 1)[0]
     writer.vbuckets[0].save(failover_log=log(5))
     publish(writer, 0, [(key, b"1", 10)])
@@ -68,9 +66,7 @@ def test_what_is_to_go_with_the_complete_one_goes(writer: GroupWriter) -> None:
 
 
 @pytest.mark.parametrize("leave", ["nothing", "resync", "resync again", "deferred rollback"])
-def test_giving_up_staged_rows_leaves_what_is_served_its_collections(
-    path: str, writer: GroupWriter, leave: str
-) -> None:
+def test_giving_up_staged_rows_leaves_the_served_collections(path: str, writer: GroupWriter, leave: str) -> None:
     """A copy beside it has no manifest yet. That was taken over, so all collections vanished for readers."""
     publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
     system_event(writer, 2, DEFAULT, Collection(8, 8, "orders", Seqno(2)), scopes=SCOPES, publish=True)

@@ -177,7 +177,7 @@ def test_a_merge_can_be_cut_off_between_any_two_steps(
     assert [(link.branch, link.base_seqno) for link in stream.served_state(view.reader(0)).links[1:]] == [(1, 0)]
 
 
-def test_a_scan_in_whose_middle_rows_are_moved_must_begin_again(
+def test_a_scan_across_moved_rows_begins_again(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(3):
@@ -196,7 +196,7 @@ def test_a_scan_in_whose_middle_rows_are_moved_must_begin_again(
         stream.rows(view.reader(0), pinned, 0, bytes_max=1000)
 
 
-def test_manifests_go_where_the_rows_go(
+def test_manifests_go_with_the_rows(
     writer: GroupWriter, path: str, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Manifests of the lost history, at the same seqnos, do not return with them."""
@@ -222,9 +222,7 @@ def test_manifests_go_where_the_rows_go(
     assert check(path).problems == []
 
 
-def test_branches_of_a_copy_that_a_resync_replaced_go_with_its_last_row(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_branches_of_a_replaced_copy_go_with_its_last_row(writer: GroupWriter, view: View, clock: Clock) -> None:
     for number in range(5):
         fail_over(writer, number)
     held = view.token(0)

@@ -146,8 +146,6 @@ def test_the_text_is_one_line_with_place_and_remedy() -> None:
         (errors.ViewInvalidated, 1, True),
     ],
 )
-def test_kinds_carry_exit_code_and_whether_waiting_helps(
-    kind: type[errors.StorageError], code: int, retryable: bool
-) -> None:
+def test_kinds_carry_exit_code_and_retryable(kind: type[errors.StorageError], code: int, retryable: bool) -> None:
     assert (kind("x").exit_code, kind("x").retryable) == (code, retryable)
     assert issubclass(kind, errors.StorageError)

@@ -44,9 +44,7 @@ def test_the_map_grows_and_the_batch_is_replayed(path: str) -> None:
     assert check(path).problems == []
 
 
-def test_a_write_that_fails_next_to_an_unfinished_copy_is_that_error_and_no_other(
-    path: str, writer: GroupWriter
-) -> None:
+def test_a_write_that_fails_next_to_an_unfinished_copy_is_that_error_alone(path: str, writer: GroupWriter) -> None:
     """Opening again after a failed write gave the unfinished copy up by another write, inside of the first one's
     recovery: KeyError, and the group was lost until a restart.
     """

@@ -63,9 +63,7 @@ def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(wr
     assert read(B, "shop.orders") == b"new b"
 
 
-def test_documents_beyond_their_expiry_are_absent_at_the_time_that_counts(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_expired_documents_are_absent_at_the_time_that_counts(writer: GroupWriter, view: View, clock: Clock) -> None:
     clock.now = 50_000
     put(writer, A, 1, expiry=60)
     put(writer, B, 2)
@@ -151,9 +149,7 @@ def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupW
     [(1, 4), (2, 3), (2, 1)],
     ids=["not published", "of another branch", "of another branch, below"],
 )
-def test_a_reference_that_is_not_visible_is_not_followed(
-    writer: GroupWriter, view: View, branch: int, seqno: int
-) -> None:
+def test_a_reference_not_visible_is_not_followed(writer: GroupWriter, view: View, branch: int, seqno: int) -> None:
     """While key rows are made before a publish, and after a rollback, the newest reference is not the one to read."""
     put(writer, A, 2, b"visible")
     put(writer, B, 3, publish=True)

@@ -33,9 +33,7 @@ def seqnos(view: View) -> list[int]:
     return [int(document.seqno) for document in events(view)]
 
 
-def test_the_window_by_time_keeps_what_was_current_at_its_beginning(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_the_window_by_time_keeps_what_was_current_then(writer: GroupWriter, view: View, clock: Clock) -> None:
     for seqno in range(1, 6):
         clock.now = seqno * HOUR_MS
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
@@ -85,9 +83,7 @@ def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWrite
     assert [c.token.seqno for c in view.changes(0)] == [2, 4]  # from the beginning nothing is missing
 
 
-def test_a_tombstone_that_a_later_version_replaced_refuses_no_reader_of_changes(
-    writer: GroupWriter, view: View
-) -> None:
+def test_a_tombstone_that_a_version_replaced_refuses_no_reader_of_changes(writer: GroupWriter, view: View) -> None:
     snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, None, 3)], [(A, b"2", 4)], [(B, b"2", 5)])
     purge(writer, Window(boundaries=1))  # floor 5: the tombstone went, what replaced it did not
     assert seqnos(view) == [4, 5]
@@ -95,9 +91,7 @@ def test_a_tombstone_that_a_later_version_replaced_refuses_no_reader_of_changes(
     assert [c.token.seqno for c in view.changes(0, since=view.token(0, Branch(1), 2))] == [4, 5]
 
 
-def test_tombstones_of_the_first_backfill_stay_for_the_window_too(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_tombstones_of_a_first_backfill_stay_for_the_window_too(writer: GroupWriter, view: View, clock: Clock) -> None:
     publish(writer, 0, [(A, b"1", 1), (B, None, 2), (C, b"1", 3)])
     purge(writer, Window(time_ms=HOUR_MS))
     assert [d.key for d in view.scan(0, deletions=True)] == sorted([A, B, C])
@@ -125,9 +119,7 @@ def test_rows_of_a_dropped_collection_go_when_the_drop_is_history(
     assert [d.key for d in view.scan(0)] == sorted([A, B])
 
 
-def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_retracted_rows_alone_wait_for_the_window(writer: GroupWriter, view: View, clock: Clock) -> None:
     snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2), (B, b"2", 3)])
     token = view.token(0, 1, 3)
     clock.now = HOUR_MS

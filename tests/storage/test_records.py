@@ -122,9 +122,7 @@ def test_a_state_is_read_as_it_was_written(
 
 
 @given(U64, st.dictionaries(U32, st.text(max_size=30)), st.dictionaries(U32, st.none() | U32))
-def test_a_manifest_is_read_as_it_was_written(
-    uid: int, scopes: dict[int, str], collections: dict[int, int | None]
-) -> None:
+def test_a_manifest_is_read_as_written(uid: int, scopes: dict[int, str], collections: dict[int, int | None]) -> None:
     manifest = Manifest(
         ManifestUid(uid),
         scopes,

@@ -103,9 +103,7 @@ def test_what_a_flush_had_hidden_before_the_rollback_is_not_restored(writer: Gro
     assert reported == [("rollback", None), ("retraction", b"lost")]
 
 
-def test_a_deferred_rollback_restores_nothing_of_a_collection_that_both_histories_dropped(
-    writer: GroupWriter, view: View
-) -> None:
+def test_a_deferred_rollback_restores_nothing_that_both_histories_dropped(writer: GroupWriter, view: View) -> None:
     """Found by the simulation: the drop is the same event in both, so a reader is not given it again, but it was given
     the documents, which it then kept for ever.
     """
@@ -122,9 +120,7 @@ def test_a_deferred_rollback_restores_nothing_of_a_collection_that_both_historie
     assert reported == [("rollback", None), ("retraction", b"lost"), ("mutation", b"new")]
 
 
-def test_a_deferred_rollback_gives_a_collection_again_that_lost_history_alone_dropped(
-    writer: GroupWriter, view: View
-) -> None:
+def test_a_deferred_rollback_gives_again_what_lost_history_alone_dropped(writer: GroupWriter, view: View) -> None:
     """Its documents below the common seqno, those above it that both histories have, and where the collection itself is
     younger than that, its beginning too.
     """
@@ -155,9 +151,7 @@ def test_a_deferred_rollback_gives_a_collection_again_that_lost_history_alone_dr
     ]
 
 
-def test_a_deferred_rollback_gives_nothing_of_what_ended_by_an_event_that_both_histories_have(
-    writer: GroupWriter, view: View
-) -> None:
+def test_a_deferred_rollback_gives_nothing_that_a_common_event_ended(writer: GroupWriter, view: View) -> None:
     """Found by the simulation: versions that the lost history had left out were given, and not the event after them
     that the reader had been given before. Documents of a collection that was gone stayed with it.
     """
@@ -180,9 +174,7 @@ def test_a_deferred_rollback_gives_nothing_of_what_ended_by_an_event_that_both_h
     assert [each.document and each.document.seqno for each in view.changes(0, since=token)] == [7]
 
 
-def test_a_deferred_rollback_gives_no_flush_that_one_which_the_reader_has_follows(
-    writer: GroupWriter, view: View
-) -> None:
+def test_a_deferred_rollback_gives_no_flush_that_a_known_one_follows(writer: GroupWriter, view: View) -> None:
     """The earlier flush would remove documents that the reader got after the later one, and never gets again."""
     system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES, publish=True)
 
@@ -246,9 +238,7 @@ def test_a_rollback_is_read_document_by_document_and_its_events_are_returned_aga
     assert [change.kind for change in view.changes(0, since=token)].count("restoration") == 200
 
 
-def test_what_is_purged_while_a_rollback_is_returned_is_gone_from_history(
-    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_purged_while_a_rollback_is_returned_is_gone_from_history(writer: GroupWriter, view: View) -> None:
     """Between finding a row and reading it; a row that is missing where it is still named is damage."""
     snapshots(writer, [(A, b"old", 1)], [(A, b"new", 2)])
     token = view.token(0, 1, 2)
@@ -263,9 +253,7 @@ def test_what_is_purged_while_a_rollback_is_returned_is_gone_from_history(
         retractions.document_of(reader, gone, False)
 
 
-def test_what_is_purged_between_two_steps_of_the_walk_is_gone_from_history(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_what_is_purged_between_two_steps_is_gone_from_history(writer: GroupWriter, view: View, clock: Clock) -> None:
     """The walk found no more lost rows, and ended as if there had been none."""
     names = keys_of(0, 6)
     publish(writer, 0, [(key, b"old", seqno) for seqno, key in enumerate(names, 1)])

@@ -19,7 +19,7 @@ from tests.storage.model import DEFAULT, SCOPES, A, B, C, D, events, keys_of
 from tests.storage.rig import Clock, commit, publish, purge, put, system_event
 
 
-def test_ranges_limits_and_vbuckets(path: str, writer: GroupWriter, view: View) -> None:
+def test_ranges_limits_and_vbuckets(writer: GroupWriter, view: View) -> None:
     names = sorted([A, B, C, D])
     for seqno, key in enumerate(names, 1):
         put(writer, key, seqno)
@@ -36,9 +36,7 @@ def test_ranges_limits_and_vbuckets(path: str, writer: GroupWriter, view: View) 
     assert view.vbid_of(A) == 0
 
 
-def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_them(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_pages_of_a_pin_stay_until_a_rollback_passes_it(writer: GroupWriter, view: View, clock: Clock) -> None:
     clock.now = 10_000
     put(writer, A, 1, b"one")
     put(writer, B, 2, b"one", expiry=12, publish=True)
@@ -80,9 +78,7 @@ def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_the
 
 
 @pytest.mark.parametrize("left_by", ["rollback", "window"])
-def test_a_page_of_a_moment_that_is_gone_is_not_an_empty_last_one(
-    writer: GroupWriter, view: View, left_by: str
-) -> None:
+def test_a_page_of_a_moment_that_is_gone_is_no_empty_last_one(writer: GroupWriter, view: View, left_by: str) -> None:
     """Its collection was not found any more in the manifests that are left of that moment."""
     orders = Collection(8, 0, "orders", Seqno(2))
     put(writer, D, 1, publish=True)
@@ -129,9 +125,7 @@ def test_large_documents_make_small_pages(writer: GroupWriter, view: View) -> No
     assert len(view.get_many([A, B], bytes_max=2 * CHUNK_BYTES)) == 2
 
 
-def test_keys_are_counted_at_a_pin_without_reading_documents(
-    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_counted_without_documents(writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many versions a key has, it is one step of the count."""
     for seqno in range(1, 301):
         put(writer, A, seqno)

@@ -81,9 +81,7 @@ def test_an_empty_vbucket_has_nowhere_to_go(view: View) -> None:
     assert states.newest(view.reader(0), 99) is None
 
 
-def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(writer: GroupWriter, view: View) -> None:
     fill(writer, 1, 3, 250, 1, 2)
     assert ends(view) == [3, 253, 254, 256] == [each.seqno for each in reversed(view.boundaries(0))]
     assert states.newest(view.reader(0), 255).seqno == 254  # type: ignore[union-attr]

@@ -91,9 +91,7 @@ def test_only_selected_collections_and_what_is_alive_in_them(store: Store, view:
     assert all_rows(view, rows_max=2, begins={300: 0}) == [3, 4]
 
 
-def test_the_last_document_of_a_collection_is_found_backwards(
-    store: Store, view: View, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_document_is_found_backwards(store: Store, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "PIECE_ROWS", 2)
     store.put(b"a", b"v", 1)
     for seqno in range(2, 8):
@@ -190,9 +188,7 @@ def test_a_resync_that_is_given_up_leaves_what_the_served_copy_lacks(store: Stor
     assert 30 <= stream.served_state(view.reader(0)).purge_seqno <= 50
 
 
-def test_a_missing_tombstone_is_reported_to_readers_that_need_it(
-    store: Store, view: View, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tombstone_is_reported(store: Store, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put(b"a", b"v", 1)
     store.put(b"b", b"v", 2)
     monkeypatch.setattr("storage.history.branches.purge_row", lambda *_: PurgeRow(2, 2))
@@ -328,9 +324,7 @@ def test_a_follower_across_a_rollback_that_the_source_did_not_ask_for_begins_aga
     assert shared_seqno(windowed, 9, 84) == 0
 
 
-def test_a_first_snapshot_up_to_a_boundary_that_was_settled_on_a_lost_branch_is_not_cut(
-    windowed: Store, clock: list[int]
-) -> None:
+def test_a_first_snapshot_to_a_boundary_settled_on_a_lost_branch_is_not_cut(windowed: Store, clock: list[int]) -> None:
     """A follower was sent [0, 48] as one while 90 was the newest."""
     put_all(windowed, 37, 48)
     clock[0] += stream.SETTLED_MS

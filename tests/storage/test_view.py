@@ -69,9 +69,7 @@ def test_a_view_is_not_used_after_fork(path: str) -> None:
         child.join(20)
 
 
-def test_as_of_takes_the_newest_boundary_not_after_a_seqno_or_a_time(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_as_of_takes_the_newest_boundary_up_to_a_seqno_or_time(writer: GroupWriter, view: View, clock: Clock) -> None:
     for seqno, now in ((10, 1_000_000), (20, 2_000_000), (30, 3_000_000)):
         clock.now = now
         put(writer, A, seqno, b"%d" % seqno, publish=True)

@@ -54,9 +54,7 @@ def test_ordinary_requests_do_not_count() -> None:
 
 
 @given(st.lists(st.integers(0, 500), max_size=60), st.integers(1, 2000), st.floats(0.01, 1.0))
-def test_a_consumer_that_acks_what_is_due_never_lets_the_window_shut(
-    sizes: list[int], window_bytes: int, share: float
-) -> None:
+def test_a_consumer_that_acks_in_time_keeps_the_window_open(sizes: list[int], window_bytes: int, share: float) -> None:
     ledger, window = FlowControlLedger(window_bytes, share), ProducerWindow(window_bytes)
     for size in sizes:
         assert window.is_open

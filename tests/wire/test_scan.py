@@ -217,7 +217,7 @@ def test_a_whole_message_above_the_limit_is_refused_as_a_half_one_is() -> None:
 
 
 @given(shapes.data_events, st.sampled_from((b"", b"\0")))
-def test_a_normalised_message_is_plain_and_has_a_collection_id(
+def test_a_normalised_message_has_a_collection_id(
     event: ev.Mutation | ev.Deletion | ev.Expiration, prefix: bytes
 ) -> None:
     frame = codec_dcp.to_frame(event)
