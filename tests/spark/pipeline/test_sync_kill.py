@@ -52,7 +52,7 @@ def source() -> Iterator[SandboxThread]:
 @pytest.mark.parametrize(
     ("changes", "kills", "rate"),
     [
-        pytest.param(4_000, 2, 150, marks=pytest.mark.ci),
+        pytest.param(2_000, 2, 150, marks=pytest.mark.ci),
         pytest.param(300_000, 20, 400, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
 )
