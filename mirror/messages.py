@@ -1,9 +1,10 @@
 """The messages of one service: a class for each command of the control socket and each message between its processes.
 
 A message travels as an object with `op` and a key for each field: a line of JSON on the control socket, msgpack on a
-pipe. Invariants: an unknown `op`, or a missing field or one of another type, is refused by name; unknown keys are
-ignored, because client and service may have different versions; values inside a report are not checked, because both
-ends of a pipe are one program.
+pipe. Invariants:
+- an unknown `op`, a missing field, or a field of another type is refused by name;
+- unknown keys are ignored, because client and service may have different versions;
+- values inside a report are not checked, because both ends of a pipe are one program.
 """
 
 from __future__ import annotations

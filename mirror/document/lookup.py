@@ -1,9 +1,10 @@
 """Look into one document: paths of its body, of its xattrs, and of its metadata.
 
 Knows lookup operations and path flags (kv_engine docs/SubDocument.md) and the virtual attributes; must never know
-requests, vbuckets or how documents are kept. Invariants: xattrs are the members of one object; a lookup checks once
-that the body is JSON, and computes its checksum at most once and only on request, however many paths it has; a document
-nested too deeply to be read is a `PathError` like any other.
+requests, vbuckets or how documents are kept. Invariants:
+- xattrs are the members of one object;
+- a lookup of any number of paths checks once that the body is JSON, and computes its checksum at most once, on request;
+- a document that is nested too deeply is a `PathError` like any other.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class _JsonWalk:
         return position
 
     def _run(self, pattern: re.Pattern[bytes], position: int) -> Steps[int]:
-        """Return the end of what a pattern matches from a position on."""
+        """Return the end of a pattern's match from a position on."""
         while True:
             match = pattern.match(self._data, position, position + STEP_BYTES)
             assert match is not None, "the pattern matches nothing as well"

@@ -196,7 +196,7 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
 
 def log_refused(machine: MachineState, event: ev.FailoverLogRefused, out: list[Instruction]) -> Phase:
     reaction = on_refusal(event.status)
-    if reaction.action is Action.GO_BACK:  # this refusal asks for a rollback, which does not fit here
+    if reaction.action is Action.GO_BACK:  # a rollback is no reaction to a refused failover log
         reaction = Reaction(Action.RETRY, reaction.text)
     return machine.react(reaction, b"", out)
 

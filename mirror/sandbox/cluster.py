@@ -1,8 +1,10 @@
 """The embedded source: an in-memory cluster of n nodes for DCP clients and Couchbase SDKs.
 
-Invariants: a node that is down answers no client, even if the map names it; a changed map has a higher revision; a node
-that was split off has data and a map of its own; the same seed and calls give the same ids, histories and snapshots. It
-answers as the recorded engines do (tests/recordings).
+The cluster answers as the recorded engines do (tests/recordings). Invariants:
+- a node that is down answers no client, even if the map names it;
+- a changed map has a higher revision;
+- a node that was split off has its own data and map;
+- the same seed and calls give the same ids, histories and snapshots.
 """
 
 from __future__ import annotations

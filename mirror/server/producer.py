@@ -168,7 +168,7 @@ StreamT = TypeVar("StreamT", bound=Stream)
 
 class Producer(ABC, Generic[StreamT, FilterT]):
     def __init__(self, port: ProducerPort, name: str, controls: Controls) -> None:
-        """`controls` holds what HELLO and DCP_OPEN negotiated."""
+        """`controls` holds the results of HELLO and DCP_OPEN."""
         self.name = name
         self.controls = controls
         self.streams: dict[tuple[int, int | None], StreamT] = {}

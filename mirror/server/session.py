@@ -194,8 +194,8 @@ class Session(ABC):
         )
 
     def not_my_vbucket(self) -> Reply:
-        """Return the refusal with the map, unless the client has that map and negotiated not to get it twice (SDK RFC
-        75).
+        """Return the refusal with the map. Leave out the map if the client has it and negotiated to get each map once
+        (SDK RFC 75).
         """
         if self.known_map >= self.map_revision and Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP in self.features:
             return Reply(Status.NOT_MY_VBUCKET)

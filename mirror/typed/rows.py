@@ -149,7 +149,7 @@ class Documents:
         return all(pc.all(each).as_py() for each in right)
 
     def _rewrite(self) -> None:
-        """Rewrite rows of which one has old metadata behind its value, or is damaged."""
+        """Rewrite the rows: one of them has old metadata behind its value, or is damaged."""
         vbids = (vbid for vbid, *_, count in self._origins for _ in range(count))
         for index, (vbid, frame) in enumerate(zip(vbids, self._frames, strict=True)):
             message = frame[: len(frame) - self._checksum_size]

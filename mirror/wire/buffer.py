@@ -2,8 +2,8 @@
 
 Knows the limits of frames; must never know their content. Invariants: bytes leave in the order they came, each exactly
 once; a byte is copied a bounded number of times, however small its pieces; a header is judged on arrival, so an
-impossible length is an error at once. Holds at most one incomplete frame and the bytes fed since the last drain: the
-owner drains (`next_frame` until None) before feeding again.
+impossible length is an error at once. The queue holds at most one incomplete frame and the bytes fed since the last
+drain: the owner drains (`next_frame` until None) before feeding again.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class SeqnoAdvanced(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class OsoSnapshot(StreamEvent):
-    """Start (flag 1) or end (flag 2) of a snapshot whose seqnos come in no order."""
+    """Start (flag 1) or end (flag 2) of a snapshot with unordered seqnos."""
 
     vbid: int
     flags: int
@@ -177,7 +177,7 @@ class DcpControl(Event):
 
 @dataclass(frozen=True, slots=True)
 class StreamRequest(StreamEvent):
-    """Stream what comes after `start_seqno`. `value` is JSON (filter, uid, sid, purge seqno) or empty."""
+    """Request the changes after `start_seqno`. `value` is JSON (filter, uid, sid, purge seqno) or empty."""
 
     vbid: int
     flags: int

@@ -3,7 +3,7 @@
 Knows the keys of the value and their types (docs/protocol.md 2.4; kv_engine
 docs/dcp/documentation/commands/stream-request.md); must never know a manifest or a client. Invariants: a value is
 parsed as a whole or refused with a RemoteProtocolError that has the status to answer with; ids are hexadecimal, a purge
-seqno is decimal, both as strings; a stream id is there if and only if the connection has turned them on.
+seqno is decimal, both as strings; a stream id is present if and only if the connection has turned them on.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class MapFollower:
         maps: NewestMap,
         user: MapUser,
     ) -> None:
-        """`maps` names the bucket, and which maps are too old."""
+        """`maps` holds the bucket's uuid, and the revision below which maps are too old."""
         self.maps = maps
         self.session_at: Callable[[NodeAddress], NodeSession | None] = lambda _address: None
         self._access = access

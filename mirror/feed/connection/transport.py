@@ -121,7 +121,7 @@ class Link(asyncio.BufferedProtocol):
             self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}"))
 
     def _scan(self, data: bytes) -> list[Run | Frame]:
-        """Scan `data`, keep its incomplete rest, and return the items."""
+        """Scan `data`, keep only its incomplete rest, and return the items."""
         items, pos = scan(data, 0, self.routes, BODY_LENGTH_MAX)
         rest = data[pos:]
         self._need = (frame_size(rest) or HEADER_SIZE) if rest else 0

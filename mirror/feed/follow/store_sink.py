@@ -87,7 +87,7 @@ class PersistenceGate:
 
 class StoreSink:
     def __init__(self, writer: VbucketWriter, commit: Callable[[], None], gate: PersistenceGate | None = None) -> None:
-        """`commit` commits the group and reports what it published.
+        """`commit` commits the group and reports the published seqnos.
 
         `gate` holds complete snapshots back until the source has persisted them; None: nothing is held back.
         """
@@ -145,7 +145,7 @@ class StoreSink:
 
     def roll_back(self, target: ins.RollbackTo) -> RolledBack | NoBoundary:
         """Go back to the newest kept boundary at or below a seqno; deferred with `publish=persisted`."""
-        self._commit()  # so that the machines learn what was published
+        self._commit()  # so that the machines learn of published snapshots
         held = self.drop_held()
         state = self.state()
         if state.staging_branch != state.branch and not state.rollback_deferred:

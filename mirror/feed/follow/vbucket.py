@@ -2,7 +2,7 @@
 
 Knows when a commit is due, the filter of its stream, and how snapshots wait to be persisted; decides nothing about the
 stream. Invariants: counters only rise; `requested_again_bytes` counts rows that the source sends again although they
-were published when the process began, and were not rolled back or resynced since.
+were published when the process began, and neither rolled back nor resynced since.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ log = get_logger("feed")
 STREAMS_BEFORE_RECONNECT = 2
 """Streams of a vbucket that may stall in a row before the connection is blamed."""
 COLLECTIONS_PER_S = 50
-"""Limit of a node's queries for collections' high seqnos, except the first over a connection. With many collections,
-the polls are less frequent.
+"""A node's queries for collections' high seqnos in a second, besides the first poll over a connection. With many
+collections, polls are less frequent.
 """
 
 

@@ -47,7 +47,7 @@ class Snapshot:
     end_seqno: int
     spool: Spool = field(repr=False)
     manifest: Manifest = field(repr=False)
-    """Scopes and collections at the snapshot's end, without those made before the read began."""
+    """Scopes and collections at the snapshot's end, without those made before the read's first position."""
     purge_seqno: int | None = None
     """Tombstones up to here are gone at the source; None if it does not say so (before 8.0)."""
     on_close: Callable[[int, int], None] | None = field(default=None, repr=False)

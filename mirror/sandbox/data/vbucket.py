@@ -1,9 +1,11 @@
 """One vbucket of the source: its versions, which of them are newest, and its histories.
 
-Invariants: `log` has the versions of the current history in the order of seqnos, without a gap above `forgotten_seqno`;
-a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above E, so any cut of the log is a
-consistent snapshot with dedup (kv_engine docs/dcp/documentation/concepts.md); a group written at once is never cut.
-Only a `bounded` vbucket forgets superseded versions.
+Invariants:
+- `log` has the versions of the current history in the order of seqnos, without a gap above `forgotten_seqno`;
+- a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above E, so any cut of the log is a
+  consistent snapshot with dedup (kv_engine docs/dcp/documentation/concepts.md);
+- a group written at once is never cut;
+- only a `bounded` vbucket forgets superseded versions.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Vbucket:
         self.history_start_seqno = int(keeps_history)
         """From here on every version is on disk, superseded ones included; 0: only the newest are."""
         self.without_history: set[int] = set()
-        """Collections of which only the newest versions are kept nevertheless."""
+        """Collections that nevertheless keep only their newest versions."""
         self.log: list[Item] = []
         self.forgotten_seqno = 0
         """Versions superseded up to here are gone; no snapshot or failover can end below it."""

@@ -1,9 +1,10 @@
 """The message that one DCP client gets for a stored row, by its features and open flags.
 
 Knows rows (`storage/FORMAT.md`) and the effect of each feature (docs/protocol.md 2.2, 2.3, 2.11; the recordings 72_h*
-and 605_h*); must never know streams, windows or seqnos. Invariants: an unaltered row is the message itself; the sender
-sets vbucket and opaque; a value that cannot be taken apart is sent as stored, with its datatype, and logged; any other
-bad row is a ValueError or a ProtocolError, never a different message.
+and 605_h*); must never know streams, windows or seqnos. Invariants:
+- an unaltered row is the message itself; the sender sets vbucket and opaque;
+- a value that cannot be taken apart is sent as stored, with its datatype, and logged;
+- any other bad row is a ValueError or a ProtocolError, never a different message.
 """
 
 from __future__ import annotations

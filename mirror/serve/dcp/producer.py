@@ -170,14 +170,14 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
     # -- the judgement of a stream request
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:
-        self._bucket.state_for_dcp(request.vbid)  # before the filter: what it names may come with the first snapshot
+        self._bucket.state_for_dcp(request.vbid)  # first: the collections may come with the first snapshot
         if request.flags & StreamRequestFlag.TAKEOVER:
             raise Refused(Status.NOT_SUPPORTED, "a mirror cannot hand a vbucket over")
         return request
 
     def _parse_filter(self, request: StreamRequest) -> ServedFilter:
         assert self.reader is not None, "a DCP client has logged in"
-        own = self._bucket.state_for_dcp(request.vbid).manifest  # perhaps newer than what is remembered of the bucket
+        own = self._bucket.state_for_dcp(request.vbid).manifest  # perhaps newer than the bucket's kept manifest
         return dcp_filter.parse(
             request.value,
             max(self._bucket.manifest(), own, key=lambda each: each.uid),

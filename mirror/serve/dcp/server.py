@@ -1,9 +1,11 @@
 """The DCP endpoint of one process: a KV endpoint whose connections can become producers.
 
 Knows the differences from the KV endpoint: names of connections, the watch over the store, and silent clients.
-Invariants: of a user's two connections of one name the newer one stays (kv_engine
-docs/dcp/documentation/commands/open-connection.md), and other users' connections of that name are not touched; a client
-that only listens is not idle; rights that the users file withdraws are lost to streams within a second.
+Invariants:
+- of a user's two connections of one name the newer one stays (kv_engine
+  docs/dcp/documentation/commands/open-connection.md); other users' connections of that name are not touched;
+- a client that only listens is not idle;
+- streams lose withdrawn rights within a second after a change of the users file.
 """
 
 from __future__ import annotations

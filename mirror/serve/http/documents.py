@@ -1,8 +1,9 @@
 """Documents by key, several by keys, and many by prefix or range, page by page.
 
-Knows the routes' parameters and headers; never a socket or a status. Invariants: one document, and the documents of one
-group in a multi-get, are read in one transaction; an ETag is the CAS and the form, so two answers with one ETag have
-the same bytes; all pages of a vbucket show the moment of its first page, or say that they no longer can.
+Knows the routes' parameters and headers; never a socket or a status. Invariants:
+- a single document, or a multi-get's documents of one group, are read in one transaction;
+- an ETag is the CAS and the form, so two answers with one ETag have the same bytes;
+- all pages of a vbucket show the moment of its first page; once that is impossible, the next page is a problem.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Connections of HTTP readers: uvicorn's protocol, with limits on their number and slowness.
 
 Knows asyncio's transports and uvicorn's protocol over httptools (llhttp, the parser of Node.js); never a route.
-Invariants: a connection that is silent, sends half a request, or takes nothing of its answer is closed after its limit,
-and its memory freed; answers to slow readers have one bound for all of them; pipelined requests wait as bytes, but for
-a few. `admission` decides who may connect.
+`admission` decides who may connect. Invariants:
+- a connection that is silent, sends half a request, or takes nothing of its answer is closed after its limit, and its
+  memory is freed;
+- answers to slow readers have one bound for all of them;
+- pipelined requests wait as bytes, except for a few.
 """
 
 from __future__ import annotations

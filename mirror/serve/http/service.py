@@ -1,9 +1,11 @@
 """Shared ground of every HTTP route: the mirror, readers and rights, waiting, limits.
 
-Knows the open view, users, budgets and problems; never a route's own parameters. Invariants: a collection is read only
-after its name was judged; a vbucket that was never published, or is being resynced, is "not available now", never
-"absent", unless its source is known to be empty; a read with tokens answers only if the tokens still stand after it, so
-a rollback in between cannot slip an older value in.
+Knows the open view, users, budgets and problems; never a route's own parameters. Invariants:
+- a collection is read only after its name was judged;
+- in a vbucket that was never published, or is being resynced, a document is "not available now", never "absent", unless
+  the source's vbucket is known to be empty;
+- a read with tokens answers only if the tokens still hold after it, so a rollback in between cannot slip an older value
+  in.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """The mirrored bucket for KV clients: documents, manifests and seqnos, or a status with the reason for a refusal.
 
 Knows the store's view and the rules of readers (unpublished, being resynced, not theirs to read); must never know
-frames or connections. Invariants: every answer is of one moment of its vbucket; a vbucket without a complete copy, or
-with a lost history, is a temporary failure and never `no such document`, unless the operator lets readers have the old
-copy; a document that a reader may not read is refused whether it exists or not.
+frames or connections. Invariants:
+- every answer is of one moment of its vbucket;
+- a vbucket without a complete copy, or with a lost history, is a temporary failure and never `no such document`, unless
+  the operator lets readers have the old copy;
+- a document that a reader may not read is refused, even if it does not exist.
 """
 
 from __future__ import annotations

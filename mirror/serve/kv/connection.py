@@ -175,7 +175,7 @@ class KvConnection(asyncio.Protocol):
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Send what is written, to the end of an answer in pieces, then close."""
+        """Send the written bytes, to the end of an answer in pieces, then close."""
         if self.unsent.is_sending and not self.transport.is_closing():
             self._goodbye = True
             self.transport.pause_reading()
@@ -298,7 +298,7 @@ class KvConnection(asyncio.Protocol):
                 self._is_busy = True
                 break
         if 0 < end - pos < HEADER_SIZE:
-            fr.frame_size(data, pos)  # as above, where the turn ended just before
+            fr.frame_size(data, pos)  # as above, if the turn ended just before
         return pos
 
     def _refuse_large(self, data: bytes, pos: int) -> bytes:
@@ -355,7 +355,7 @@ class KvConnection(asyncio.Protocol):
     # -- answers that take time
 
     def _begin(self, frame: Frame, later: Later, began: float) -> bytes:
-        """Return the answer if the first step has it; else it comes by itself."""
+        """Return the answer if the first step has it; a later answer is sent when it is ready."""
         reply = self._guarded(frame, later.step)
         if isinstance(reply, Later):
             later, reply = reply, None

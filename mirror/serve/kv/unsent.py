@@ -16,7 +16,7 @@ from mirror.serve.turns import Turns
 class Unsent:
     def __init__(self, transport: asyncio.Transport, turns: Turns, counters: Counters) -> None:
         self.takes = asyncio.Event()
-        """Set while the client takes what is written."""
+        """Set while the client takes written bytes."""
         self.takes.set()
         self.writable = asyncio.Event()
         """Set while the client takes, and no answer is being written in pieces."""

@@ -120,7 +120,7 @@ def _batch(rows: list[tuple[Any, ...]], schema: Any, positions: list[int]) -> An
     for field, position in zip(schema, positions, strict=True):
         if field.name == "key":  # bytes that are not UTF-8 stay as they are
             arrays.append(pa.array(columns[position], pa.binary()).view(pa.string()))
-        elif field.type == pa.int64():  # what exceeds its range comes out negative, all bits kept
+        elif field.type == pa.int64():  # larger numbers come out negative, all bits kept
             arrays.append(pa.array(columns[position], pa.uint64()).view(field.type))
         else:
             arrays.append(pa.array(columns[position], field.type))

@@ -118,7 +118,7 @@ def hold(job: Job) -> Lease:
 
 
 def read(job: Job, vbids: Sequence[int], shape: Shape, counts: Counts | None = None) -> Iterator[Any]:
-    """Yield the record batches of a task, and add what was read to `counts`."""
+    """Yield the record batches of a task, and add its documents to `counts`."""
     mine = set(vbids)
     maker = Maker(shape, counts, seal.SIZE)
     lease = hold(job)

@@ -254,7 +254,7 @@ def require_absent_or_table(folder: Folder) -> None:
     try:
         names = folder.names()
     except NotADirectoryError:
-        return  # making it fails, and says why
+        return  # making the table fails, with the reason
     except OSError as error:
         raise folder.error(error) from error
     strangers = [each for each in names if each != LOCK_FILE and run_of(each) is None]

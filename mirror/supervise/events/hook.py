@@ -1,8 +1,10 @@
 """The operator's command `on_event`: runs for each event, with the event as JSON on its stdin.
 
-Invariants: the service never waits for it; at most `RUNNING_MAX` run at once, each for `TIMEOUT_S`, and `WAITING_MAX`
-events wait; a failure and a dropped event are logged once until the next success; the command gets no password of the
-service.
+Invariants:
+- the service never waits for the command;
+- at most `RUNNING_MAX` commands run at once, each for `TIMEOUT_S`, and `WAITING_MAX` events wait;
+- a failure or a dropped event is logged once until the next success;
+- the command gets no password of the service.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A server's slot is a worker's slot without groups, numbered above all workers. Invariants: an address is held from
 before the first process until after the last, or until a reload drops it; addresses change together or not at all; a
-setting that concerns readers alone restarts no worker, and one of workers no server.
+setting that concerns only readers restarts no worker, and a setting of workers restarts no server.
 """
 
 from __future__ import annotations
