@@ -26,7 +26,7 @@ from storage.history.purge import Window
 from tests.feed.harness import Mirror
 from tests.sandbox.past import state_at
 from tests.serve.dcp_rig import ALL, TIMES, DcpClient, serving_dcp
-from tests.storage.test_seal import flip
+from tests.storage.rig import flip
 
 VBUCKETS = 4
 CARTS = 8

@@ -23,7 +23,8 @@ from storage.model import Branch
 from storage.read import bulk, stream
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
-from tests.storage.model import IDENTITY, keys_of, log, row, span
+from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.rig import publish
 
 VBIDS = (0, 2)
 Reads = dict[str, list[Callable[[View], Any]]]
@@ -84,14 +85,11 @@ def _purge(writer: GroupWriter, steps: int) -> None:
 
 def _publish(writer: GroupWriter, rng: random.Random, vbid: int, written: list[bytes]) -> None:
     at = writer.vbuckets[vbid].state.staged_seqno
-    prefix = writer.vbuckets[vbid].prefix
-    rows = [
-        row(prefix, key, None if rng.random() < 0.1 else rng.randbytes(rng.choice((20, 200, 200, 3_000))), seqno)
+    items = [
+        (key, None if rng.random() < 0.1 else rng.randbytes(rng.choice((20, 200, 200, 3_000))), seqno)
         for seqno, key in enumerate(dict.fromkeys(written), at + 1)
     ]
-    writer.vbuckets[vbid].stage(rows, sum(len(frame) for _, frame in rows), span(at + 1, at + len(rows)))
-    writer.vbuckets[vbid].publish(at + len(rows), 0)
-    writer.commit()
+    publish(writer, vbid, items)
 
 
 def _get(view: View, key: bytes, as_of: int | None = None) -> Any:

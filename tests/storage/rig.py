@@ -7,7 +7,7 @@ from typing import Any
 
 from storage.env import directory
 from storage.env.environment import SHARED
-from storage.format import records
+from storage.format import keys, records
 from storage.history.purge import Purger, Window
 from storage.model import Collection, Manifest, ManifestUid
 from storage.write.writer import GroupWriter, WriterOptions
@@ -128,3 +128,13 @@ def purge(writer: GroupWriter, window: Window) -> int:
         steps += 1
         assert steps < 10_000
     return steps
+
+
+def flip(writer: GroupWriter, seqno: int, at: int, bit: int = 0) -> None:
+    """Flip a bit of a stored row; a negative `at` counts from the end."""
+    key = keys.ROW.pack(1, seqno)
+    with writer.environment.begin(write=True) as txn:
+        tree = writer.environment.db(keys.rows_db(0))
+        stored = bytearray(txn.get(key, db=tree))
+        stored[at] ^= 1 << bit
+        txn.put(key, bytes(stored), db=tree)

@@ -6,6 +6,8 @@ import os
 import random
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lmdb import verify
@@ -127,6 +129,8 @@ def test_a_flipped_bit_ends_a_copy_with_an_error_or_is_in_the_data_that_is_copie
     with source.read() as txn, closing(Compaction(source, txn.raw)) as copy:
         number, live = txn.raw.id(), [page for page, kind in enumerate(copy._kinds) if kind in (1, 2, 3)]
     source.close()
+    closed: Any = SimpleNamespace(path=str(tmp_path), env=SimpleNamespace(stat=lambda: {"psize": 4096}))
+    transaction: Any = SimpleNamespace(id=lambda: number)
     file = tmp_path / DATA_FILE
     good = file.read_bytes()
     rng = random.Random(5)
@@ -136,30 +140,12 @@ def test_a_flipped_bit_ends_a_copy_with_an_error_or_is_in_the_data_that_is_copie
             at = rng.choice(live) * 4096 + rng.randrange(64)  # headers, and where nodes are
             os.pwrite(data.fileno(), bytes([good[at] ^ 1 << rng.randrange(8)]), at)
             try:
-                with closing(Compaction(_Closed(str(tmp_path)), _Number(number))) as copy:  # type: ignore[arg-type]
+                with closing(Compaction(closed, transaction)) as copy:
                     assert all(len(each) == copy.page_bytes for each in copy.pages())
             except CorruptedError as error:
                 errors += "page" in str(error)
             os.pwrite(data.fileno(), good[at : at + 1], at)
     assert errors > 33
-
-
-class _Closed:
-    """An environment that LMDB does not open."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.env = self
-
-    def stat(self) -> dict[str, int]:
-        return {"psize": 4096}
-
-
-class _Number(int):
-    """A transaction of which the number is known."""
-
-    def id(self) -> int:
-        return self
 
 
 def test_nobody_else_copies_an_environment() -> None:

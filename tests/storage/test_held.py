@@ -9,18 +9,17 @@ import pytest
 from storage.admin import check
 from storage.env import directory
 from storage.errors import CorruptedError, NotHeld, StorageError, WrongBucket
-from storage.format import keys, records
 from storage.model import Identity
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
-from tests.storage.model import log, span
+from tests.storage.model import keys_of, log
+from tests.storage.rig import publish
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 8, 2, (3, 6))
 
 
-def keys_in(vbid: int) -> bytes:
-    """A key of a vbucket of eight."""
-    return next(key for key in (b"key%d" % n for n in range(1000)) if keys.vbid_of(key, 8) == vbid)
+def key_in(vbid: int) -> bytes:
+    return keys_of(vbid, 1, IDENTITY.vbucket_count)[0]
 
 
 @pytest.fixture
@@ -34,10 +33,7 @@ def path(tmp_path: Path) -> str:
         )
         for vbid in IDENTITY.group_vbids(group):
             writer.vbuckets[vbid].save(failover_log=log())
-            frame = records.encode_mutation(keys_in(vbid), b"v", 7)
-            writer.vbuckets[vbid].stage([(writer.vbuckets[vbid].prefix + (7).to_bytes(8), frame)], 0, span(7, 7))
-            writer.vbuckets[vbid].publish(7, 7)
-        writer.commit()
+            publish(writer, vbid, [(key_in(vbid), b"v", 7)])
         writer.close()
     return path
 
@@ -59,19 +55,19 @@ def test_what_is_held_is_dealt_into_the_groups(path: str) -> None:
 
 def test_what_is_held_is_read_and_the_rest_is_elsewhere(view: View) -> None:
     found = [document.key for document in view.scan()]
-    assert found == [keys_in(vbid) for vbid in (3, 4, 5, 6)]
+    assert found == [key_in(vbid) for vbid in (3, 4, 5, 6)]
     assert [state.vbid for state in view.states()] == [3, 4, 5, 6]
     assert [each.pub.seqno for each in view.published().values()] == [7] * 4
     assert [change.token.vbid for change in view.changes()] == [3, 4, 5, 6]
     assert view.manifest().uid == 0
-    document = view.get(keys_in(6))
+    document = view.get(key_in(6))
     assert document is not None
     assert document.value == b"v"
     for vbid in (0, 1, 2, 7):
         for read in (
-            lambda vbid=vbid: view.get(keys_in(vbid)),
-            lambda vbid=vbid: view.get_many([keys_in(4), keys_in(vbid)]),
-            lambda vbid=vbid: view.find(b"\0" + keys_in(vbid)),
+            lambda vbid=vbid: view.get(key_in(vbid)),
+            lambda vbid=vbid: view.get_many([key_in(4), key_in(vbid)]),
+            lambda vbid=vbid: view.find(b"\0" + key_in(vbid)),
             lambda vbid=vbid: view.state(vbid),
             lambda vbid=vbid: list(view.scan(vbid)),
         ):

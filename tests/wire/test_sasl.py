@@ -29,22 +29,6 @@ def exchange(client: ScramClient, server: ScramServer) -> None:
 
 
 @pytest.mark.parametrize("mechanism", HASHES)
-@pytest.mark.parametrize("user", PASSWORDS)
-def test_client_and_server_agree(mechanism: str, user: str) -> None:
-    server = ScramServer(mechanism, PASSWORDS.get)
-    exchange(ScramClient(mechanism, user, PASSWORDS[user]), server)
-    assert server.username == user
-
-
-@pytest.mark.parametrize("mechanism", HASHES)
-@pytest.mark.parametrize(("user", "password"), [("demo", "wrong"), ("nobody", "demo"), ("nobody", "")])
-def test_wrong_user_or_password_is_refused(mechanism: str, user: str, password: str) -> None:
-    with pytest.raises(SaslError, match="wrong user or password") as caught:
-        exchange(ScramClient(mechanism, user, password), ScramServer(mechanism, PASSWORDS.get))
-    assert caught.value.exit_code == 4
-
-
-@pytest.mark.parametrize("mechanism", HASHES)
 def test_client_agrees_with_an_independent_server(mechanism: str) -> None:
     library = scramp.ScramMechanism(SCRAMP_NAMES[mechanism])
     stored = library.make_auth_info("demo")
@@ -161,10 +145,13 @@ def test_best_common_mechanism_is_chosen_and_plain_needs_leave() -> None:
         choose_mechanism(["CRAM-MD5"], plain_allowed=True)
 
 
-def test_no_secret_in_error_texts() -> None:
-    with pytest.raises(SaslError) as caught:
-        exchange(ScramClient("SCRAM-SHA1", "demo", "hunter2"), ScramServer("SCRAM-SHA1", PASSWORDS.get))
+@pytest.mark.parametrize("mechanism", HASHES)
+@pytest.mark.parametrize("user", ["demo", "nobody"])
+def test_wrong_user_or_password_is_refused_without_a_secret_in_the_text(mechanism: str, user: str) -> None:
+    with pytest.raises(SaslError, match="wrong user or password") as caught:
+        exchange(ScramClient(mechanism, user, "hunter2"), ScramServer(mechanism, PASSWORDS.get))
     assert "hunter2" not in str(caught.value)
+    assert caught.value.exit_code == 4
 
 
 @pytest.mark.parametrize("mechanism", HASHES)
