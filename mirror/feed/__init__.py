@@ -1,3 +1,1 @@
-"""The side towards a cluster: login, streams, the map, commits. Knows sockets and the store; `ingest` makes the
-decisions.
-"""
+"""The side towards a cluster: login, streams, the map, commits. Knows sockets and the store; `ingest` decides."""

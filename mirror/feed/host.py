@@ -7,8 +7,9 @@ Must never know how rows are kept, nor how connections are made. Invariants (`in
   one;
 - a refusal by the sink ends the list;
 - an opaque of another session, or of a closed stream, never reaches the machine;
-- after `drop_machine` nothing is sent and no pause runs. Errors of the store pass through: the group drops its machines
-  and restarts them from the stored state.
+- after `drop_machine` nothing is sent and no pause runs.
+
+Errors of the store pass through: the group drops its machines and restarts them from the stored state.
 """
 
 from __future__ import annotations

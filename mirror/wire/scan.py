@@ -9,9 +9,11 @@ never know the use of rows, nor check the order of seqnos. A source sends its st
 - an impossible header is a RemoteProtocolError at once, before the rest of its frame;
 - the result does not depend on the cut into buffers, except that a run ends with its buffer;
 - a run holds only storable keys (`keys.key_problem`). A message with another key comes as a Frame, for its owner to
-  judge. It is written for speed in plain Python: one `unpack` a frame, local names only, no object per row but its
-  tuple. Cython's pure mode takes it as it stands. Sources: docs/protocol.md 2.1 and 2.11; kv_engine
-  docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
+  judge.
+
+It is written for speed in plain Python: one `unpack` a frame, local names only, no object per row but its tuple.
+Cython's pure mode takes it as it stands. Sources: docs/protocol.md 2.1 and 2.11; kv_engine
+docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from mirror.wire.frame import Frame
 log = get_logger("feed")
 
 SHARED_MAP_S = 5.0
-"""Time in which the user follows the first map that it was given; after it, the search starts again."""
+"""Time for the user to follow the first map that it was given; after it, the search starts again."""
 ROUND_PAUSE_S = 0.05
 """Minimal pause between two rounds: a thousand vbuckets that ask for a newer map cause one round."""
 ROUND_PAUSE_MAX_S = 1.0

@@ -113,7 +113,7 @@ class NodeSession:
         self.ledger = FlowControlLedger(access.settings.connection_buffer_size)
         self.noop_interval_s = access.settings.noop_interval_s
         self.controls: dict[str, bool] = {}
-        """The controls by name; True if the server accepted it."""
+        """True by a control's name if the server accepted the control."""
         self.handshake = Handshake(frozenset())
         self.ready = False
         self.acks_held = False

@@ -143,8 +143,8 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str,
 def _lag(vbucket: MirroredVbucket) -> int | None:
     """Return the seqnos that readers lack; None while the source's high seqno is unknown.
 
-    Rows served from an older history do not count. Received rows do: the high seqno of a filtered mirror does not cover
-    the end of a collection.
+    Rows served from an older history do not reduce the lag. Received rows raise it above the high seqno, which in a
+    filtered mirror does not cover the end of a collection.
     """
     high_seqno = vbucket.source_high_seqno
     if high_seqno is None:
