@@ -40,8 +40,8 @@ def test_export_writes_a_delta_table_with_typed_columns(mirrored: Path, tmp_path
     done.complains(3, "the body is not a JSON object")
     arguments += ["--mode", "permissive", "--max-misfits", "0.5"]
     done = succeed("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
-    assert "183 documents of 16 vbuckets" in done.out
-    assert "version 0" in done.out
+    for words in ("183 documents of 16 vbuckets", "version 0", "do not fit the schema"):
+        assert words in done.out
     rows = DeltaTable(str(tmp_path / "out")).to_pyarrow_table().to_pylist()
     assert {row["number"] for row in rows if row["_key"].startswith("order::")} == {
         number for number in range(200) if number % 10
@@ -53,8 +53,6 @@ def test_a_schema_that_most_documents_do_not_fit_is_exit_3_and_no_export(mirrore
     done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
     done.complains(3, "documents do not fit the schema")
     assert list(tmp_path.iterdir()) == []
-    done = succeed("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments, "--max-misfits", "1")
-    assert "do not fit the schema" in done.out
 
 
 def test_compare_is_silent_about_what_is_equal(source: SandboxThread, mirrored: Path) -> None:
@@ -139,14 +137,14 @@ def test_a_schema_that_sync_cannot_keep_is_refused_before_java_starts(
 
 def test_a_source_that_refuses_is_exit_4(source: SandboxThread, tmp_path: Path) -> None:
     arguments = ["--source", source.connection_string, "--to", tmp_path / "lake"]
-    call("pipeline", "sync", *arguments, env={"DCP_MIRROR_PASSWORD": "wrong"}).complains(4, "password")
+    call_here("pipeline", "sync", *arguments, env={"DCP_MIRROR_PASSWORD": "wrong"}).complains(4, "password")
 
 
 def test_no_mirror_and_no_space_are_reported_with_their_place(mirrored: Path, tmp_path: Path) -> None:
-    done = call("pipeline", "export", "--data", tmp_path / "nowhere", "--to", tmp_path / "out")
+    done = call_here("pipeline", "export", "--data", tmp_path / "nowhere", "--to", tmp_path / "out")
     done.complains(2, "no such directory")
     (tmp_path / "file").touch()
-    done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "file" / "out")
+    done = call_here("pipeline", "export", "--data", mirrored, "--to", tmp_path / "file" / "out")
     done.complains(1, str(tmp_path / "file" / "out"))
 
 

@@ -25,7 +25,6 @@ from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.read.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from mirror.wire.constants import StreamEndReason
 from storage.env.directory import MapRecord
 from storage.model import Kind
 from tests.sandbox.past import state_at
@@ -289,19 +288,6 @@ def test_moved_vbuckets_are_followed(source: SandboxThread) -> None:
         copy.assert_equal(source)
         assert len(copy.ended) == VBUCKETS
         assert reader.high_seqnos() == {vbid: copy.positions[vbid].seqno for vbid in range(VBUCKETS)}
-
-
-def test_streams_that_end_are_requested_again(source: SandboxThread) -> None:
-    write(source, 20)
-    copy = Copy()
-    with reader_of(source) as reader:
-        items = reader.read(copy.positions)
-        copy.take_rows(items, 20)
-        assert source.call(source.cluster.faults.end_streams, StreamEndReason.STATE_CHANGED) == VBUCKETS
-        write(source, 20)
-        copy.take_rows(items, 40)
-        items.close()
-    copy.assert_equal(source)
 
 
 def test_a_source_that_falls_silent_is_reported_in_time(source: SandboxThread) -> None:

@@ -104,41 +104,6 @@ async def test_after_every_refusal_it_is_requested_again_unless_people_must_act(
     assert stored(mirror) == ([] if action is Action.STOP else [1, 2, 3])
 
 
-async def test_out_of_range_is_answered_by_a_search_for_common_history_and_then_a_resync(tmp_path: Path) -> None:
-    """ERANGE at a position that is held: the log has no common history, so everything comes again next to the old."""
-    mirror = mirror_at(tmp_path)
-    async with RecordedSource(script(success(*snapshot(1, 3)))) as source:
-        mirror.start(source.connection_string)
-        await mirror.until_published(VBID, 3)
-        again = Exchange(ANY, Status.SUCCESS, encode_failover_log([(77, 0)]), success(*snapshot(1, 2)).messages)
-        source.play_next(script(Exchange(ANY, Status.ERANGE, b""), again))
-        await mirror.until(lambda: mirror.row(VBID)["vbuuid"] == 77, "the new history")
-        await mirror.until(lambda: mirror.row(VBID)["published_seqno"] == 2, "the new copy")
-        await mirror.stop()
-    assert stored(mirror) == [1, 2]
-
-
-async def test_silence_inside_a_snapshot_shows_nothing_of_it_and_is_resumed_there(tmp_path: Path) -> None:
-    part = snapshot(1, 100, int(SnapshotFlag.DISK))[:51]
-    mirror = mirror_at(tmp_path)
-    async with RecordedSource(script(success(*part))) as source:
-        mirror.start(source.connection_string)
-        await mirror.until(lambda: mirror.row(VBID)["staged_seqno"] == 50, "half of it")
-        assert mirror.row(VBID)["published_seqno"] == 0
-        source.requests.clear()
-        source.play_next(script(success(*snapshot(1, 100, int(SnapshotFlag.DISK)))))
-        await mirror.until_published(VBID, 100)
-        requested = next(request for request in source.requests if request.vbid == VBID)
-        assert (requested.start_seqno, requested.snap_start_seqno, requested.snap_end_seqno, requested.vbuuid) == (
-            50,
-            0,
-            100,
-            99,
-        )
-        await mirror.stop()
-    assert stored(mirror) == list(range(1, 101))
-
-
 async def test_what_has_come_and_is_not_published_is_lag_whatever_the_source_was_last_said_to_have(
     tmp_path: Path,
 ) -> None:
@@ -153,19 +118,6 @@ async def test_what_has_come_and_is_not_published_is_lag_whatever_the_source_was
         vbucket.polled = (vbucket.session, 10)
         assert mirror.row(VBID)["lag_seqnos"] == 50
         await mirror.stop()
-
-
-async def test_source_that_breaks_the_order_harms_no_other_vbucket(tmp_path: Path) -> None:
-    """Seqnos fall inside one run: nothing of that snapshot is kept, the stream is requested again, others go on."""
-    marker, *items = snapshot(1, 5)
-    broken = success(marker, items[0], items[3], items[2], items[4])
-    mirror = mirror_at(tmp_path)
-    async with RecordedSource(script(broken, success(*snapshot(1, 5)))) as source:
-        mirror.start(source.connection_string)
-        await mirror.until_published(OTHER, 1)
-        await mirror.until_published(VBID, 5)
-        await mirror.stop()
-    assert stored(mirror) == [1, 2, 3, 4, 5]
 
 
 async def test_marker_that_asks_to_be_acked_is_answered_once_it_is_durable(tmp_path: Path) -> None:

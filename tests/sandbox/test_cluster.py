@@ -140,15 +140,6 @@ async def test_nodes_join_and_leave_by_rebalance() -> None:
         assert sorted(chains) == [[0]] * 4 + [[1]] * 4, "a node that left comes back"
 
 
-async def test_a_bucket_recreated_breaks_connections(cluster: SandboxCluster) -> None:
-    cluster.set("k", {})
-    uuid = cluster.bucket.map.bucket_uuid
-    client = await Client.dcp(cluster)
-    await cluster.recreate_bucket()
-    await client.until_closed()
-    assert (await config_of(cluster, 0))["uuid"] != uuid
-
-
 async def test_expired_documents_are_found_by_the_pager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirror.sandbox.cluster.EXPIRY_PAGER_SECONDS", 0.05)
     async with SandboxCluster(vbuckets=1) as cluster:

@@ -97,23 +97,6 @@ async def test_a_change_of_state_ends_streams() -> None:
         assert len(codec_dcp.decode_failover_log(answer.value)) == 2
 
 
-async def test_after_a_failover_with_loss_a_client_has_to_roll_back(cluster: SandboxCluster) -> None:
-    for index in range(20):
-        cluster.set(f"k{index}", {})
-    uuid = cluster.vbucket(0).vbuuid
-    client = await Client.streamed(cluster, 20)
-    assert cluster.failover(0, lose=5) == 15
-    await client.until(lambda: client.of(ev.StreamEnd))
-    answer = await client.stream(0, start=20, uuid=uuid)
-    assert answer.status == Status.ROLLBACK
-    assert codec_dcp.decode_rollback_seqno(answer.value) == 15
-    assert (await client.stream(0, start=15, uuid=uuid)).status == 0
-    sent = cluster.sent(0)
-    assert [request.start_seqno for request in sent.stream_requests] == [0, 15]
-    assert sent.refused_requests == 1
-    assert sent.frames == len(client.frames) - 1  # the STREAM_END is none of the vbucket's data
-
-
 async def test_who_may_not_look_up_system_collections_gets_a_stream_without_them_and_without_a_word(
     cluster: SandboxCluster,
 ) -> None:
