@@ -171,6 +171,13 @@ class Site:
     def scan(self, status: int = 200, collection: str = "_default", **params: Any) -> Any:
         return self.get(f"/v1/collections/{collection}/documents", status, params=params).json()
 
+    def pages(self, **params: Any) -> list[Any]:
+        """All pages of a scan."""
+        found = [self.scan(**params)]
+        while found[-1]["next"] is not None:
+            found.append(self.scan(**params, page=found[-1]["next"]))
+        return found
+
     def changes(self, auth: Any = None, **params: Any) -> list[dict[str, Any]]:
         text = self.get("/v1/changes", auth=auth, params={"follow": "false"} | params).text
         return [event for event in events(text) if "event" in event]

@@ -16,7 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
-from mirror.sandbox import SandboxThread
+from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.serve.access.auth import Reader, SourceUser, Users, entry_of
 from mirror.serve.access.logins import Logins
 from mirror.serve.kv.bucket import KvBucket
@@ -316,21 +316,19 @@ class Endpoint(Hosted[KvServer, Client]):
 serving = Endpoint.serving
 
 
+def mirror_of(cluster: SandboxCluster, path: Path, **options: Any) -> Mirror:
+    path.mkdir(exist_ok=True)
+    bucket = cluster.bucket
+    vbuckets, uuid = len(bucket.vbuckets), bucket.map.bucket_uuid
+    return Mirror(path, bucket=bucket.name, bucket_uuid=uuid, vbuckets=vbuckets, password=PASSWORD, **options)
+
+
 class MirrorThread:
     """A consumer of a sandbox and a KV endpoint over its store, in a thread of their own."""
 
     def __init__(self, source: SandboxThread, path: Path, *, settings: dict[str, Any] | None = None) -> None:
         self.source = source
-        cluster = source.cluster
-        self.mirror = Mirror(
-            path,
-            bucket=cluster.bucket.name,
-            bucket_uuid=cluster.bucket.map.bucket_uuid,
-            vbuckets=len(cluster.bucket.vbuckets),
-            password=PASSWORD,
-            groups=2,
-            settings=settings,
-        )
+        self.mirror = mirror_of(source.cluster, path, groups=2, settings=settings)
         self.path = self.mirror.path
         self.port = 0
         self.server: KvServer

@@ -25,7 +25,7 @@ from storage.read.view import open_view
 from tests.feed.harness import Mirror
 from tests.sandbox.past import state_at
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, until
-from tests.serve.kv_rig import Store
+from tests.serve.kv_rig import Store, mirror_of
 
 VBUCKETS = 8
 SETTINGS = {"noop_interval_s": 0.5, "connection_buffer_size": 64 * 1024}
@@ -37,18 +37,8 @@ async def cluster() -> AsyncIterator[SandboxCluster]:
         yield running
 
 
-def mirror_of(cluster: SandboxCluster, path: Path, selection: Selection | None = None, **settings: Any) -> Mirror:
-    path.mkdir(exist_ok=True)
-    return Mirror(
-        path,
-        bucket=cluster.bucket.name,
-        bucket_uuid=cluster.bucket.map.bucket_uuid,
-        vbuckets=VBUCKETS,
-        password="demo",
-        groups=2,
-        selection=selection,
-        settings=SETTINGS | settings,
-    )
+def made(cluster: SandboxCluster, path: Path, selection: Selection | None = None, **settings: Any) -> Mirror:
+    return mirror_of(cluster, path, groups=2, selection=selection, settings=SETTINGS | settings)
 
 
 @asynccontextmanager
@@ -56,7 +46,7 @@ async def cascade(
     cluster: SandboxCluster, path: Path, **settings: Any
 ) -> AsyncIterator[tuple[Mirror, DcpEndpoint, Mirror]]:
     """Source, a mirror of it, its DCP port, and a mirror of that."""
-    first, second = mirror_of(cluster, path / "first", **settings), mirror_of(cluster, path / "second")
+    first, second = made(cluster, path / "first", **settings), made(cluster, path / "second")
     first.start(cluster.connection_string)
     async with serving_dcp(first.path) as endpoint:
         second.start(endpoint.url)
@@ -245,7 +235,7 @@ async def test_a_chain_of_three_follows_failovers_and_links_that_come_and_go(
 ) -> None:
     """Each link goes back no further than the one before it: nothing is read again from 0."""
     write(cluster, 200)
-    mirrors = [mirror_of(cluster, tmp_path / name) for name in ("first", "second", "third")]
+    mirrors = [made(cluster, tmp_path / name) for name in ("first", "second", "third")]
     async with AsyncExitStack() as stack:
         endpoints: list[DcpEndpoint] = []
         for each in mirrors:
@@ -345,8 +335,8 @@ async def test_the_lag_of_one_collection_of_a_mirror_is_known_while_others_are_w
     cluster.bucket.create_scope("shop")
     cluster.bucket.create_collection("shop", "carts")
     write(cluster, 40, "cart", collection="shop.carts")
-    first = mirror_of(cluster, tmp_path / "first")
-    second = mirror_of(cluster, tmp_path / "second", Selection.of(None, ["shop.carts"]))
+    first = made(cluster, tmp_path / "first")
+    second = made(cluster, tmp_path / "second", Selection.of(None, ["shop.carts"]))
     first.start(cluster.connection_string)
     await level(cluster, first)
     async with serving_dcp(first.path) as endpoint:
@@ -366,7 +356,7 @@ async def test_the_lag_of_one_collection_of_a_mirror_is_known_while_others_are_w
 
 async def test_nothing_published_goes_back_for_a_mirror_that_is_behind(cluster: SandboxCluster, tmp_path: Path) -> None:
     """A mirror of the cluster is moved to another mirror that stopped before the last writes and a failover."""
-    first, moved = mirror_of(cluster, tmp_path / "first"), mirror_of(cluster, tmp_path / "moved")
+    first, moved = made(cluster, tmp_path / "first"), made(cluster, tmp_path / "moved")
     write(cluster, 40)
     first.start(cluster.connection_string)
     await level(cluster, first)
@@ -402,8 +392,8 @@ async def test_a_mirror_that_publishes_what_is_persisted_needs_a_source_mirror_t
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
     write(cluster, 40)
-    first = mirror_of(cluster, tmp_path / "first")
-    second = mirror_of(cluster, tmp_path / "second", publish="persisted")
+    first = made(cluster, tmp_path / "first")
+    second = made(cluster, tmp_path / "second", publish="persisted")
     first.start(cluster.connection_string)
     await level(cluster, first)
     async with serving_dcp(first.path) as endpoint:

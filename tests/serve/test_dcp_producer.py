@@ -10,10 +10,10 @@ import pytest
 from mirror.server import producer
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, Status, StreamEndReason
+from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, StreamEndReason
 from storage.format.keys import vbid_of
 from storage.model import Collection, Seqno
-from tests.serve.dcp_rig import DcpClient, DcpEndpoint, serving_dcp, system_event
+from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, system_event
 from tests.serve.kv_rig import DEFAULT, Store
 
 VBUCKETS = 1
@@ -45,51 +45,6 @@ async def test_a_backfill_and_then_each_publish_as_it_comes(store: Store, dcp: D
     assert await client.silent()
 
 
-async def test_a_rollback_ends_the_streams_that_were_sent_what_is_gone(store: Store, dcp: DcpEndpoint) -> None:
-    for seqno in (1, 2, 3):
-        store.put(b"k%d" % seqno, b"x", seqno)
-    client = await dcp.client()
-    assert (await client.stream(0)).status == 0
-    await client.until_end(3)
-    store.writer.vbuckets[0].rollback(2)
-    assert await client.event() == ev.StreamEnd(0, int(StreamEndReason.STATE_CHANGED), opaque=0x77)
-    assert (await client.stream(0, 3, vbuuid=UUID)).status == Status.NOT_MY_VBUCKET, "it may yet come"
-    store.log(0, (UUID + 1, 2), (UUID, 0))
-    assert (await client.stream(0, 3, vbuuid=UUID)).rollback_seqno == 2
-    assert (await client.stream(0, 2, vbuuid=UUID)).status == 0
-    store.put(b"k3", b"other", 3)
-    found = await client.until_end(3)
-    assert [getattr(each, "value", b"") for each in found] == [b"", b"other"]
-
-
-class KeepingClient:
-    """Holds what it was sent, and goes back as the Java DCP client does: to the seqno that was answered, keeping what
-    it has from before, and resuming there as if that were the end of a snapshot.
-    """
-
-    def __init__(self, client: DcpClient) -> None:
-        self.client = client
-        self.held: dict[bytes, int] = {}
-        self.seqno = 0
-
-    async def follow(self, vbuuid: int, seqno: int) -> list[int]:
-        """Read up to a seqno; the rollbacks on the way."""
-        rollbacks: list[int] = []
-        while (answer := await self.client.stream(0, self.seqno, vbuuid=vbuuid)).status == Status.ROLLBACK:
-            assert answer.rollback_seqno is not None
-            self.seqno = answer.rollback_seqno
-            rollbacks.append(self.seqno)
-            if not self.seqno:
-                self.held = {}
-        for event in await self.client.until_end(seqno):
-            if isinstance(event, ev.Mutation):
-                self.held[event.key] = event.seqno
-            elif isinstance(event, ev.Deletion):
-                self.held.pop(event.key, None)
-        self.seqno = seqno
-        return rollbacks
-
-
 async def test_a_backlog_comes_in_the_snapshots_that_the_mirror_had_published(store: Store, dcp: DcpEndpoint) -> None:
     """So no failover ends inside of one that a client got, and its deletion at 81 cannot be passed over."""
     for seqno in (79, 80):
@@ -105,34 +60,6 @@ async def test_a_backlog_comes_in_the_snapshots_that_the_mirror_had_published(st
     store.log(0, (UUID + 1, 81), (UUID, 0))
     await client.event()
     assert (await client.stream(0, 82, vbuuid=UUID)).rollback_seqno == 81
-
-
-@pytest.mark.parametrize("lagging", [False, True])
-async def test_a_client_that_goes_back_misses_no_deletion_that_a_lost_snapshot_left_out(
-    store: Store, dcp: DcpEndpoint, lagging: bool
-) -> None:
-    """a is deleted at 6 and written again at 9, which is lost: the client was sent 9 alone, and the failover is at 7.
-
-    Seqno 6 is published again after the rollback, also as an end of a snapshot, but the client was never there.
-    """
-    store.put(b"a", b"1", 1)
-    store.put(b"b", b"1", 2)
-    store.put(b"c", b"1", 4)
-    store.put(b"a", b"lost", 9, publish=False)
-    store.put(b"d", b"lost", 10)
-    client = KeepingClient(await dcp.client())
-    assert await client.follow(0, 10) == []
-    store.writer.vbuckets[0].rollback(4)
-    assert isinstance(await client.client.event(), ev.StreamEnd)
-    store.log(0, (UUID + 1, 7), (UUID, 0))
-    store.delete(b"a", 6)
-    if not lagging:  # else what is published ends below the failover
-        store.put(b"e", b"new", 8)
-    rollbacks = await client.follow(UUID, 6 if lagging else 8)
-    served = {b"\0" + each.key: each.seqno for each in dcp.bucket.view.scan(0)}
-    client.held.pop(b"\0d")  # what is lost and in no history afterwards is the client's to remove
-    assert client.held == served
-    assert rollbacks == [4]
 
 
 async def test_a_new_history_ends_the_streams_before_anything_of_it_is_sent(store: Store, dcp: DcpEndpoint) -> None:

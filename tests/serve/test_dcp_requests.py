@@ -167,6 +167,8 @@ async def test_vbuckets_that_another_mirror_holds_are_not_here(tmp_path: Path) -
         client = await dcp.client()
         assert (await client.stream(3)).status == 0
         assert (await client.stream(1)).status == Status.NOT_MY_VBUCKET
+        for vbid, status in ((3, Status.KEY_ENOENT), (1, Status.NOT_MY_VBUCKET)):
+            assert (await client.get(b"\0k", vbid=vbid)).status == status
         seqnos = codec_dcp.decode_all_vb_seqnos((await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS))).value)
         assert seqnos == [(2, 0), (3, 0)]
     store.close()

@@ -257,10 +257,7 @@ def test_more_than_one_answer_may_hold_is_refused(site: Site, monkeypatch: pytes
     site.stands(service_report(site.data))
     assert site.multi_get([f"big-{number}" for number in range(4)], 413)["type"] == "urn:dcp-mirror:too-large"
     assert len(site.get(site.document("big-1")).content) == 17 << 17
-    pages = [site.scan()]
-    while pages[-1]["next"] is not None:
-        pages.append(site.scan(page=pages[-1]["next"]))
-    assert sum(bool(page["documents"]) for page in pages) == 4, "a page ends where its bytes are many"
+    assert sum(bool(page["documents"]) for page in site.pages()) == 4, "a page ends where its bytes are many"
 
 
 def test_a_multi_get_of_no_keys_needs_a_collection_that_exists(site: Site) -> None:

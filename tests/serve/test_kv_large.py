@@ -18,7 +18,7 @@ from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
-from storage.format import keys as keys_module
+from storage.format.keys import vbid_of
 from storage.read.large import LargeDocument
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
@@ -292,7 +292,8 @@ async def test_a_scan_has_large_documents_as_pages_by_themselves(
     endpoint: Endpoint, store: Store, value: bytes, datatype: int, body: bytes, unordered: bool
 ) -> None:
     """Each was once read, and read again where it did not fit, in one step."""
-    vbid, *keys = same_vbucket(b"a%d", 4)
+    vbid = 3
+    keys = sorted([key for number in range(1000) if vbid_of(key := b"a%d" % number, 16) == vbid][:4])
     for number, key in enumerate(keys):
         large = number in (1, 3)
         store.put(key, value if large else b"{}", 2 + number, datatype=datatype if large else 1, flags=7)
@@ -308,15 +309,9 @@ async def test_a_scan_has_large_documents_as_pages_by_themselves(
             status = Status(answer.status)
             found += kv_client.decode_scan_items(answer.value, keys_only=keys_only)
         assert status == Status.RANGE_SCAN_COMPLETE
-        assert [each.key for each in found] == sorted(keys)
+        assert [each.key for each in found] == keys
         if not keys_only:
             assert [each.value for each in found] == [b"{}", body, b"{}", body]
             assert {each.datatype for each in found} == {1}
             assert [each.flags for each in found] == [7] * 4
     assert endpoint.server.large.budget.out_bytes == 0
-
-
-def same_vbucket(pattern: bytes, count: int) -> tuple[int, *tuple[bytes, ...]]:
-    """A vbucket, and keys in it."""
-    keys = [key for number in range(1000) if keys_module.vbid_of(key := pattern % number, 16) == 3]
-    return 3, *sorted(keys[:count])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -86,10 +85,6 @@ def test_a_large_value_is_encoded_in_parts_as_in_one(size: int) -> None:
     assert base64.b64decode(json.loads(objects.document_json(made))["value_b64"]) == made.value
 
 
-def change_object(change: Change) -> Any:
-    return json.loads(b"".join(objects.change_parts(change)))
-
-
 def test_a_system_event_has_no_value() -> None:
     event = document(b"name", b"", 0, Kind.SYSTEM_EVENT)
     assert json.loads(objects.document_json(event)) == {"vbid": 1, "seqno": 2, "kind": "system_event", "key": "name"}
@@ -97,7 +92,8 @@ def test_a_system_event_has_no_value() -> None:
 
 def test_a_rollback_says_from_where_to_where() -> None:
     rollback = Rollback(3, Branch(1), Seqno(9), Branch(2), Seqno(5), Vbuuid(0xA), Vbuuid(0xB), 77)
-    shown = change_object(Change("rollback", Token(3, Branch(2), Seqno(5), 255), rollback=rollback))
+    change = Change("rollback", Token(3, Branch(2), Seqno(5), 255), rollback=rollback)
+    shown = json.loads(b"".join(objects.change_parts(change)))
     assert shown["rollback"] == {
         "from_branch": 1,
         "from_seqno": 9,

@@ -32,6 +32,8 @@ from tests.crash.service import Service, until
 from tests.serve.kv_rig import free_ports
 from tests.serve.test_official_sdk import VBUCKETS, connect, listener, string_of
 
+pytestmark = pytest.mark.xdist_group("sdk_service")  # the mirror is started once
+
 DOCUMENTS: dict[str, dict[str, object]] = {f"doc-{number:03}": {"n": number} for number in range(200)}
 HALF = VBUCKETS // 2
 SHORT = timedelta(milliseconds=500)
@@ -163,6 +165,7 @@ def test_mirrors_with_a_part_each_are_one_bucket_to_clients(source: SandboxThrea
             cluster.close()
 
 
+@pytest.mark.ci
 def test_a_key_that_is_nowhere_is_absent_at_the_mirror_that_would_hold_it(
     source: SandboxThread, tmp_path: Path
 ) -> None:

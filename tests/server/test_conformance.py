@@ -26,6 +26,7 @@ from storage.history.purge import Window
 from tests.feed.harness import Mirror
 from tests.sandbox.past import state_at
 from tests.serve.dcp_rig import ALL, TIMES, DcpClient, serving_dcp
+from tests.serve.kv_rig import mirror_of
 from tests.storage.rig import flip
 
 VBUCKETS = 4
@@ -97,10 +98,7 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
             made = Server(cluster, request.param, port)
             yield made
         else:
-            mirror = Mirror(
-                tmp_path, bucket=cluster.bucket.name, bucket_uuid=cluster.bucket.map.bucket_uuid, vbuckets=VBUCKETS,
-                password="demo",
-            )  # fmt: skip
+            mirror = mirror_of(cluster, tmp_path)
             mirror.start(cluster.connection_string)
             for vbid in range(VBUCKETS):
                 await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)

@@ -20,6 +20,7 @@ from tests.feed.harness import Mirror
 from tests.recordings import frames
 from tests.sandbox.recorded import answers, fill
 from tests.serve.dcp_rig import DcpClient, serving_dcp
+from tests.serve.kv_rig import mirror_of
 from tests.server.test_dcp_requests import cluster_like_the_recorded, summary
 
 DEAD = 14
@@ -43,9 +44,7 @@ async def mirrored(name: str, recording: list[tuple[str, Frame]], path: Path) ->
             fill(cluster.vbucket(vbid), {}, high)
     cluster.bucket.states[DEAD] = VbucketRole.DEAD
     cluster.bucket.to_disk()
-    mirror = Mirror(
-        path, bucket=cluster.bucket.name, bucket_uuid=cluster.bucket.map.bucket_uuid, vbuckets=16, password="demo",
-    )  # fmt: skip
+    mirror = mirror_of(cluster, path)
     mirror.start(f"couchbase://demo@127.0.0.1:{cluster.nodes[0].port}/{cluster.bucket.name}")
     for vbid in set(range(16)) - {DEAD}:
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
