@@ -83,17 +83,17 @@ class SeqnoOrder(StorageError):
 
 
 class NotHeld(StorageError):
-    """Another one of the bucket's mirrors holds the vbucket."""
+    """Another mirror of the bucket holds the vbucket."""
 
 
 class UnknownCollection(StorageError):
-    """No collection of that name at this point of the vbucket's history."""
+    """The vbucket has no collection of that name at this point of its history."""
 
     exit_code = 2
 
 
 class NoSuchBoundary(StorageError):
-    """No kept boundary at or below the requested one; the message names the floor."""
+    """No boundary is kept at or below the requested one; the message names the floor."""
 
 
 class AnswerTooLarge(StorageError):
@@ -115,7 +115,7 @@ class ViewInvalidated(StorageError):
 
     retryable = True
     rolled_back = False
-    """Another history is served now; else something that the read needs is no longer kept."""
+    """True: another history is served now. False: rows that the read needs are no longer kept."""
 
 
 class Unavailable(StorageError):
@@ -125,4 +125,4 @@ class Unavailable(StorageError):
 
 
 class Closed(StorageError):
-    """Used after close, or in a child process that did not open it."""
+    """The view or writer was used after close, or in a child process that did not open it."""

@@ -1,7 +1,7 @@
 """The nouns of the store: identifiers, documents, boundaries and the state of a vbucket.
 
-Knows plain values only: no LMDB, no sockets, no clock. Everything here is immutable; `ingest` sees this module and
-nothing else of `storage`.
+Knows plain values only: no LMDB, no sockets, no clock. Everything here is immutable; `ingest` imports nothing else of
+`storage`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ManifestUid = NewType("ManifestUid", int)
 Branch = NewType("Branch", int)
 
 NO_VBUUID = Vbuuid(0)
-"""No history: that of a stream request from 0, and of seqnos below a failover log."""
+"""No history: used in a stream request from 0, and for seqnos below a failover log."""
 
 SEQNO_MAX = 2**64 - 1
 DEFAULT_COLLECTION = 0
@@ -41,7 +41,7 @@ class BranchReason(IntEnum):
     ABANDONED = 4
     DEFERRED_ROLLBACK = 6
     MERGING = 7
-    """The branch is history, and its rows are being moved to its parent."""
+    """The branch lies below the floor, and its rows are moving to its parent."""
 
 
 class FailoverEntry(NamedTuple):
@@ -66,8 +66,8 @@ class FailoverLog(tuple[FailoverEntry, ...]):
         return self[0].vbuuid if self else NO_VBUUID
 
     def vbuuid_at(self, seqno: int) -> Vbuuid:
-        """Return the history of a seqno: the newest entry that began at or below it. NO_VBUUID if there is none, and
-        for seqno 0, which is of every history.
+        """Return the vbuuid of the newest entry that began at or below a seqno. Return NO_VBUUID if there is none, or
+        for seqno 0, which is part of every history.
         """
         if seqno:
             for entry in self:
@@ -85,10 +85,9 @@ class FailoverLog(tuple[FailoverEntry, ...]):
         return None
 
     def pruned(self, seqno: int, vbuuid: int | None = None) -> FailoverLog:
-        """Return what is left after a rollback to a boundary at `seqno`.
+        """Return the log after a rollback to a boundary at `seqno`.
 
-        If that is nothing, the log begins at the boundary with the boundary's `vbuuid`: rows before it may be of an
-        older history.
+        If no entry is left, the log begins at the boundary with its `vbuuid`: earlier rows may be of an older history.
         """
         kept = [entry for entry in self if entry.seqno <= seqno]
         if not kept and seqno and vbuuid:
@@ -171,7 +170,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class ManifestChange:
-    """The difference between two manifests; None stands for what ended."""
+    """The difference between two manifests. None: the scope or collection ended."""
 
     uid: ManifestUid
     scopes: dict[int, str | None]
@@ -179,7 +178,7 @@ class ManifestChange:
     emptied: tuple[int, ...] = ()
     """Collections of the first manifest that ended or were flushed."""
     whole: bool = False
-    """True if it holds all of the second manifest, so that the first need not be known."""
+    """True if the change holds all of the second manifest, so that the first is not needed."""
 
     @staticmethod
     def between(
@@ -222,21 +221,21 @@ class Boundary:
     time_ms: int
     """Wall clock when it was published, milliseconds since 1970."""
     history_ms: int = 0
-    """The history clock (`HistoryClock`) when it was published; its age is measured by it."""
+    """The `HistoryClock` when it was published; it measures the boundary's age."""
     ordinal: int = 0
-    """Boundaries of its chain up to and with this one, purged ones included."""
+    """Number of boundaries of its chain up to and with this one, purged ones included."""
     row_bytes: int = 0
     """Bytes of the rows of its chain up to here, purged ones included."""
     history_id: int = field(default=0, compare=False)
-    """The history of the mirror that the position is of; `Token` explains it."""
+    """The id of the position's history; `Token` explains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A rollback that readers went through: from (branch, seqno) to a new branch that begins at `to_seqno`.
+    """A rollback that readers saw: from (branch, seqno) to a new branch that begins at `to_seqno`.
 
-    A deferred one (`publish=persisted`) took them to `reached_seqno` of that branch in one step: of what they had seen
-    above `to_seqno` it retracts only keys that the new history up to there has no version of.
+    A deferred one (`publish=persisted`) took them to `reached_seqno` of that branch in one step. It retracts a key that
+    they saw above `to_seqno` only if the new branch has no version of the key up to `reached_seqno`.
     """
 
     vbid: int
@@ -253,7 +252,7 @@ class Rollback:
 def purge_seqno_of(local_purge_seqno: int, missing_seqno: int, floor_seqno: int) -> int:
     """Return the purge seqno of a served copy: the newest tombstone that it may lack (docs/protocol.md 4.6).
 
-    The floor bounds only an unknown missing_seqno: that of a mirror made by a version that did not store it.
+    The floor bounds only an unknown missing_seqno; the first versions did not store it.
     """
     return max(local_purge_seqno, min(missing_seqno, floor_seqno))
 
@@ -268,7 +267,7 @@ class SourceFacts(TypedDict, total=False):
 
 
 class VbucketState(NamedTuple):
-    """Everything that resuming a vbucket needs; stored in the same transaction as its rows."""
+    """The facts needed to resume a vbucket; stored in the same transaction as its rows."""
 
     # A tuple because each commit makes one for each vbucket: `_replace` takes an eighth of `dataclasses.replace`.
 
@@ -278,12 +277,12 @@ class VbucketState(NamedTuple):
     published_seqno: Seqno
     history_floor_seqno: Seqno
     staging_branch: Branch
-    """The branch that rows are written to; not `branch` while a resync or a deferred rollback is under way."""
+    """The branch that rows are written to. It differs from `branch` during a resync or a deferred rollback."""
     staged_seqno: Seqno
     """Rows (or seqno advances) of the staging branch were accepted up to here, published or not."""
     staging_published_seqno: Seqno
-    """Newest published end on the staging branch: `published_seqno`; if the branches differ 0, or the boundary that a
-    deferred rollback went back to.
+    """Newest published end on the staging branch: `published_seqno` if it is also the served branch, otherwise 0
+    (resync) or the boundary of the deferred rollback.
     """
     open_snapshot: SnapshotRange | None
     """The snapshot that staged rows above the newest complete end belong to; None between snapshots."""
@@ -298,8 +297,8 @@ class VbucketState(NamedTuple):
     stream_filter: str | None = None
     """The filter of the staging branch's streams, in the words of the requester; None: no filter."""
     missing_seqno: int = 0
-    """Tombstones of the staging branch up to here may never have come: the source had purged them when it sent the
-    first snapshot. SEQNO_MAX until that snapshot is published if the source does not say what it had purged.
+    """Tombstones of the staging branch up to here may be missing, because the source had purged them before its first
+    snapshot. If the source does not report its purge seqno, this is SEQNO_MAX until that snapshot is published.
     """
 
     @property
@@ -308,12 +307,12 @@ class VbucketState(NamedTuple):
 
     @property
     def rollback_deferred(self) -> bool:
-        """True while the staging branch continues an older boundary of the served one, unseen by readers."""
+        """True while the staging branch continues an older boundary of the served branch, unseen by readers."""
         return self.staging_branch != self.branch and self.staging_published_seqno > 0
 
     @property
     def is_whole(self) -> bool:
-        """True once something complete is served. An empty vbucket is complete: it was published at 0, and has a
+        """True once a complete snapshot is served. That of an empty vbucket was published at 0: the vbucket has a
         failover log but no rows.
         """
         if self.published_seqno:
@@ -338,7 +337,7 @@ class Document(NamedTuple):
     expiry: int
     """Seconds since 1970; 0: never. For tombstones: the delete time, if the source gave one."""
     datatype: int
-    """Of `value` as it is here; bits as on the wire: 1 JSON, 2 Snappy, 4 XATTR."""
+    """Datatype of `value` as it is here; bits as on the wire: 1 JSON, 2 Snappy, 4 XATTR."""
     value: bytes
     kind: Kind = Kind.MUTATION
     branch: Branch = Branch(0)
@@ -354,7 +353,7 @@ class DocumentField(NamedTuple):
     name: str
     """The member of `Document`."""
     byte_count: int
-    """Size of the number, which has no sign."""
+    """Size of the unsigned number."""
     meaning: str
     in_json: bool = True
     is_column: bool = True
@@ -362,7 +361,7 @@ class DocumentField(NamedTuple):
 
 DOCUMENT_FIELDS = (
     DocumentField("vbid", 2, "the vbucket"),
-    DocumentField("collection_id", 4, "the collection", is_column=False),  # a column has its name
+    DocumentField("collection_id", 4, "the collection", is_column=False),  # the column holds the name
     DocumentField("seqno", 8, "number of the version in its vbucket"),
     DocumentField("rev_seqno", 8, "number of the version among those of its key"),
     DocumentField("cas", 8, "CAS of the version"),

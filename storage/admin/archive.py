@@ -20,7 +20,7 @@ from storage.errors import CorruptedError, StorageError
 
 
 class FolderSink:
-    """Parts as files of a folder, which is made here; the manifest gets its name last."""
+    """Parts as files of a folder that this class makes; the manifest gets its name last."""
 
     def __init__(self, path: str) -> None:
         """Make the folder. Raises StorageError if it is not empty, OSError."""

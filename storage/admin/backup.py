@@ -1,10 +1,11 @@
 """Backups: copy a mirror in checked parts, also while its service runs, and restore a mirror from them.
 
-Knows the layout of a backup (FORMAT.md, "Backups"); `storage.admin.archive` knows where the parts are kept. Invariants:
-each group is copied in one read transaction, so every vbucket comes with its state; the manifest is the last part, so
-an unfinished backup has none; a restore puts nothing in place before it has compared every checksum, and writes
-`mirror.json` last; a copy gives positions above its published ones a history of its own, so no token of the original is
-mistaken for one of the copy.
+Knows the layout of a backup (FORMAT.md, "Backups"); `storage.admin.archive` keeps the parts. Invariants:
+- each group is copied in one read transaction, so every vbucket comes with its state;
+- the manifest is the last part, so an unfinished backup has none;
+- a restore compares every checksum before it puts a file in place, and writes `mirror.json` last;
+- a copy gives positions above its published ones a history of its own, so no token of the original is mistaken for one
+  of the copy.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def create(
 ) -> Summary:
     """Copy the mirror at `path` into `sink`, whether its service runs or not.
 
-    With `as_of_ms` the restored mirror serves, of each vbucket, the newest kept boundary not after that time.
-    Raises NoSuchBoundary, StorageError; OSError where the sink fails.
+    With `as_of_ms` the restored mirror serves, of each vbucket, the newest kept boundary not after that time. Raises
+    NoSuchBoundary, StorageError; OSError if the sink fails.
     """
     files: list[dict[str, Any]] = []
     published: dict[int, int] = {}
@@ -172,10 +173,10 @@ def restore(
     progress: Progress = lambda *_: None,
     check_rows: bool = True,
 ) -> Summary:
-    """Make a mirror of a backup at `target`, which is missing or empty.
+    """Restore a backup into a mirror at `target`, which must be missing or empty.
 
     The checksums show that the files are as they were copied; `check_rows` walks over all rows to show that the
-    original was not damaged. Raises CorruptedError, FormatTooNew; `target` is as before then.
+    original was not damaged. Raises CorruptedError, FormatTooNew, and then leaves `target` as it was.
     """
     check_target(target)
     work = os.path.join(target, WORK)
@@ -323,8 +324,8 @@ def _check(work: str, identity: Identity, group: int) -> None:
 def _open_once(
     work: str, identity: Identity, group: int, rollbacks: dict[int, int], clock_ms: Callable[[], int]
 ) -> None:
-    """Give a copied group a history of its own, as every writer does on opening (FORMAT.md, "Positions"), and go back
-    to the requested boundaries.
+    """Open a copied group as a writer, which begins a history of its own (FORMAT.md, "Positions"), and go back to the
+    requested boundaries.
     """
     path, vbids = directory.group_path(work, group), identity.group_vbids(group)
     if not vbids:

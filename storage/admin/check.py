@@ -99,7 +99,7 @@ def _check_pages(folder: str, group: int, report: CheckReport) -> bool:
     from lmdb import verify
 
     problems: list[str] = []
-    for _ in range(READER_TRIES):  # a commit between its looks at the file's size and at its newest meta page
+    for _ in range(READER_TRIES):  # a commit may come between its looks at the file's size and newest meta page
         try:
             problems = verify.verify(os.path.join(folder, DATA_FILE))  # type: ignore[no-untyped-call]
         except Exception as error:  # a damaged file makes the verifier raise anything
@@ -228,8 +228,8 @@ class _VbucketCheck:
                     self._add(f"a boundary at {where}, inside a span from {before_seqno} to {end_seqno}")
 
     def _check_rows(self) -> dict[bytes, int] | None:
-        """Check that every row decodes, has its own seqno and lies where its branch may have it. Returns the references
-        that the key tree must hold (hash of key and position), or None if they are too many to hold.
+        """Check that every row decodes, has its own seqno and lies where its branch allows. Returns the references that
+        the key tree must hold (hash of key and position), or None if they are too many for memory.
         """
         state = self.state
         references: dict[bytes, int] | None = {}
@@ -274,7 +274,7 @@ class _VbucketCheck:
         return any(link.branch == branch and seqno <= link.cut for link in self.served)
 
     def _check_keys(self, references: dict[bytes, int] | None) -> None:
-        """Check that every key row points to a row of that key and kind, and every visible row is pointed to."""
+        """Check that every key row points to a row of that key and kind, and that every visible row has a key row."""
         rows_db = keys.rows_db(self.vbid)
         pointed = 0
         previous = b""

@@ -1,9 +1,10 @@
 """Rights on a mirror's files for readers other than its owner.
 
-Knows modes and groups of the system; never what the files hold. Members of the group read: they may list and enter the
+Knows modes and groups of the system; never the contents of the files. Members of the group may list and enter the
 directories, read `mirror.json`, `map.json` and the data files, and write the lock files, in which LMDB registers its
-readers. Invariant: nobody gets a right to write data, and others get no right at all; a file gets its group before it
-gets the group's rights.
+readers. Invariants:
+- the group gets no right to write data, and other users get no right at all;
+- a file gets its group before it gets the group's rights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def group_id(name: str) -> int:
     try:
         found = grp.getgrnam(name).gr_gid
     except KeyError:
-        if not name.isdecimal():  # containers often have numbers alone
+        if not name.isdecimal():  # containers often have only numbers
             raise StorageError(
                 f"there is no group {name!r} on this system",
                 hint="name one of `getent group`, or make it with groupadd",
@@ -54,7 +55,7 @@ def share_group(folder: str, gid: int) -> None:
 
 
 def _give(path: str, gid: int, mode: int) -> None:
-    """Set group and mode by path: closing any descriptor of the lock file would end LMDB's locks of this process."""
+    """Set group and mode by path: closing a descriptor of the lock file would end LMDB's locks of this process."""
     try:
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):

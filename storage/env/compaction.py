@@ -1,11 +1,12 @@
 """A compacted copy of an LMDB file as of one transaction, made page by page.
 
-Knows the layout of LMDB 0.9 files (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta); never what the trees hold. LMDB's own
-compacting copy is not used: that of py-lmdb 3.0.0 ends the process if a key has some hundred values of a fixed size
-(its patch `validate-md-pad` uses a cursor's tree, which the copy's cursor lacks), and every version follows damaged
-page numbers. Invariants: pages are read from the file, never from the map; a page number, a node and a length are
-compared with their bounds before they are used; the copy holds the live pages in their old order, with their references
-renumbered, and an empty list of free pages.
+Knows the layout of LMDB 0.9 files (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta); never the contents of the trees. It
+does not use LMDB's own compacting copy. That of py-lmdb 3.0.0 ends the process if a key has some hundred values of a
+fixed size: its patch `validate-md-pad` uses a cursor's tree, which the copy's cursor lacks. And every version follows
+damaged page numbers. Invariants:
+- pages are read from the file, never from the map;
+- a page number, a node and a length are compared with their bounds before they are used;
+- the copy holds the live pages in their old order, with their references renumbered, and an empty list of free pages.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ _BRANCH, _LEAF, _OVERFLOW, _META_PAGE, _FIXED_LEAF = 0x01, 0x02, 0x04, 0x08, 0x2
 _BIG, _SUBTREE = 0x01, 0x02
 _NO_ROOT = 2**64 - 1
 _VERBATIM, _BRANCHES, _REFERS, _CONTINUES = 1, 2, 3, 4
-"""Kinds of live pages: the last is a page of a large value but its first, which has no header."""
+"""Kinds of live pages. The last kind is a page of a large value behind the first one; it has no header."""
 
 
 class Compaction:
     """The live pages of one transaction, found before the first is copied. Use it while that transaction is open."""
 
     def __init__(self, environment: Environment, txn: lmdb.Transaction) -> None:
-        """Find the live pages. Call it soon after the transaction began: two commits later its meta page is
+        """Find the live pages. Call it soon after the transaction began, because two commits later its meta page is
         overwritten.
 
         Raises CorruptedError, StorageError.
@@ -74,7 +75,7 @@ class Compaction:
         return CorruptedError(f"the LMDB file is damaged: page {number} {what}", path=self._path, hint=SET_ASIDE)
 
     def _read(self, number: int, kind: int) -> bytes:
-        """Read a page at its first reference; a second one is damage."""
+        """Read a page at its first reference; a second reference is damage."""
         if not 2 <= number < len(self._kinds) or self._kinds[number]:
             raise self._damaged(number, "is referred to twice, or is none")
         self._kinds[number] = kind
@@ -118,7 +119,7 @@ class Compaction:
                 raise self._damaged(number, f"is of no known kind ({flags:#x})")
 
     def _keep_extent(self, number: int, size: int) -> None:
-        """Keep the pages of a large value: more than it needs if it replaced a larger one."""
+        """Keep the pages of a large value. It has more than it needs if it replaced a larger value."""
         page = self._read(number, _VERBATIM)
         count = _EXTENT.unpack_from(page)[0]
         if _PAGE.unpack_from(page)[2] != _OVERFLOW or count * self.page_bytes < _PAGE.size + size:

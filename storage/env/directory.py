@@ -25,7 +25,7 @@ from storage.model import Branch, BranchReason, FailoverLog, Identity, Seqno
 
 FORMAT = 2
 FORMATS_READ = (2,)
-"""Formats that are opened, oldest first. One that was released stays: tests open a recorded directory of each."""
+"""Readable formats, oldest first. A released format stays: tests open a recorded directory of each."""
 FILE = "mirror.json"
 MAP_FILE = "map.json"
 MAP_HINT = "remove the file: the next start follows the newest map of all nodes that answer"
@@ -34,7 +34,7 @@ META_BYTES = 8192
 """LMDB's two meta pages: a file without them holds nothing."""
 DAMAGED_HINT = "remove the file: the next command prints the line that makes it again"
 LOCK_PAUSES_S = (0.002, 0.01)
-"""A reader that tests the lock holds it for some microseconds."""
+"""Pauses before another try: a reader that tests the lock holds it for some microseconds."""
 VBUCKETS_MAX = 65536
 GROUPS_MAX = 1024
 
@@ -95,7 +95,7 @@ def _meta(environment: Environment) -> tuple[bytes, bytes]:
 
 
 def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
-    """Return the `mirror.json` of the environment at `path`, from its `meta`. Raises CorruptedError."""
+    """Return the contents of `mirror.json` from `meta` of the environment at `path`. Raises CorruptedError."""
     try:
         stored_format, _, *values = msgpack.unpackb(stored or b"")
         names = [field.name for field in fields(Identity)]
@@ -225,7 +225,7 @@ def load(path: str) -> Identity:
 def set_aside(path: str) -> str:
     """Rename the mirror at `path` by adding the uuid of its bucket; return that name.
 
-    One rename: processes that have it open go on reading it. No process may write it meanwhile.
+    Processes that have the mirror open go on reading it after the rename. No process may write it meanwhile.
     """
     identity = load(path)
     whole = os.path.realpath(path)
@@ -256,7 +256,7 @@ def sync_directory(path: str) -> None:
 def replace_file(path: str, data: bytes, *, mode: int = 0o600, like: str | None = None) -> None:
     """Replace a file whole; it is on the disk when this returns. Raises OSError.
 
-    It gets the mode of the file `like`, if there is one, else `mode` under the process's mask.
+    The file gets the group and mode of the file `like`, if there is one, else `mode` under the process's mask.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(path + ".new", flags, mode), "wb") as file:
@@ -277,7 +277,7 @@ def group_path(path: str, group: int) -> str:
 
 
 def group_files(path: str, count: int) -> list[tuple[int, int]]:
-    """Return the device and number of each group's file, by which a recreated group is noticed; zeros without one."""
+    """Return device and inode number of each group's file, to notice a recreated group; zeros without a file."""
     found = []
     for group in range(count):
         try:
@@ -290,7 +290,7 @@ def group_files(path: str, count: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class MapRecord:
-    """The newest cluster map that a mirror followed: it follows no older one after a restart.
+    """The newest cluster map that a mirror followed; the mirror follows no older one after a restart.
 
     The file is replaced whole, by fsync and rename, before the map that it names is followed.
     """

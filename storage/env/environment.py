@@ -1,8 +1,9 @@
-"""Opening and closing LMDB environments: map size, reader slots, handles, the fork guard, and errors by name.
+"""Opens and closes LMDB environments: map size, reader slots, handles, the fork guard, and errors by name.
 
-Knows LMDB; knows nothing of rows. Invariants: an environment file is open at most once in a process (LMDB's own rule),
-never used after fork, its map is large from the start (a sparse reservation of address space, not of disk), and every
-tree handle is opened in a transaction of its own before any transaction that uses it.
+Knows LMDB; knows nothing of rows. Invariants:
+- an environment file is open at most once in a process (LMDB's own rule), and never used after fork;
+- its map is large from the start (a sparse reservation of address space, not of disk);
+- every tree handle is opened in a transaction of its own before any transaction that uses it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from storage.format import keys
 MAP_SIZE = 64 << 30
 """Address space reserved per environment, bytes. The file holds written pages alone; the writer grows a full map."""
 READER_TRIES = 3
-"""Walks of a file that seems cut short before a reader believes it."""
+"""Walks over a file that seems cut short before a reader reports damage."""
 READERS_MAX = 1024
 """Reader slots: each open read transaction of any process takes one; LMDB's default of 126 is soon used up."""
 DATA_FILE = "data.mdb"
@@ -50,19 +51,19 @@ WRITER_LOCK_FILE = "writer.lock"
 LOOK_INTERVAL_S = 1.0
 """Pause between two checks that the open file is still the one at its path; each takes a few microseconds."""
 UNREGISTERED_LOOK_INTERVAL_S = 0.01
-"""The same if readers cannot be registered: less than the time of a starting writer's first two commits."""
+"""The same pause if LMDB cannot register readers: less than the time of a starting writer's first two commits."""
 REMAP_WAIT_S = 10.0
-"""A map takes its new size when no transaction of the process is open; each lasts some milliseconds."""
+"""Longest wait for the end of this process's transactions before the map changes size; each lasts some milliseconds."""
 REMAP_POLL_S = 0.0005
 SPACE_MIN = 1 << 20
-"""With less space than this an input/output error of LMDB is a write that was cut short, bytes."""
+"""With less free space than this in bytes, an input/output error of LMDB means a write that was cut short."""
 
 LMDB_VERSION_MIN = (3, 0)
 """Oldest usable py-lmdb: earlier ones cannot verify pages, and trust page numbers and lengths of a damaged file."""
 DAMAGE = (
-    lmdb.BadTxnError,  # a page of this transaction was found damaged by a call that cannot return it
+    lmdb.BadTxnError,  # a call that cannot return an error found a damaged page in this transaction
     lmdb.CorruptedError,
-    lmdb.CursorFullError,  # a tree deeper than any can be
+    lmdb.CursorFullError,  # a tree is deeper than LMDB allows
     lmdb.IncompatibleError,
     lmdb.InvalidError,
     lmdb.PageFullError,
@@ -87,7 +88,7 @@ def storage_error(error: Exception, path: str) -> StorageError:
             "no space left to write", path=path, hint="free disk space or lift the quota; nothing published is lost"
         )
     if code == errno.EIO or (isinstance(error, lmdb.Error) and "Input/output error" in text):
-        if isinstance(error, lmdb.Error) and not _has_space(path):  # what LMDB makes of a write that was cut short
+        if isinstance(error, lmdb.Error) and not _has_space(path):  # LMDB reports a write cut short like this
             return Full("a write was cut short: no space left", path=path, hint="free disk space or lift the limit")
         return DeviceFailed(
             "input/output error: the device fails, or a quota cut a write short",
@@ -115,7 +116,7 @@ def storage_error(error: Exception, path: str) -> StorageError:
         return Locked(f"all {READERS_MAX} reader slots are taken", path=path, hint="close readers, then try again")
     if isinstance(error, DAMAGE):
         return CorruptedError(f"the LMDB file is damaged or is none: {error}", path=path, hint=SET_ASIDE)
-    if not isinstance(error, (lmdb.Error, OSError)):  # stored bytes led the store's own code astray
+    if not isinstance(error, (lmdb.Error, OSError)):  # stored bytes made the store's own code fail
         return CorruptedError(
             f"the stored data contradicts itself: {type(error).__name__}: {error}",
             path=path,
@@ -127,8 +128,8 @@ def storage_error(error: Exception, path: str) -> StorageError:
 
 
 def refuse_unsound_lmdb() -> None:
-    """Raise StorageError unless py-lmdb is new enough and uses the LMDB that it brings: with another one a damaged page
-    ends the process by a signal.
+    """Raise StorageError unless py-lmdb is new enough and uses the LMDB that it brings. With another LMDB, a damaged
+    page ends the process by a signal.
     """
     version = tuple(int(part) for part in lmdb.__version__.split(".")[:2])
     is_patched = bool(lmdb.version(subpatch=True)[3])
@@ -146,7 +147,7 @@ def _identity_of(path: str) -> tuple[int, int]:
 
 
 def _check_is_there(path: str) -> None:
-    """Raise unless there is a data file; the error of LMDB says less."""
+    """Raise CorruptedError if the data file is missing; LMDB's own error says less."""
     try:
         os.stat(os.path.join(path, DATA_FILE))
     except FileNotFoundError:
@@ -156,7 +157,7 @@ def _check_is_there(path: str) -> None:
 
 
 def _refuse_unregistered(path: str) -> None:
-    """Raise ReadOnly unless no process writes the environment at `path`, which is mounted read-only.
+    """Raise ReadOnly if a process may be writing the environment at `path`, which is mounted read-only.
 
     LMDB silently registers no readers there, so a writer with another mount of the same files would reuse pages that
     are being read.
@@ -183,7 +184,7 @@ def _refuse_unregistered(path: str) -> None:
 
 
 def _has_space(path: str) -> bool:
-    """Return False if a write is cut short for want of space, or by the process's own limit of a file's size."""
+    """Return False if a lack of space, or the process's limit of a file's size, cuts a write short."""
     try:
         file_system = os.statvfs(path)
         if file_system.f_bavail * file_system.f_frsize < SPACE_MIN:
@@ -215,10 +216,10 @@ class Environment:
         self._map_lock = threading.Lock()
         self._remap_count = 0
         self.remapping = False
-        """No read may begin: the map is taken over in a new size."""
+        """True while the map changes size; no read may begin."""
         self.running: list[None] = []
-        """An entry for each read transaction of this process that is open, or about to be. A thread puts one there
-        before it looks at `remapping`, and takes one away when it is done.
+        """An entry for each read transaction of this process that is open or about to be. A thread adds an entry before
+        it looks at `remapping`, and removes one when it is done.
         """
         self._handles: dict[bytes, Any] = {}
         self.history_id = secrets.randbits(64) or 1
@@ -279,9 +280,9 @@ class Environment:
     def _settle_meta_pages(self) -> None:
         """Write both meta pages to the disk, as they are in memory, before any other write.
 
-        LMDB writes over pages of older commits because the meta page of a newer one was synced. After a failed sync
-        this does not hold: the kernel counts the page as written and never writes it again. Everything that the meta
-        page refers to was synced before it was written.
+        LMDB overwrites pages of older commits once it has synced a newer meta page. After a failed sync the kernel may
+        never write that page, but counts it as written. All pages that a meta page refers to were synced before it was
+        written.
         """
         try:
             descriptor = os.open(os.path.join(self.path, DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
@@ -296,7 +297,7 @@ class Environment:
             raise storage_error(error, self.path) from error
 
     def look_now(self) -> bool:
-        """Call `look` without regard to the last one."""
+        """Look now, however recent the last look was."""
         self.look_at = 0.0
         return self.look()
 
@@ -319,17 +320,17 @@ class Environment:
         return self.replaced
 
     def missing_bytes(self) -> int:
-        """Return how much shorter the file is than the pages that its meta page counts.
+        """Return the number of bytes that the file lacks of the pages that its meta page counts.
 
-        A few may lawfully be missing: LMDB does not write pages at the end that a transaction took and gave back. A
-        touch of any other missing page ends the process by SIGBUS.
+        A few pages at the end may lawfully be missing: LMDB does not write pages that a transaction took and gave back.
+        A touch of any other missing page ends the process by SIGBUS.
         """
         pages = int(self.env.info()["last_pgno"]) + 1
         return max(0, pages * int(self.env.stat()["psize"]) - self.file_bytes())
 
     def _refuse_cut_short(self, tries: int) -> None:
-        """Follow every reference if pages are missing. While a writer changes the file, a walk may find damage where
-        there is none, so a reader walks up to `tries` times.
+        """If pages are missing, follow every reference and raise CorruptedError for damage. A walk may find false
+        damage while a writer changes the file, so a reader walks up to `tries` times.
         """
         missing = self.missing_bytes()
         if not missing:
@@ -369,8 +370,9 @@ class Environment:
         return self.env.open_db(name, dupsort=dups, dupfixed=dups, **options)
 
     def begin(self, *, write: bool = False, buffers: bool = False) -> Any:
-        """Begin a transaction on the newest commit, and take over a map that the writer has grown. A read counts in
-        `running`: `end` follows. `buffers`: it returns views of the map, which are wrong after its end.
+        """Begin a transaction on the newest commit, and adopt the size of a map that the writer has grown. A read
+        counts in `running` until `end`. With `buffers` the transaction returns views of the map, which are wrong after
+        its end.
         """
         if os.getpid() != self._pid:
             raise Closed("opened before fork; open it again in the child", path=self.path)
@@ -417,9 +419,10 @@ class Environment:
             self.end(txn)
 
     def _remap(self, size: int, seen_count: int) -> None:
-        """Map the file in another size (0: as large as it has become), unless another thread has since `seen_count`.
+        """Map the file in another size (0: the size that the writer gave it), unless another thread did so since
+        `seen_count`.
 
-        LMDB moves the map under the transactions of other threads, so this waits for them, and new ones wait meanwhile.
+        LMDB would move the map under open transactions, so this waits for them to end; new ones wait meanwhile.
         """
         with self._map_lock:
             if self._remap_count != seen_count:
@@ -480,7 +483,7 @@ class _Shared:
         with self.lock:
             self._leave_to_parent()
             environment, count = self.open.get(real, (None, 0))
-            if environment is not None and environment.look_now():  # who reads it finds out; garbage collection closes
+            if environment is not None and environment.look_now():  # its readers notice; garbage collection closes it
                 environment, count = None, 0
             if environment is None:
                 environment = Environment(real, vbids, map_size=map_size)
@@ -506,7 +509,7 @@ class _Shared:
                 return
             known, count = self.open.get(environment.path, (None, 0))
             if known is not environment:
-                return  # its file was replaced: it is closed when nobody holds it any more
+                return  # its file was replaced; it closes when its last holder drops it
             if count > 1:
                 self.open[environment.path] = (environment, count - 1)
             else:

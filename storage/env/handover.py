@@ -1,9 +1,9 @@
 """A group's environment as one closed file that moves between machines and becomes part of a mirror there.
 
-Knows a mirror's directory; never who made the environment or where it goes. LMDB must not run on a network file system,
-but a finished file may lie there: `pack` writes it in one pass, `describe` makes a folder of such files a mirror, and
-neither opens LMDB there. Invariant: a group's folder under its own name is whole and synced; `mirror.json` is written
-last.
+Knows a mirror's directory; never the environment's maker or destination. LMDB must not run on a network file system,
+but a finished file may lie there. `pack` writes the file in one pass, `describe` makes a folder of such files a mirror,
+and neither opens LMDB there. Invariants: a group's folder under its final name is whole and synced; `mirror.json` is
+written last.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from storage.model import Identity
 
 
 def pack(folder: str, group: int, identity: Identity, target: str) -> int:
-    """Copy the group environment in `folder`, which nobody has open, into the mirror's directory `target`. Return its
-    bytes.
+    """Copy the group environment in `folder`, which must not be open, into the mirror's directory `target`. Return the
+    size of the copy in bytes.
 
-    A group that is there already stays. Raises StorageError where the disk is full, or the folder cannot be written.
+    An existing copy stays. Raises StorageError if the disk is full or the folder cannot be written.
     """
     finished = directory.group_path(target, group)
     unfinished = f"{finished}.{uuid.uuid4().hex}.new"
@@ -64,7 +64,7 @@ def is_packed(target: str, group: int) -> bool:
 
 
 def describe(target: str, identity: Identity) -> None:
-    """Make a folder of packed groups, all of this identity, a mirror. Raises CorruptedError where one is missing."""
+    """Make a folder of packed groups, all of this identity, a mirror. Raises CorruptedError if one is missing."""
     for group in range(identity.group_count):
         if not is_packed(target, group):
             raise CorruptedError("the group is missing", path=directory.group_path(target, group))

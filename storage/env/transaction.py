@@ -1,6 +1,6 @@
 """A transaction, which every function that reads or writes an environment takes.
 
-Knows LMDB's transaction, the names of the trees and how the small records are read. It shows one commit; values read
+Knows LMDB's transaction, the names of the trees and the small records. A transaction shows one commit; values read
 through it may be outdated after its end. Hot loops use `raw` with handles that they looked up once.
 """
 
@@ -45,7 +45,7 @@ class Transaction:
         return value
 
     def put(self, tree: bytes, key: bytes, value: bytes) -> None:
-        """Write a value; it replaces the old one, but in a tree of key rows stands next to it."""
+        """Write a value. It replaces the old one, except in a tree of key rows, which keeps both."""
         self.raw.put(key, value, db=self.environment.db(tree))
 
     def delete(self, tree: bytes, key: bytes, value: bytes = b"") -> bool:

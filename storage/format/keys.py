@@ -35,7 +35,7 @@ ROW_KEY_SIZE = ROW.size
 BOUNDARY_KEY_SIZE = ROW_KEY_SIZE + 1
 
 PUB_STALE = 1
-"""Flag of `pub`: a resync is under way next to what is served."""
+"""Flag of `pub`: a resync is under way next to the served copy."""
 PUB_UNAVAILABLE = 2
 """Flag of `pub`, only with PUB_STALE: readers are refused meanwhile."""
 

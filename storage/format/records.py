@@ -1,4 +1,4 @@
-"""Values of the store: rows, states and small records as bytes (FORMAT.md, "Values").
+"""Values of the store: rows, states and small records as bytes (FORMAT.md, "Keyspaces").
 
 Knows byte layouts and the model; never LMDB. A row is the DCP message as it came from the wire (24-byte header, extras,
 prefixed key, value); its vbucket and opaque fields mean nothing here. Everything else is a msgpack array whose first
@@ -52,9 +52,9 @@ _READ_MUTATION = struct.Struct(">xBHBBxxI4xQQQII4xHxB").unpack_from
 the key.
 """
 NUMBERS_AT = {"cas": 16, "seqno": 24, "rev_seqno": 32, "flags": 40, "expiry": 44}
-"""The places of a document's fields in a stored mutation, for readers of many rows at once."""
+"""Offsets of a document's fields in a stored mutation, for readers of many rows at once."""
 _READ_ANSWER = struct.Struct(">2xHxBxxI4xQ16xII4xHx").unpack_from
-"""The same without seqno and rev_seqno."""
+"""key length, datatype, body length, cas, flags, expiry, nmeta."""
 _new_tuple = tuple.__new__
 _DELETION_V1 = struct.Struct(">QQH")
 _DELETION_V2 = struct.Struct(">QQIB")
@@ -98,7 +98,7 @@ def is_system_event(frame: bytes) -> bool:
 
 
 def key_of(frame: bytes) -> bytes:
-    """Return the prefixed key of a message in stored form. Loops over many rows write this out."""
+    """Return the prefixed key of a message in stored form. Loops over many rows have this code inline."""
     start = 24 + frame[4]
     return frame[start : start + (frame[2] << 8 | frame[3])]
 
@@ -123,8 +123,8 @@ def _split_key(wire_key: bytes, vbid: int) -> tuple[int, bytes]:
 def decode_row(
     vbid: int, branch: Branch, frame: bytes, raw: bool = False, lenient: bool = False, tail_bytes: int = 0
 ) -> Document:
-    """Return a stored row as a Document. `raw` leaves the value compressed and with its xattrs, `lenient` does so if it
-    cannot be taken apart; `datatype` says which. `tail_bytes` at the end of `frame` are not of the message.
+    """Return a stored row as a Document. `raw` leaves the value compressed and with its xattrs; `lenient` does so only
+    if the value cannot be decoded. `datatype` says which. The last `tail_bytes` of `frame` are not part of the message.
 
     Raises CorruptedError if the bytes contradict the format.
     """
@@ -318,24 +318,24 @@ def _unpack(data: bytes | None, what: str, *counts: int) -> list[Any]:
 
 
 HistoryIds = tuple[tuple[int, int], ...]
-"""(history id, seqno), rising: positions on a branch above the seqno are of that history; the first id also holds for
-those at or below its seqno.
+"""(history id, seqno) pairs, rising. Positions on a branch above the seqno have that id; the first id also holds for
+positions at or below its seqno.
 """
 
 
 def history_id_at(history_ids: HistoryIds, seqno: int) -> int:
-    """Return the history that a position is of; 0: of none that is known."""
+    """Return the history id of a position; 0: unknown."""
     if not history_ids:
         return 0
     return history_ids[bisect_left(history_ids, seqno, 1, key=itemgetter(1)) - 1][0]
 
 
 class Pub(NamedTuple):
-    """A row of `pub`: what a vbucket serves."""
+    """A row of `pub`: the served state of a vbucket."""
 
     branch: Branch
     seqno: Seqno
-    """Published: a boundary, or 0."""
+    """The published seqno: a boundary, or 0."""
     floor_seqno: Seqno
     """The oldest kept boundary."""
     manifest_key: tuple[int, int] = (0, 0)
@@ -370,13 +370,13 @@ class BranchRow(NamedTuple):
     vbuuid: int
     reason: int
     time_ms: int
-    """Time at which readers first saw it, milliseconds since 1970; 0: they have not."""
+    """Time at which readers first saw the branch, milliseconds since 1970; 0: never yet."""
     kept_seqno: int = SEQNO_MAX
-    """Rows of this branch above it are dead, and the purger has begun to remove them."""
+    """Rows of this branch above this seqno are dead, and the purger has begun to remove them."""
     history_ms: int = 0
     """The history clock at `time_ms`."""
     first_branch: int = 0
-    """The lowest number whose place it took: nothing was published on those numbers. 0: it took none."""
+    """The oldest branch whose place this one took; 0: none. Nothing was published on those branches."""
     history_ids: HistoryIds = ()
 
 
@@ -408,7 +408,9 @@ class StateRow(NamedTuple):
 
     @classmethod
     def of(cls, state: VbucketState) -> StateRow:
-        """Return the row of a state. Its indexed seqno is the published one: a crash repeats key rows above that."""
+        """Return the row of a state. Its indexed seqno is the published one: after a crash, key rows above that are
+        built again.
+        """
         return cls(*_stored_fields(state))
 
 
@@ -460,11 +462,11 @@ def decode_manifest(data: bytes | None) -> ManifestChange:
 
 
 def manifest_uid(data: bytes | None) -> int:
-    """Return the uid from a row of `manifest` and decode no more of it."""
+    """Return the uid from a row of `manifest` without decoding the rest."""
     if data is None:
         raise CorruptedError("the manifest record is missing", hint=RUN_CHECK)
     try:
-        unpacker = msgpack.Unpacker(read_size=_MANIFEST_UID_END)  # not a buffer of a megabyte
+        unpacker = msgpack.Unpacker(read_size=_MANIFEST_UID_END)  # the default buffer takes a megabyte
         unpacker.feed(data[:_MANIFEST_UID_END])
         unpacker.read_array_header()
         unpacker.skip()

@@ -1,6 +1,6 @@
-"""Sorting of more rows than memory holds, by sorted runs in files without a name.
+"""Sorts more rows than memory holds, by sorted runs in files without a name.
 
-Knows tuples and files; never what a row means. Memory holds one run and a chunk of each file. The files go with the
+Knows tuples and files; never what a row means. Memory holds one run and a chunk of each file. The files vanish with the
 process.
 """
 
@@ -19,11 +19,11 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class SortedRuns(Generic[Row]):
-    """Sorts tuples. Files give them back as plain tuples."""
+    """Sorts tuples. Rows that went through a file come back as plain tuples."""
 
     def __init__(self, folder: str | None, run_rows: int, key: Callable[[Row], Any] | None = None) -> None:
-        """Runs of `run_rows` go to files in `folder` (None: the system's). `key`: a faster sort of a run, which must
-        give the order of the tuples.
+        """Runs of `run_rows` go to files in `folder` (None: the system's). `key` makes the sort of a run faster, and
+        must give the order of the tuples.
         """
         self._folder = folder
         self._run_rows = run_rows

@@ -1,7 +1,7 @@
 """Checksums of rows: a stored row is a message followed by its CRC-32C. LMDB itself has no checksums.
 
-Knows bytes, and positions for its errors; never LMDB. The checksum is little-endian because the CRC-32C of a message
-and its own CRC-32C is then the same number for all messages, so one call verifies a row as LMDB returns it.
+Knows bytes, and positions for its errors; never LMDB. The checksum is little-endian: then the CRC-32C of a message with
+its checksum is the same number for all messages, so one call verifies a row as LMDB returns it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _pack = struct.Struct("<I").pack
 
 
 def sealed_rows(row_keys: Sequence[bytes], rows: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return rows as they are stored. This is the ingest path: only the first list runs bytecode for each row."""
+    """Return rows with their checksums. In this hot path of ingest, only the first list runs bytecode for each row."""
     frames = [row[1] for row in rows]
     return list(zip(row_keys, map(add, frames, map(_pack, map(crc32c, frames))), strict=True))
 

@@ -1,7 +1,7 @@
 """Positions, moments and collections as a reader names them: `Token`, `Pin`, `Time`, `CollectionName`.
 
-Knows values only: no LMDB, no clock. Invariants: `Token.parse` accepts exactly what `str` writes; a collection without
-a scope is one of `_default`, and no name is `_default._default`.
+Knows values only: no LMDB, no clock. Invariants: `Token.parse` accepts exactly the texts that `str` writes; a
+collection name without a scope is in `_default`; the name None is `_default._default`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One vbucket as it was served at one published seqno: what the pages of one scan have in common."""
+    """One vbucket as it was served at one published seqno; all pages of a scan share it."""
 
     vbid: int
     branch: Branch

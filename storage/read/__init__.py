@@ -1,1 +1,1 @@
-"""Views and all that reads through them: documents, scans, changes and streams."""
+"""Views and the reads through them: documents, scans, changes and streams."""
