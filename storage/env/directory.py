@@ -225,7 +225,7 @@ def load(path: str) -> Identity:
 def set_aside(path: str) -> str:
     """Rename the mirror at `path` by adding the uuid of its bucket; return that name.
 
-    Processes that have the mirror open go on reading it after the rename. No process may write it meanwhile.
+    Processes that have the mirror open go on reading it. No process may write it meanwhile.
     """
     identity = load(path)
     whole = os.path.realpath(path)

@@ -320,7 +320,7 @@ class Environment:
         return self.replaced
 
     def missing_bytes(self) -> int:
-        """Return the number of bytes that the file lacks of the pages that its meta page counts.
+        """Return how many bytes are missing at the end of the file, by its meta page.
 
         A few pages at the end may lawfully be missing: LMDB does not write pages that a transaction took and gave back.
         A touch of any other missing page ends the process by SIGBUS.

@@ -1,4 +1,4 @@
-"""A transaction, which every function that reads or writes an environment takes.
+"""A transaction: the argument of every function that reads or writes an environment.
 
 Knows LMDB's transaction, the names of the trees and the small records. A transaction shows one commit; values read
 through it may be outdated after its end. Hot loops use `raw` with handles that they looked up once.

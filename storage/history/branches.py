@@ -102,7 +102,7 @@ def load(
             f"positions contradict each other (published {pub.seqno}, staged {staged})", path=txn.path, vbid=vbid
         )
     key = pub.manifest_key
-    if not serves_staging:  # a deferred rollback continues a boundary, a resync the beginning
+    if not serves_staging:  # a deferred rollback continues from a boundary, a resync from 0
         key = manifests.key_on(txn, vbid, chain.load(txn, vbid, staging, published) if published else ())
     manifest, depth = manifests.read(txn, vbid, key, known)
     above = list(manifests.between(txn, vbid, staging, published, staged))
@@ -131,9 +131,7 @@ def counters_at_end(txn: Transaction, state: VbucketState) -> BoundaryCounters:
 
 
 def newest_moment(txn: Transaction, vbid: int) -> Moment:
-    """Return the time of the newest published boundary or the served branch, the later one; zeros before the first
-    publish.
-    """
+    """Return the later time of the newest published boundary and the served branch; zeros before the first publish."""
     pub = txn.pub(vbid)
     served = get_branch(txn, vbid, pub.branch)
     opened = Moment(served.time_ms, served.history_ms)
@@ -161,9 +159,7 @@ def change_branch(txn: Transaction, vbid: int, branch: int, **fields: Any) -> No
 
 
 def resyncs(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
-    """Return the times at which readers first saw each resynced copy that is still stored, and the count of all such
-    copies.
-    """
+    """Return when readers first saw each stored resynced copy, and the number of resyncs they ever saw."""
     rows = all_branches(txn, vbid).values()
     moments = tuple(row.time_ms for row in rows if row.reason == BranchReason.RESYNC and row.time_ms)
     return moments, purge_row(txn, vbid).resyncs_gone + len(moments)
@@ -308,8 +304,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     txn.put_pub(vbid, records.Pub(branch, at, min(floor_seqno, at), manifest_key))
     _copy_boundary(txn, vbid, branch, boundary, vbuuid)
     _put_rollback(txn, state, branch, at, vbuuid, now.wall_ms)
-    # The resync overwrote the filter and the missing_seqno of the served copy. That missing_seqno is not above the
-    # floor.
+    # The resync overwrote the served copy's filter and missing_seqno; the latter is not above the floor.
     _put_state(
         txn,
         state,

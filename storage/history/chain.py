@@ -156,8 +156,8 @@ def newest_boundary(txn: Transaction, vbid: int, chain: Chain, to_seqno: int) ->
 def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
     """Generate the kept boundaries of a chain, newest first, without the copies at the bases of branches.
 
-    Walks rows backwards, but leaps over long snapshots (`span`): it passes at most `SPAN_SEQNOS` rows from one boundary
-    to the next.
+    Walks rows backwards, but leaps over long snapshots (`span`): it passes at most `SPAN_SEQNOS` rows between two
+    boundaries.
     """
     cursor = txn.cursor(keys.rows_db(vbid))
     spans = txn.cursor(keys.DB_SPAN)

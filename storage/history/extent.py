@@ -35,7 +35,7 @@ class History(NamedTuple):
     resync_count: int
     """Resyncs whose copy replaced an older one."""
     resyncs_ms: tuple[int, ...]
-    """Times at which readers first saw such a copy, if it is still stored: milliseconds since 1970, oldest first."""
+    """Times at which readers first saw such a copy, if still stored: milliseconds since 1970, oldest first."""
 
     @property
     def last_resync_ms(self) -> int | None:

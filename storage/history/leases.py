@@ -1,7 +1,7 @@
 """Leases: positions that readers hold for a while, so that the purger keeps the history after them.
 
-Knows the held positions in the vbuckets of one group and the end of each lease; must never know who holds a lease, nor
-how. A lease of (vbid, branch, seqno) makes these promises until it ends:
+Knows the held positions in the vbuckets of one group and the end of each lease; never who holds a lease, nor how. A
+lease of (vbid, branch, seqno) makes these promises until it ends:
 - the floor of the vbucket does not pass the newest kept boundary at or below the position;
 - after a rollback, the floor does not pass the point where the served history left the held one;
 - rows that such a rollback retracts stay, so reads as of the position go on and changes since it can be listed.

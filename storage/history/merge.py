@@ -27,7 +27,7 @@ from storage.history import branches, chain, manifests
 from storage.model import SEQNO_MAX, BranchReason
 
 LINKS_MAX = 16
-"""Most links of a chain below the floor. A mirror with few failovers therefore never moves a row."""
+"""Most links of a chain below the floor. A mirror with few failovers never moves a row."""
 ROLLBACKS_KEPT = 16
 """The newest rollbacks stay, for people and for readers that wait for a lost write."""
 

@@ -74,9 +74,7 @@ class AdaptiveStepSize:
 
 
 Work = Callable[[Transaction], int | None]
-"""A function that does a part of the work in a write transaction and returns the number of removed rows. The writer
-repeats it after the map was full.
-"""
+"""A part of the work, for a write transaction; repeated if the map was full. Returns the number of removed rows."""
 
 
 class Step(NamedTuple):
@@ -328,9 +326,7 @@ class Purger:
                 ranges.remove(dead)  # only a merge writes there again (`_merge`)
 
     def _forgettable(self, txn: Transaction, vbid: int, now_ms: int) -> list[int]:
-        """Return the result of `forgettable` without branches that a lease needs, cached until branches or their rows
-        change.
-        """
+        """Return `forgettable` without branches that a lease needs, cached until branches or their rows change."""
         served = txn.pub(vbid).branch
         ranges = self._dead_ranges(txn, vbid, served)
         seen = (self._ranges[vbid][0], len(ranges), txn.stat(keys.DB_BRANCH)["entries"])
@@ -347,7 +343,7 @@ class Purger:
         return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
 
     def _dead_ranges(self, txn: Transaction, vbid: int, served: int) -> list[Dead]:
-        """Return the result of `dead_ranges`, cached until a branch is opened, published or merged."""
+        """Return `dead_ranges`, cached until a branch is opened, published or merged."""
         newest = txn.newest_branch(vbid)
         known = self._ranges.get(vbid)
         if known is None or known[0] != (served, newest):
@@ -389,8 +385,8 @@ class _Victims:
         self._cursor = txn.cursor(self._keys)
 
     def add_replaced_by(self, row_key: bytes, frame: bytes) -> None:
-        """Add the older versions of a row's key. Add the row itself if it is a tombstone and its key's newest version
-        at the floor.
+        """Add the older versions of a row's key, and the row itself if it is a tombstone and the newest version at the
+        floor.
         """
         ((wire_key, dup),) = records.key_rows([(row_key, frame)])
         seqno = records.seqno_of(row_key)

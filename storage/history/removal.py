@@ -82,7 +82,7 @@ class RemovalPhase(Enum):
 
 
 class Removal:
-    """Removes one dead range of a vbucket: reads a run, removes its key rows, removes its rows, and so on."""
+    """Removes one dead range of a vbucket, run by run."""
 
     def __init__(self, vbid: int, dead: Dead) -> None:
         self.dead = dead

@@ -100,8 +100,8 @@ def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
 
 
 def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> Manifest:
-    """Return the collections as of a position in the range. Below the purge seqno, return the collections that rows
-    there can belong to. Raises ViewInvalidated.
+    """Return the collections as of a position in the range; below the purge seqno, those that rows there can belong to.
+    Raises ViewInvalidated.
     """
     with reader.environment.read() as txn:
         check_kept(reader, txn, way)

@@ -1,7 +1,8 @@
 """Scans in the order of keys: chunks of documents of one vbucket, each chunk read in one transaction.
 
 Knows the key tree and the visible rows. Invariants:
-- a scan keeps the boundary that it began with, and holds no transaction between chunks;
+- a scan keeps the boundary that it began with;
+- a scan holds no transaction between chunks, so it neither blocks the purger nor makes the file grow;
 - a scan raises ViewInvalidated once a rollback or the purger has passed its boundary.
 """
 

@@ -33,8 +33,8 @@ MANIFESTS_MAX = 2
 Visible = tuple[int, Branch, bytes, bytes, int, int, Manifest]
 """The served state of a vbucket in one commit, for point reads: the commit, served branch, `above` and `up_to` of the
 default collection, published seqno, flags of `pub`, manifest. A reference to a visible row of the default collection on
-the served branch sorts above `above`, and not above `up_to`. `above` is empty if a read cannot rely on these bounds:
-the collection was dropped, or readers wait for a resync.
+the served branch sorts above `above`, and not above `up_to`. `above` is empty if the collection was dropped or readers
+wait for a resync.
 """
 _INITIAL = Manifest.initial()
 _UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)

@@ -1,9 +1,7 @@
 """The reader's API: `open_view` and `View`. Any process may use it at any time.
 
-Knows the format and nothing of the service. Invariants:
-- one answer is read in one LMDB transaction;
-- a scan keeps the boundary it began with, and raises ViewInvalidated once a rollback or the purger has passed it;
-- a scan renews its transaction between chunks, so it neither blocks the purger nor makes the file grow.
+Knows the format and nothing of the service. Invariant: one answer is read in one LMDB transaction. `validity` states
+the promises to longer reads.
 
 These modules do the work, each through a `VbucketReader` from `groups`: `point_reads` (documents by key), `scan`
 (documents in order), `changes` and `retractions` (events in order) and `states` (positions). Their functions that only

@@ -1,8 +1,7 @@
 """Reads of one's own writes: decides if a write at the source is visible here, is not yet visible, or never will be.
 
-Knows mutation tokens as SDKs give them, failover logs and published seqnos; must never know who waits. Polling is
-enough, because a publish is one transaction, and so is a rollback with its failover log. The rules for a token (vbid,
-vbuuid, seqno):
+Knows mutation tokens as SDKs give them, failover logs and published seqnos; never who waits. Polling is enough, because
+a publish is one transaction, and so is a rollback with its failover log. The rules for a token (vbid, vbuuid, seqno):
 - if its history is in the failover log, writes above the seqno at which the next newer history began are lost, and
   others are visible once published_seqno has reached them;
 - if its history was rolled back here and a newer failover log lacks it, the write is lost;

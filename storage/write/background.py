@@ -126,9 +126,7 @@ class Background:
         self.leases.put(name, positions, self._lease_end_ms(until_ms))
 
     def renew_lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> bool:
-        """Extend a lease. Return False if no lease of that name holds these positions (any more); their history may be
-        gone.
-        """
+        """Extend a lease. Return False if no lease of that name holds these positions; their history may be gone."""
         return self.leases.renew(name, positions, self._lease_end_ms(until_ms), self.owner.clock.now_ms())
 
     def _lease_end_ms(self, until_ms: int) -> int:

@@ -1,6 +1,6 @@
 """The writer's hold on a group's environment: the lock, the fence, the clock and write transactions.
 
-Knows LMDB and the directory; never rows or vbuckets' states (`load` and `forget` are given to it). Invariants:
+Knows LMDB and the directory; never rows or vbuckets' states. Invariants:
 - one process owns a group for life (GroupLock);
 - every write transaction checks the fencing number;
 - if the map is full, it is grown and the work done again;
@@ -31,8 +31,7 @@ from storage.model import Identity
 GROW_TRIES_MAX = 16
 """Doublings of the map for one commit; 16 of them are 65,536 times the size."""
 READER_CHECK_INTERVAL_MS = 5_000
-"""Pause between two searches for readers that were killed in a transaction. The file grows with each commit until such
-a reader is found.
+"""Pause between searches for readers that were killed in a transaction. Until one is found, each commit grows the file.
 """
 IDLE_SYNC_MS = 200
 """With `safe`, the meta page of the last commit is synced after the group was idle for this long, milliseconds."""
@@ -145,7 +144,7 @@ def contained(
 
 
 class GroupOwner:
-    """Owns one group's environment from the constructor until `release`. Use it from one thread for life."""
+    """Owns one group's environment from the constructor until `release`. One thread for life."""
 
     environment: Environment
     clock: HistoryClock

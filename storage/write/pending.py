@@ -56,8 +56,8 @@ class PendingVbucket:
     """One vbucket: its state, and its pending rows and manifests above the last commit.
 
     The staged seqno and the open snapshot are kept outside of `base`, because they change with every snapshot; `state`
-    joins them to it. Live snapshots hold two or three mutations, and a new VbucketState for each snapshot would cost
-    more than writing them.
+    joins them to it. Live snapshots hold two or three mutations; a new VbucketState for each would cost more than
+    writing them.
     """
 
     def __init__(self, txn: Transaction, vbid: int, owner: GroupOwner, group: GroupPending) -> None:

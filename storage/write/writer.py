@@ -2,8 +2,7 @@
 
 Knows the parts that do the work and joins them: `owner` (environment, fence, write transactions), `vbucket` (staging,
 rollback, abandon, resync), `commit` (the rows of a transaction) and `background` (key rows, purge, leases). Never
-sockets, time (clocks are given) or the kind of source. One process owns a group for life, and one thread calls this
-class.
+sockets, time (clocks are given) or the kind of source.
 
 Invariants of all parts together:
 - `state` is the last commit plus the operations accepted since;
@@ -49,7 +48,7 @@ class GroupWriter:
         self.group = options.group
         self.vbids = options.identity.group_vbids(options.group)
         self.vbuckets: dict[int, VbucketWriter] = {}
-        """The writer of each vbucket, the same object for the life of this GroupWriter."""
+        """The writer of each vbucket; it stays the same object."""
         self._pending = GroupPending()
         self.owner = self._new_owner()
         self.background = self._new_background()
