@@ -236,8 +236,6 @@ class GroupFailure(TypedDict):
 
 
 class ProcessReport(TypedDict, total=False):
-    """The report of a worker or server."""
-
     vbuckets: Rows
     groups: Rows
     nodes: Rows

@@ -7,8 +7,8 @@ versions in the order of keys.
 The answer is exact. For each vbucket the source is read from 0 to the end E of a snapshot: `there` is its state at E.
 With a service, verify waits until the mirror has published E on that history. `here` is the mirror's state at its
 published boundary B; a lease holds B during the scan. Keys that changed between the two moments are read on from E
-until each was seen standing still; a key that keeps changing stays `not_compared`. Without a service B does not move:
-later changes of the source are `not_compared`.
+until each is seen unchanged; a key that keeps changing stays `not_compared`. Without a service B does not move: later
+changes of the source are `not_compared`.
 
 Three things can interfere:
 - A rollback. At the end, stream requests ask the source if it still has (vbuuid, B) and (vbuuid, E). If not, the

@@ -266,8 +266,8 @@ def read_users(path: Path) -> dict[str, Any]:
 
 
 def _as_it_is(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the object as it is. Python code that is called for each object lets other threads run; json.loads alone
-    never does.
+    """Return the object as it is. A call of Python code for each object lets other threads run; json.loads alone never
+    does.
     """
     return found
 

@@ -68,7 +68,6 @@ class Failures:
         self._found.pop(name, None)
 
     def delay_s(self, name: str, now_s: float) -> float:
-        """Return the delay of the next refusal."""
         excess = int(self._count(name, now_s)) - self._free
         return 0.0 if excess < 0 else min(DELAY_MIN_S * 2 ** min(excess, 20), DELAY_MAX_S)
 

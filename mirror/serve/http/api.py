@@ -246,8 +246,8 @@ class GuardedApp:
         self._service = service
 
     def answer_now(self, scope: Scope) -> Response | None:
-        """Answer a GET of a document that needs no waiting and is sent whole. Most requests are such, and this way
-        costs no task, routing or messages. None: call the application.
+        """Answer a GET of a document that needs no waiting and is sent whole. Most requests are such; they cost no
+        task, routing or messages here. None: call the application.
         """
         found = self._document.path_regex.match(scope["path"]) if scope["method"] == "GET" else None
         if found is None:

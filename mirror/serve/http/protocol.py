@@ -148,8 +148,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection, unless a request was answered at once meanwhile. Such an answer does not set the timer
-        again, because that costs time.
+        """Close the connection, unless a request was answered at once meanwhile. Such an answer does not reset the
+        timer, to save time.
         """
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:

@@ -253,9 +253,9 @@ class KvSession(DocumentSession):
 
 def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:
     """Yield None after each step of bounded work, at last the answer. Like a server, it leaves out vbuckets that are
-    not active (kv_engine, getAllVBucketSequenceNumbers). Here these are vbuckets without a complete first snapshot, and
-    vbuckets that are read again from 0. It also leaves out those without the collection. Seqno 0 would say "empty", and
-    a client that reads up to now would end without the vbucket.
+    not active (kv_engine, getAllVBucketSequenceNumbers). Here these are vbuckets without a complete first snapshot, or
+    read again from 0. It also leaves out those without the collection. Seqno 0 would say "empty", and a client that
+    reads up to now would end without the vbucket.
     """
     seqnos = []
     ends_s = perf_counter() + STEP_S

@@ -80,8 +80,6 @@ VACUUM_INTERVAL_S = 900.0
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs allowed for keeping `documents`."""
-
     rewrite_rate: int = 1 << 20
     """Bytes a second that merging may write on average. 0: merge each batch, whatever it costs."""
     keep_documents_hours: int = 1

@@ -42,8 +42,6 @@ class ChildMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChildExited:
-    """A child died and was reaped."""
-
     child: Child
     status: int
     """Exit status, negative for a signal."""

@@ -29,7 +29,6 @@ class GroupMark:
     """Memory shared by two processes: the group that a worker works in."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map and close the descriptor."""
         try:
             self.word = memoryview(mmap.mmap(descriptor, _BYTES)).cast("q")
             """The group plus 1; 0 for none."""
