@@ -93,6 +93,7 @@ def test_what_is_published_while_it_runs_is_not_in_it(path: str, filled: GroupWr
         assert contents(view) == before
         assert view.token(0) == token
         assert view.state(0).failover_log == log()
+        assert [state.published_seqno for state in view.states()] == [6, 0, 0, 0]
     assert directory.load_map(target, IDENTITY.bucket_uuid) == MapRecord(IDENTITY.bucket_uuid, 3, 14)
     assert sorted(entry.name for entry in (tmp_path / "target").iterdir()) == [
         "group-0000",
@@ -313,10 +314,3 @@ def test_the_copy_ends_when_its_sink_fails(path: str, filled: GroupWriter, tmp_p
     sink.put(made(path)[0])
     with pytest.raises(CorruptedError, match=r"no backup.json"):
         restored(list(archive.folder_parts(str(folder))), tmp_path / "target")
-
-
-def test_vbuckets_without_anything_are_restored_as_such(path: str, filled: GroupWriter, tmp_path: Path) -> None:
-    target = restored(made(path), tmp_path / "target")
-    with open_view(target) as view:
-        assert [int(view.state(vbid).published_seqno) for vbid in range(4)] == [6, 0, 0, 0]
-        assert view.vbid_of(KEYS[0]) == 0

@@ -88,13 +88,19 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
         "published seqno 5 is not a kept boundary",
     ),
     "a boundary of a wrong size": (put(ROWS, keys.ROW.pack(2, 5) + b"\1", b"x"), "1 bytes"),
-    "no pub": (delete(keys.DB_PUB, b"\0\0"), "pub record"),
-    "a pub of a wrong size": (put(keys.DB_PUB, b"\0\0", b"xx"), "pub record"),
+    "no pub": (delete(keys.DB_PUB, b"\0\0"), "group-0000: vbucket 0: the pub record is missing or damaged"),
+    "a pub of a wrong size": (
+        put(keys.DB_PUB, b"\0\0", b"xx"),
+        "group-0000: vbucket 0: the pub record is missing or damaged",
+    ),
     "a served branch that is unknown": (put(keys.DB_PUB, b"\0\0", keys.PUB.pack(7, 5, 0, 0, 0, 0)), "vbucket 0"),
     "published beyond staged": (put(keys.DB_PUB, b"\0\0", keys.PUB.pack(2, 50, 5, 0, 0, 0)), "contradict"),
     "a floor above what is published": (put(keys.DB_PUB, b"\0\0", keys.PUB.pack(2, 5, 6, 0, 0, 0)), "history floor"),
-    "no state": (delete(keys.DB_STATE, b"\0\0"), "state record is missing"),
-    "a state that is no msgpack": (put(keys.DB_STATE, b"\0\0", b"\xc1"), "cannot be read"),
+    "no state": (delete(keys.DB_STATE, b"\0\0"), "group-0000: vbucket 0: the state record is missing (run"),
+    "a state that is no msgpack": (
+        put(keys.DB_STATE, b"\0\0", b"\xc1"),
+        "group-0000: vbucket 0: the state record cannot be read",
+    ),
     "a branch without its parent": (delete(keys.DB_BRANCH, keys.BRANCH_KEY.pack(0, 1)), "vbucket 0"),
     "a circle of branches": (
         put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(0, 1), records.encode_branch(records.BranchRow(2, 0, 0, 1, 0))),

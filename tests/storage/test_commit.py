@@ -18,28 +18,6 @@ from tests.storage.rig import crash, open_writer, publish, settle, stage, staged
 pytestmark = pytest.mark.usefixtures("small_limits")
 
 
-def test_a_complete_snapshot_without_its_key_rows_is_published_by_the_next_writer(path: str) -> None:
-    writer = open_writer(path)
-    stage(writer, 9, *((b"k%d" % seqno, b"v", seqno) for seqno in range(1, 6)), flush=True)
-    stage(writer, 9, *((b"k%d" % seqno, b"v", seqno) for seqno in range(6, 10)))
-    writer.vbuckets[0].publish(9, 0)
-    assert writer.commit().published == []
-    crash(writer)
-    again = open_writer(path)
-    assert (again.vbuckets[0].state.staged_seqno, again.vbuckets[0].state.published_seqno) == (9, 0)
-    assert again.vbuckets[0].complete_seqno is not None
-    published: list[object] = []
-    for _ in range(100):
-        again.step()
-        published += again.commit().published
-    assert published == [(0, 9)]
-    again.close()
-    assert check(path).clean
-    with open_view(path) as view:
-        assert [int(boundary.seqno) for boundary in view.boundaries(0)] == [9]
-        assert len(list(view.scan(0))) == 9
-
-
 def test_a_resync_from_an_empty_source_is_published_at_zero(path: str, writer: GroupWriter) -> None:
     key = keys_of(0, 1)[0]
     publish(writer, 0, [(key, b"gone", 5)])

@@ -16,11 +16,9 @@ import pytest
 from storage.admin.check import check
 from storage.env import directory
 from storage.env.environment import SHARED, Environment, storage_error
-from storage.env.transaction import Transaction
 from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError
 from storage.format import keys
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter
 from tests.processes import without_rootly_powers
 from tests.storage.model import keys_of
 from tests.storage.rig import Clock, open_writer, publish
@@ -278,17 +276,3 @@ def test_a_reader_that_may_not_write_the_lock_file_gets_an_error_about_that_file
     ).stdout
     os.chmod(lock, 0o600)
     assert said.startswith(f"{lock} a reader needs write access to this file alone")
-
-
-@pytest.mark.parametrize("tree", [keys.DB_PUB, keys.DB_STATE])
-@pytest.mark.parametrize("data", [None, b"", b"\xc1damaged"], ids=["missing", "empty", "damaged"])
-def test_a_damaged_record_is_named_with_its_place(writer: GroupWriter, tree: bytes, data: bytes | None) -> None:
-    environment: Environment = writer.environment
-    txn = Transaction(environment, environment.begin(write=True))
-    txn.delete(tree, keys.VBID_KEY.pack(0))
-    if data is not None:
-        txn.put(tree, keys.VBID_KEY.pack(0), data)
-    with pytest.raises(CorruptedError, match=rf"{tree.decode()} record .*(missing|cannot be read|damaged)") as caught:
-        txn.pub(0) if tree == keys.DB_PUB else txn.state_row(0)
-    txn.raw.abort()
-    assert (caught.value.vbid, caught.value.path) == (0, environment.path)

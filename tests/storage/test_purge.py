@@ -62,14 +62,6 @@ def test_the_window_by_count_and_by_size(writer: GroupWriter, view: View) -> Non
     assert purge(writer, Window(size_bytes=2500)) == 0
 
 
-def test_without_a_window_nothing_goes(writer: GroupWriter, view: View) -> None:
-    for seqno in range(1, 6):
-        publish(writer, 0, [(A, b"x", seqno)])
-    assert not writer.background.purge_step()
-    purge(writer, Window())
-    assert seqnos(view) == [1, 2, 3, 4, 5]
-
-
 def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWriter, view: View) -> None:
     snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, None, 3)], [(B, b"2", 4)])
     purge(writer, Window(boundaries=2))  # floor 3: the tombstone is current there
