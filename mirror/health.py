@@ -33,6 +33,7 @@ BROKEN = {
 WITHOUT_CONTACT = "without contact to the source"
 REPORTED = (BROKEN["damaged"], WITHOUT_CONTACT)
 """Troubles that have an event of their own."""
+UNHEARD = "servers do not report"
 MISLED = "clients are led to a mirror that does not answer for its vbuckets"
 
 HELD_UP_S = 1.0
@@ -42,6 +43,7 @@ HEARD_S = 2.0
 """After this long without a worker's beat (one every 0.5 s), the lag of its vbuckets is unknown."""
 
 SILENT_S = 3.0
+"""After this long without a beat, a process is a trouble."""
 
 Row = Mapping[str, Any]
 
@@ -126,12 +128,14 @@ def assess(
     lag_limit_s: float,
     groups: Sequence[Row] = (),
     source_error: str | None = None,
+    servers: Sequence[str] = (),
     mirrors: Sequence[str] = (),
 ) -> Health:
     """Judge a mirror by the rows of its vbuckets (cli/JSON.md) and the workers' reports of their groups.
 
     `held_count` is the number of its vbuckets, None while unknown. `source_error` is the reason why the source did not
-    name its bucket. `mirrors` are contradictions of `kv_nodes` in other mirrors' answers.
+    name its bucket. `servers` are the listening processes that are silent for `SILENT_S`, in words. `mirrors` are
+    contradictions of `kv_nodes` in other mirrors' answers.
     """
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)
@@ -149,7 +153,9 @@ def assess(
             return of_mirror(STARTING, "no contact with the source yet")
         return of_mirror(UNREACHABLE, "no contact with the source", error)
     found = [(row, _trouble(row, failed, lag_limit_s)) for row in rows]
-    troubles = (*(Trouble(DEGRADED, MISLED, text) for text in mirrors), *_collected(rows, found))
+    own = [Trouble(DEGRADED, UNHEARD, ", ".join(servers))] if servers else []
+    own += [Trouble(DEGRADED, MISLED, text) for text in mirrors]
+    troubles = (*own, *_collected(rows, found))
     return Health(troubles[0].state if troubles else FOLLOWING, troubles)
 
 

@@ -151,6 +151,12 @@ def test_a_silent_worker_is_named_once_with_its_share() -> None:
     assert found.reasons == ["2 of 4 vbuckets of worker 1, silent for 7 s: 1, 3"]
 
 
+def test_servers_that_are_silent_are_one_trouble_of_the_whole() -> None:
+    found = assess([GOOD], 1, lag_limit_s=30, servers=["kv 0, silent for 4 s", "dcp 1, silent for 5 s"])
+    assert (found.state, found.ready) == ("degraded", False)
+    assert found.reasons == ["servers do not report: kv 0, silent for 4 s, dcp 1, silent for 5 s"]
+
+
 def test_a_mirror_that_does_not_hold_what_is_named_for_it_is_a_trouble_of_the_whole() -> None:
     found = assess([GOOD], 1, lag_limit_s=30, mirrors=["db2:11410 does not hold vbucket 7"])
     assert (found.state, found.ready) == ("degraded", False)

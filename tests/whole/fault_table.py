@@ -190,10 +190,13 @@ def refuse(site: Site) -> None:
     site.do(faults.cut)
 
 
-def kill_listener(site: Site) -> None:
-    document = site.service.status()
-    assert document is not None
-    os.kill(next(row["pid"] for row in document["servers"] if row["kind"] == "http"), signal.SIGKILL)
+def to_listener(kind: str, number: signal.Signals) -> Callable[[Site], None]:
+    def send(site: Site) -> None:
+        document = site.service.status()
+        assert document is not None
+        os.kill(next(row["pid"] for row in document["servers"] if row["kind"] == kind), number)
+
+    return send
 
 
 def wrong_settings(site: Site) -> None:
@@ -240,7 +243,10 @@ FAULTS = {
     "a start on a cluster that was set back": Fault(
         restored, "source unreachable", "revision", "source-unreachable", "revision"
     ),
-    "a listener is killed": Fault(kill_listener, "", "SIGKILL", "worker-ended"),
+    "a listener is killed": Fault(to_listener("http", signal.SIGKILL), "", "SIGKILL", "worker-ended"),
+    "a listener is stopped": Fault(
+        to_listener("kv", signal.SIGSTOP), "degraded", "kv 0, silent", "degraded", flags=("--kv", "0")
+    ),
     "a reload is refused": Fault(wrong_settings, "", "settings-refused", "settings-refused"),
     "the service is killed": Fault(
         lambda site: os.kill(site.service.pid, signal.SIGKILL), expected={"status": "^stored: ", **GONE}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from mirror.errors import ExitCode, MirrorError, SupervisionError
-from mirror.health import HEARD_S, STARTING, Health, assess, heard, of_mirror
+from mirror.health import HEARD_S, SILENT_S, STARTING, Health, assess, heard, of_mirror
 from mirror.log import get_logger
 from mirror.messages import GetStatus, NoteContact, ProcessReport, Status
 from mirror.supervise.context import ServiceContext
@@ -231,6 +231,7 @@ class Reports:
             lag_limit_s=limit_s,
             groups=groups,
             source_error=self._source_error,
+            servers=self._silent_servers(),
             mirrors=self._context.mirror_troubles,
         )
         for event in self._observer.troubles(health.troubles, self._context.now_ms()):
@@ -240,6 +241,12 @@ class Reports:
         self.set_health(health, figures)
         if self._source_error is None and self._catch_up is not None:
             self._judge_catch_up(self._catch_up, rows)
+
+    def _silent_servers(self) -> list[str]:
+        now_ms = self._context.now_ms()
+        servers = [child for child in self._processes.running() if kind_of(child.slot) is not None]
+        ages_s = {process_name(child.slot): child.heartbeat.age_ms(now_ms) / 1000 for child in servers}
+        return [f"{name}, silent for {age_s:.0f} s" for name, age_s in ages_s.items() if age_s > SILENT_S]
 
     def _judge_catch_up(self, catch_up: CatchUp, rows: list[VbucketRow]) -> None:
         failed = [group for child in self._processes.alive() for group in child.status.get("failed_groups") or ()]
