@@ -161,11 +161,7 @@ class Service:
 
     def wait_workers(self, count: int) -> dict[int, dict[str, Any]]:
         """The rows of all workers, once `count` of them run."""
-        return until(f"{count} workers to run", lambda: self._all(count))
-
-    def _all(self, count: int) -> dict[int, dict[str, Any]] | None:
-        found = self.workers()
-        return found if len(found) == count else None
+        return until(f"{count} workers to run", lambda: found if len(found := self.workers()) == count else None)
 
     def tracebacks(self) -> str:
         """Return each traceback in the log, with the lines around it."""

@@ -35,39 +35,32 @@ def test_a_true_mirror_is_found_true(mirrored: tuple[SandboxCluster, Path]) -> N
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_one_version_that_differs_is_found(mirrored: tuple[SandboxCluster, Path], *, live: bool) -> None:
+def test_one_version_that_differs_is_found(
+    mirrored: tuple[SandboxCluster, Path], monkeypatch: pytest.MonkeyPatch, *, live: bool
+) -> None:
     cluster, data = mirrored
     log = cluster.vbucket(2).log
     alive = next(item for item in reversed(log) if not item.next_seqno and item.is_document and not item.deleted)
     frame = alive.frame
-    alive.frame = frame[:40] + bytes((frame[40] ^ 1,)) + frame[41:]  # one bit of its flags
-    try:
-        with pytest.raises(AssertionError, match="vb 2 at seqno"):
-            judge(cluster, data, live=live)
-    finally:
-        alive.frame = frame
+    monkeypatch.setattr(alive, "frame", frame[:40] + bytes((frame[40] ^ 1,)) + frame[41:])  # one bit of its flags
+    with pytest.raises(AssertionError, match="vb 2 at seqno"):
+        judge(cluster, data, live=live)
 
 
-def test_a_key_too_many_or_too_few_is_found(mirrored: tuple[SandboxCluster, Path]) -> None:
+def test_a_key_too_many_or_too_few_is_found(
+    mirrored: tuple[SandboxCluster, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster, data = mirrored
-    log = cluster.vbucket(1).log
-    index = next(n for n, item in enumerate(log) if not item.next_seqno and item.is_document)
-    item = log[index]
-    key, item.key = item.key, item.key + b"x"
-    try:
-        with pytest.raises(AssertionError, match="2 differences"):
-            judge(cluster, data, live=False)
-    finally:
-        item.key = key
+    item = next(item for item in cluster.vbucket(1).log if not item.next_seqno and item.is_document)
+    monkeypatch.setattr(item, "key", item.key + b"x")
+    with pytest.raises(AssertionError, match="2 differences"):
+        judge(cluster, data, live=False)
 
 
-def test_a_state_that_is_no_end_of_a_snapshot_is_found(mirrored: tuple[SandboxCluster, Path]) -> None:
+def test_a_state_that_ends_no_snapshot_is_found(
+    mirrored: tuple[SandboxCluster, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster, data = mirrored
-    ends = cluster.sent(3).snapshot_ends
-    before = set(ends)
-    ends.clear()
-    try:
-        with pytest.raises(AssertionError, match="announced no snapshot's end"):
-            judge(cluster, data, live=True)
-    finally:
-        ends.update(before)
+    monkeypatch.setattr(cluster.sent(3), "snapshot_ends", set())
+    with pytest.raises(AssertionError, match="announced no snapshot's end"):
+        judge(cluster, data, live=True)

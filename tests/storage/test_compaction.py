@@ -29,6 +29,7 @@ VBIDS = (0, 1)
 
 def made(folder: Path, seed: int) -> Environment:
     """An environment with values of all sizes, keys of many values, and free pages."""
+    folder.mkdir(exist_ok=True)
     rng = random.Random(seed)
     environment = Environment(str(folder), VBIDS, writable=True, create=True, map_size=1 << 28)
     environment.open_all()
@@ -54,7 +55,6 @@ def copied(environment: Environment, target: Path) -> Path:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_copy_holds_the_same_and_can_be_written(seed: int, tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
     source = made(tmp_path / "source", seed)
     file = copied(source, tmp_path / "copy")
     assert verify.verify(str(file)) == []  # type: ignore[no-untyped-call]
@@ -74,7 +74,6 @@ def test_a_copy_holds_the_same_and_can_be_written(seed: int, tmp_path: Path) -> 
 
 
 def test_free_pages_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
     source = made(tmp_path / "source", 1)
     with source.begin(write=True) as txn:
         txn.drop(source.db(keys.rows_db(0)), delete=False)
@@ -83,7 +82,6 @@ def test_free_pages_are_left_out(tmp_path: Path) -> None:
 
 
 def test_what_is_committed_meanwhile_is_not_in_the_copy(tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
     source = made(tmp_path / "source", 2)
     with source.read() as txn, closing(Compaction(source, txn.raw)) as copy:
         before = list(txn.cursor(keys.rows_db(0)))
