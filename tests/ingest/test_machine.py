@@ -358,16 +358,16 @@ def filtered(rig: Rig, stream_filter: StreamFilter) -> list[type]:
     return kinds(rig.feed(ev.Start(filter=stream_filter)))
 
 
-def told(rig: Rig, seqno: int, content: SystemEventContent) -> None:
+def take_content(rig: Rig, seqno: int, content: SystemEventContent) -> None:
     rig.feed(replace(encode_system_event(content, vbid=0, seqno=seqno), opaque=rig.opaque_counter))
 
 
 def created(rig: Rig, seqno: int, collection_id: int) -> None:
-    told(rig, seqno, CollectionCreated(1, 0, collection_id, f"c{collection_id}"))
+    take_content(rig, seqno, CollectionCreated(1, 0, collection_id, f"c{collection_id}"))
 
 
 def dropped(rig: Rig, seqno: int, collection_id: int) -> None:
-    told(rig, seqno, CollectionDropped(2, 0, collection_id))
+    take_content(rig, seqno, CollectionDropped(2, 0, collection_id))
 
 
 def filtered_at(stream_filter: StreamFilter, *boundaries: int) -> Rig:

@@ -369,8 +369,8 @@ MUTATIONS = (
     Mutation(_MAPS, "None if accept_older else directory.load_map(data, bucket_uuid)", "None", _OF_MAPS),
     Mutation(
         _VBUCKET,
-        "return seqno if session.answers and not behind else None",
-        "return seqno if not behind else None",
+        "return seqno if session.answers else None",
+        "return seqno",
         "tests/feed/test_consumer.py -k is_gone_is_not_known",
     ),
     Mutation(
@@ -592,7 +592,7 @@ MUTATIONS = (
         _OF_CHANNELS,
     ),
     Mutation(_STATUS, '= now_ms - (row["silent_ms"] or 0)', "= now_ms", _OF_STATUS),
-    Mutation(_VBUCKET, "seqno if session.answers and", "seqno if session.ready and", _OF_WATCH),
+    Mutation(_VBUCKET, "seqno if session.answers else", "seqno if session.ready else", _OF_WATCH),
     Mutation(
         "mirror/ingest/selection.py",
         "return ids <= old_ids and not left_out",
