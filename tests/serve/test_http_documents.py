@@ -11,7 +11,7 @@ from typing import Any
 import cramjam
 import pytest
 
-from mirror.serve.http.requests import Page
+from mirror.serve.http.requests import TOKENS_MAX, Page
 from storage.history.purge import Window
 from storage.model import Collection, FailoverLog, Seqno
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, service_report
@@ -234,6 +234,7 @@ def test_a_read_waits_for_the_write_it_names(site: Site) -> None:
     assert answer.content == b"2"
     assert site.multi_get([name], params={"token": f"4:{VBUUID}:2"})["documents"][0]["value"] == 2
     site.get(site.document(name), 400, params={"token": "4:2"})
+    site.get(site.document(name), 400, params={"token": [f"4:{VBUUID}:1"] * (TOKENS_MAX + 1)})
     site.get(site.document(name), 404, params={"token": f"{VBUCKETS}:1:1"})
 
 

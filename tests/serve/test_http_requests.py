@@ -140,6 +140,7 @@ def test_parameters_are_known_single_and_within_bounds() -> None:
     questions: tuple[tuple[str, Callable[[requests.Parameters], object]], ...] = (
         ("c=1", lambda found: found),
         ("a=1&a=2", lambda found: found.text("a")),
+        ("a=1&a=2", lambda found: found.integer("a", 1, 0, 9)),
         ("a=10", lambda found: found.integer("a", 1, 0, 9)),
         ("a=%C2%B2", lambda found: found.integer("a", 1, 0, 9)),
         ("a=-1", lambda found: found.integer("a", 1, 0, 9)),

@@ -146,9 +146,10 @@ def test_paths_are_looked_up(sdk: Cluster, mirror: MirrorThread) -> None:
         default.lookup_in("nope", [sd.get("n")])
 
 
-def changes(sdk: Cluster) -> dict[str, Callable[[], Any]]:
+def test_every_change_is_one_clear_error_and_no_wait(sdk: Cluster) -> None:
+    """An error after one try: the SDK neither retries nor waits for its timeout (2.5 s)."""
     default = sdk.bucket("orders").default_collection()
-    return {
+    changes: dict[str, Callable[[], Any]] = {
         "upsert": lambda: default.upsert("a", {}),
         "upsert of megabytes": lambda: default.upsert("a", b"x" * 5_000_000, UpsertOptions(transcoder=RAW)),
         "insert": lambda: default.insert("new", {}),
@@ -162,11 +163,7 @@ def changes(sdk: Cluster) -> dict[str, Callable[[], Any]]:
         "increment": lambda: default.binary().increment("a"),
         "append": lambda: default.binary().append("a", b"x"),
     }
-
-
-def test_every_change_is_one_clear_error_and_no_wait(sdk: Cluster) -> None:
-    """An error after one try: the SDK neither retries nor waits for its timeout (2.5 s)."""
-    for name, change in changes(sdk).items():
+    for name, change in changes.items():
         with pytest.raises(UnsupportedOperation) as raised:
             change()
         context = getattr(raised.value, "error_context", None) or raised.value.context
