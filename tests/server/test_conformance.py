@@ -344,42 +344,6 @@ async def test_sync_writes_and_their_filters(server: Server) -> None:
 
 
 @SANDBOX_ALONE
-async def test_a_backfill_has_the_open_prepares_and_the_aborts(server: Server) -> None:
-    """A committed write is a mutation in it, and a prepare counts two bytes more than it has."""
-    vbucket = server.vbucket(2)
-    high = vbucket.high_seqno
-    client = await server.client(flags=TIMES, controls=SYNC_WRITES | {b"connection_buffer_size": b"100000"})
-    assert (await client.stream(2, end=high)).status == OK
-    before = client.counted
-    received = await client.until_end(high)
-    events = [each for each in received if not isinstance(each, ev.SnapshotMarker)]
-    assert await client.event() == ev.StreamEnd(2, int(StreamEndReason.OK), opaque=0x77)
-    prepares: dict[bytes, ev.Prepare] = {}
-    for event in events:
-        if isinstance(event, ev.Prepare):
-            prepares[event.key] = event
-        elif isinstance(event, (ev.Mutation, ev.Deletion, ev.Abort)):
-            prepares.pop(event.key, None)
-    opened = vbucket.prepared
-    assert {key: each.seqno for key, each in prepares.items()} == {key: item.seqno for key, item in opened.items()}
-    for key, each in prepares.items():
-        item = opened[key]
-        assert (each.cas, each.rev_seqno, each.value, bool(each.deleted)) == (
-            item.cas, item.rev_seqno, item.value, item.deletes,
-        )  # fmt: skip
-    (abort,) = [each for each in events if isinstance(each, ev.Abort)]
-    assert abort.key == b"\0aborted"
-    assert 0 < abort.prepared_seqno < abort.seqno == high - 1
-    assert not any(isinstance(each, ev.Commit) for each in events)
-    held = {each.key: each.seqno for each in events if isinstance(each, ev.Mutation)}
-    assert held == {item.key: item.seqno for item in state_at(vbucket, high).values()}
-    assert [each.seqno for each in events] == sorted({each.seqno for each in events})  # type: ignore[union-attr]
-    counted = client.counted - before
-    await client.send(codec_dcp.to_frame(ev.BufferAck(counted)))
-    assert await client.alive(), "no more than was sent"
-
-
-@SANDBOX_ALONE
 async def test_a_client_that_holds_a_prepare_learns_what_became_of_it(server: Server) -> None:
     """The client resumes behind the prepares and gets a mutation for the commit and an abort for the other."""
     vbucket = server.vbucket(2)
