@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from storage.env import directory
@@ -119,15 +119,20 @@ def commit(writer: GroupWriter, seqno: int) -> None:
     writer.commit()
 
 
+def purge_steps(writer: GroupWriter, window: Window) -> Iterator[int]:
+    """Purge to the end, and return the number of each step behind it."""
+    purger = writer.background.purger = Purger(writer.environment, writer.vbids, window, writer.background.leases)
+    for number in range(1, 10_000):
+        if (step := purger.plan(writer.options.clock_ms())) is None:
+            return
+        writer.background.purge(step, writer.options.clock_ms())
+        yield number
+    raise AssertionError("no end")
+
+
 def purge(writer: GroupWriter, window: Window) -> int:
     """To the end; how many steps it took."""
-    writer.background.purger = Purger(writer.environment, writer.vbids, window, writer.background.leases)
-    steps = 0
-    while (vbid := writer.background.purger.plan(writer.options.clock_ms())) is not None:
-        writer.background.purge(vbid, writer.options.clock_ms())
-        steps += 1
-        assert steps < 10_000
-    return steps
+    return max(purge_steps(writer, window), default=0)
 
 
 def flip(writer: GroupWriter, seqno: int, at: int, bit: int = 0) -> None:

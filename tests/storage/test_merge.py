@@ -17,7 +17,7 @@ from storage.read import states, stream
 from storage.read.view import Token, View
 from storage.write.writer import GroupWriter, VbucketWriter
 from tests.storage.model import DEFAULT, SCOPES, events, keys_of
-from tests.storage.rig import HOUR_MS, Clock, publish, put, system_event
+from tests.storage.rig import HOUR_MS, Clock, publish, purge_steps, put, system_event
 from tests.storage.rig import purge as purge_all
 
 NAMES = keys_of(0, 1_000)
@@ -230,11 +230,8 @@ def test_branches_of_a_replaced_copy_go_with_its_last_row(writer: GroupWriter, v
     writer.background.lease("job", {0: (int(held.branch), int(held.seqno))}, clock.now + 10 * HOUR_MS)
     writer.vbuckets[0].begin_resync()
     publish(writer, 0, [(NAMES[0], b"new", 1)])
-    purger = purge.Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.background.leases)
     for expected in (7, 1):
-        writer.background.purger = purger
-        while (vbid := purger.plan(clock.now)) is not None:
-            writer.background.purge(vbid, clock.now)
+        purge_all(writer, Window(time_ms=HOUR_MS))
         assert stored(writer)["branch"] - 1 == expected, "and one of the other vbucket"
         if expected == 7:
             assert shown(view) == {NAMES[0]: b"new"}
@@ -260,12 +257,8 @@ def test_branches_that_are_forgotten_in_several_steps_never_lack_a_parent(
     publish(writer, 0, [(NAMES[0], b"new", 1)])
     clock.now += 2 * HOUR_MS
     monkeypatch.setattr(purge.AdaptiveStepSize, "rows", 2)
-    purger = writer.background.purger = purge.Purger(
-        writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.background.leases
-    )
     counted = []
-    while (vbid := purger.plan(clock.now)) is not None:
-        writer.background.purge(vbid, clock.now)
+    for _ in purge_steps(writer, Window(time_ms=HOUR_MS)):
         assert check(path).problems == []
         counted.append(stored(writer)["branch"])
     assert {8 - 2, 8 - 4, 8 - 6} <= set(counted), "two at a time"
@@ -296,11 +289,9 @@ def test_rows_are_not_moved_below_the_base_of_a_branch_that_a_deeper_rollback_le
         publish(writer, 0, [(NAMES[seqno], b"y", seqno)])
     writer.vbuckets[0].rollback(3)
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", 1)
-    purger = writer.background.purger = purge.Purger(writer.environment, writer.vbids, WINDOW)
     for newest in (5, 12):  # the second floor lies above all that was lost
         publish(writer, 0, [(NAMES[0], b"newest", newest)])
-        while (vbid := purger.plan(writer.options.clock_ms())) is not None:
-            writer.background.purge(vbid, writer.options.clock_ms())
+        for _ in purge_steps(writer, WINDOW):
             assert check(path).problems == []
             assert {each.document.key for each in view.changes(0) if each.document} == set(shown(view))
             assert {each.key for each in events(view)} == set(shown(view)) == {*NAMES[:4]}
