@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -80,51 +81,45 @@ def test_a_damaged_document_is_served_only_where_reads_are_not_verified(
     careless.close()
 
 
+def replaced(store: Store, other: Store, between: Callable[[], bool] = lambda: True) -> None:
+    """Put another store's group in the place of the first."""
+    path = directory.group_path(store.path, 0)
+    for each in (store, other):
+        each.close()
+    os.rename(path, f"{path}.damaged")
+    assert between()
+    shutil.copytree(directory.group_path(other.path, 0), path)
+
+
 def test_a_group_that_was_recreated_is_opened_again(bucket: KvBucket, store: Store, tmp_path: Path) -> None:
     assert not bucket.reopen_if_replaced()
     assert bucket.find(b"\0a", None, READER) is not None
-    path = directory.group_path(store.path, 0)
-    store.writer.close()
-    os.rename(path, tmp_path / "damaged")
-    assert not bucket.reopen_if_replaced()
     other = Store(tmp_path / "other")
     other.logs()
     other.put(b"a", b"2", 1)
-    other.close()
-    shutil.copytree(directory.group_path(other.path, 0), path)
+    replaced(store, other, lambda: not bucket.reopen_if_replaced())
     assert bucket.reopen_if_replaced()
     found = bucket.find(b"\0a", None, READER)
     assert isinstance(found, Document)
     assert found.value == b"2"
 
 
-class Counted:
-    """Replaces a function of `storage.format.records`, and counts its calls."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        self.count = 0
-        self._plain = getattr(records, name)
-        monkeypatch.setattr(records, name, self)
-
-    def __call__(self, data: bytes | None) -> object:
-        self.count += 1
-        return self._plain(data)
-
-
 def test_one_manifest_is_decoded_however_many_vbuckets_have_it(
     bucket: KvBucket, store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All were, in one step: with 1,024 vbuckets and 1,000 collections it took 4 s."""
-    uids, decoded = Counted(monkeypatch, "manifest_uid"), Counted(monkeypatch, "decode_manifest")
+    uids, decoded = Mock(wraps=records.manifest_uid), Mock(wraps=records.decode_manifest)
+    monkeypatch.setattr(records, "manifest_uid", uids)
+    monkeypatch.setattr(records, "decode_manifest", decoded)
     orders = Collection(9, 8, "orders", Seqno(2))
 
     def newest() -> tuple[int, int, int]:
-        uids.count = decoded.count = 0
+        uids.reset_mock()
+        decoded.reset_mock()
         clock.advance(MANIFEST_FRESH_S + 0.1)
-        return bucket.manifest().uid, uids.count, decoded.count
+        return bucket.manifest().uid, uids.call_count, decoded.call_count
 
     store.collections(3, {8: "s"}, DEFAULT, uid=0x1_0000_0003)
-    decoded.count = 0
     assert newest() == (0x1_0000_0003, 16, 1)
     first = bucket.visible(READER).text
     assert newest() == (0x1_0000_0003, 0, 0)
@@ -141,15 +136,11 @@ def test_one_manifest_is_decoded_however_many_vbuckets_have_it(
 def test_uids_of_a_file_that_was_replaced_are_read_again(bucket: KvBucket, store: Store, tmp_path: Path) -> None:
     store.collections(3, {8: "s"}, DEFAULT, uid=4)
     assert set(bucket.view.manifest_uids().values()) == {4}
-    store.writer.close()
-    path = directory.group_path(store.path, 0)
-    os.rename(path, tmp_path / "damaged")
     other = Store(tmp_path / "other")
     other.logs()
     other.put(b"a", b"1", 1)
     other.collections(3, {8: "s"}, DEFAULT, uid=5)
-    other.close()
-    shutil.copytree(directory.group_path(other.path, 0), path)
+    replaced(store, other)
     bucket.view.groups.environment(0).look_now()
     bucket.view.groups._leave_replaced()
     assert set(bucket.view.manifest_uids().values()) == {5}
