@@ -7,7 +7,7 @@ on the requested one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from itertools import takewhile
 from typing import TypeVar
 
@@ -23,7 +23,9 @@ from storage.read.groups import Groups
 from storage.read.large import HEAD_BYTES_MAX
 from storage.read.vbucket_reader import Served, VbucketReader
 
-KnownPositions = dict[int, tuple[Environment, int, dict[bytes, tuple[bytes, bytes | None, Served]]]]
+KnownPositions = dict[
+    int, tuple[Environment, int, dict[bytes, tuple[bytes, bytes | None, Served]], Mapping[int, Served]]
+]
 """By group: its environment, the last commit that was read, and by vbucket the rows of `pub` and `purge` and the state
 decoded from them.
 """
@@ -38,31 +40,28 @@ Unreadable = dict[int, StorageError]
 T = TypeVar("T")
 
 
-def _of_groups(
-    groups: Groups, look: Callable[[int], Iterator[tuple[int, T]]], unreadable: Unreadable | None
-) -> dict[int, T]:
-    """Call `look` with one vbucket of each group, and return what it yields by vbid."""
+def _of_groups(groups: Groups, look: Callable[[int], Mapping[int, T]], unreadable: Unreadable | None) -> dict[int, T]:
+    """Call `look` with one vbucket of each group, and return all that it finds by vbid."""
     found: dict[int, T] = {}
     for first in groups.vbids[: groups.count]:
         try:
-            found |= dict(look(first))
+            found |= look(first)
         except StorageError as error:
             if unreadable is None:
                 raise
             unreadable[first % groups.count] = error
-    return {vbid: found[vbid] for vbid in groups.vbids if vbid in found}
+    return found
 
 
 def published(groups: Groups, known: KnownPositions, unreadable: Unreadable | None = None) -> dict[int, Served]:
-    """Return the served state of every vbucket, in rising vbid. With the `known` of an earlier call, read only vbuckets
+    """Return the served state of every vbucket by vbid. With the `known` of an earlier call, read only vbuckets
     that changed. Raise the error of a group that cannot be read, or put it into `unreadable` if that is given.
     """
 
-    def look(first: int) -> Iterator[tuple[int, Served]]:
+    def look(first: int) -> Mapping[int, Served]:
         environment = groups.environment(first)
         with environment.read() as txn:
-            kept, commit, before = known.get(first, (None, -1, {}))
-            positions = before
+            kept, commit, before, serving = known.get(first, (None, -1, {}, {}))
             if kept is not environment or commit != txn.raw.id():
                 positions = {}  # a new dict: other threads may be reading the old one
                 purges = environment.db(keys.DB_PURGE)
@@ -72,9 +71,9 @@ def published(groups: Groups, known: KnownPositions, unreadable: Unreadable | No
                     if seen is None or seen[0] != data or seen[1] != purge:
                         seen = data, purge, groups.reader(int.from_bytes(key)).served(txn)
                     positions[key] = seen
-                known[first] = environment, txn.raw.id(), positions
-        for key, (_, _, position) in positions.items():
-            yield int.from_bytes(key), position
+                serving = {int.from_bytes(key): served for key, (_, _, served) in positions.items()}
+                known[first] = environment, txn.raw.id(), positions, serving
+        return serving
 
     return _of_groups(groups, look, unreadable)
 
@@ -84,7 +83,8 @@ def manifest_uids(groups: Groups, known: KnownUids, unreadable: Unreadable | Non
     that changed. `unreadable` is as in `published`.
     """
 
-    def look(first: int) -> Iterator[tuple[int, int]]:
+    def look(first: int) -> Mapping[int, int]:
+        found = {}
         environment = groups.environment(first)
         if first not in known or known[first][0] is not environment:
             known[first] = environment, {}
@@ -95,7 +95,8 @@ def manifest_uids(groups: Groups, known: KnownUids, unreadable: Unreadable | Non
                 seen = uids.get(key)
                 if seen is None or seen[0] != at:
                     seen = uids[key] = at, _manifest_uid(txn, key, at)
-                yield int.from_bytes(key), seen[1]
+                found[int.from_bytes(key)] = seen[1]
+        return found
 
     return _of_groups(groups, look, unreadable)
 

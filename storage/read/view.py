@@ -217,8 +217,8 @@ class View(PointReads):
         return [self.state(vbid) for vbid in self.vbids]
 
     def published(self, unreadable: Unreadable | None = None) -> dict[int, Served]:
-        """Return the served state of each of `vbids`, in that order: the cheapest way to notice a publish. If a group
-        cannot be read, raise its error, or put the error into `unreadable` and leave its vbuckets out.
+        """Return the served state of each of `vbids`: the cheapest way to notice a publish. If a group cannot be read,
+        raise its error, or put the error into `unreadable` and leave its vbuckets out.
         """
         return states.published(self.groups, self._known_positions, unreadable)
 

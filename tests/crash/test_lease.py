@@ -38,7 +38,7 @@ def write(source: SandboxThread, view: View, value: int) -> None:
 
 
 def floors(view: View) -> list[int]:
-    return [int(each.pub.floor_seqno) for each in view.published().values()]
+    return [int(each.pub.floor_seqno) for _, each in sorted(view.published().items())]
 
 
 def versions(view: View, as_of: dict[int, tuple[int, int]]) -> list[bytes]:
@@ -54,7 +54,9 @@ def test_history_stays_for_its_holder_through_kills_until_release(source: Sandbo
         until("the mirror", lambda: (data / "mirror.json").exists())
         with open_view(str(data)) as view:
             write(source, view, 1)
-            *held_ones, free = ((int(each.pub.branch), int(each.pub.seqno)) for each in view.published().values())
+            *held_ones, free = (
+                (int(each.pub.branch), int(each.pub.seqno)) for _, each in sorted(view.published().items())
+            )
             held = dict(enumerate(held_ones))
             with hold(data, held, name="a job", seconds=30) as lease:
                 workers = service.wait_workers(2)
@@ -69,7 +71,7 @@ def test_history_stays_for_its_holder_through_kills_until_release(source: Sandbo
                 service.start()
                 write(source, view, 5)
                 write(source, view, 6)
-                newest = [int(each.pub.seqno) for each in view.published().values()]
+                newest = [int(each.pub.seqno) for _, each in sorted(view.published().items())]
                 until("the floor of what is not held to rise", lambda: floors(view)[-1] == newest[-1] > free[1])
                 assert versions(view, held) == [b'{"v":1}'] * len(held)
                 assert floors(view)[:-1] == [seqno for _, seqno in held_ones]
@@ -96,11 +98,11 @@ def test_a_holder_that_died_holds_history_for_its_time_alone(source: SandboxThre
         service.wait_workers(1)
         with open_view(str(data)) as view:
             write(source, view, 1)
-            positions = [[vbid, *map(int, each.pub[:2])] for vbid, each in enumerate(view.published().values())]
+            positions = [[vbid, *map(int, each.pub[:2])] for vbid, each in sorted(view.published().items())]
             answer = ask(data, GrantLease("x", "nobody renews it", 2, positions))
             assert answer is not None
             write(source, view, 2)
-            newest = [int(each.pub.seqno) for each in view.published().values()]
+            newest = [int(each.pub.seqno) for _, each in sorted(view.published().items())]
             until("the floor to rise once the lease ended", lambda: floors(view) == newest)
             assert leases(service) == []
         assert service.terminate() == 0

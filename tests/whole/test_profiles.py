@@ -69,7 +69,7 @@ class Story:
 
     def published(self) -> list[int]:
         with open_view(str(self.service.data)) as view:
-            return [int(each.pub.seqno) for each in view.published().values()]
+            return [int(each.pub.seqno) for _, each in sorted(view.published().items())]
 
     def sent_bytes(self) -> int:
         return self.source.call(lambda: sum(self.cluster.sent(vbid).bytes for vbid in range(VBUCKETS)))
