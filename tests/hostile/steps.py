@@ -38,7 +38,7 @@ class Steps:
             self.longest_s[name] = seconds
 
     def worst(self) -> tuple[float, str]:
-        return max(((seconds, name) for name, seconds in self.longest_s.items()), default=(0.0, "no step"))
+        return max(((seconds, name) for name, seconds in self.longest_s.copy().items()), default=(0.0, "no step"))
 
 
 def name_of(handle: Any) -> str:

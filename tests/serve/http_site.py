@@ -156,7 +156,8 @@ class Site:
         async def forget() -> None:
             self.reports.append(report)
             status = self.server.service.status
-            status._report, status._disk_and_history_s = None, float("-inf")
+            async with status._reading:  # else a report that is being made would be kept
+                status._report, status._disk_and_history_s = None, float("-inf")
 
         self.call(forget())
 
