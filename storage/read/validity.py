@@ -112,7 +112,7 @@ def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served
     """Raise ViewInvalidated if the purger removed rows that `pinned` sees before a resync replaced the chain.
 
     The floor of that time is no longer stored. But the purger removes a boundary before, or together with, the first
-    document that it sees. So look for the last boundary of this history that was on the last chain before the resync.
+    document visible at it. So look for the last boundary of this history that was on the last chain before the resync.
     """
     vbid, seqno = reader.vbid, int(pinned.pub.seqno)
     below = [link.branch for link in pinned.links if link.base_seqno < seqno]
