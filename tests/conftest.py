@@ -77,8 +77,8 @@ def pytest_collection_finish() -> None:
 
 
 TAKES = {
-    "not long and not ci": "about 8 minutes on two cores (-n auto); .ci/run runs more, -m long larger figures",
-    "not long": "about 16 minutes on two cores (-n auto)",
+    "not long and not ci": "about 4 minutes on two cores (-n auto); .ci/run runs more, -m long larger figures",
+    "not long": "about 12 minutes on two cores (-n auto)",
 }
 """How long the tests take, by the expression that chooses them."""
 
