@@ -13,14 +13,14 @@ from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.dcp import connection as dcp_connection
 from mirror.serve.dcp.connection import NOTED_S, SourceContact
 from mirror.serve.dcp.stream import PIECE_BYTES
-from mirror.serve.kv.connection import HIGH_WATER_BYTES
+from mirror.serve.kv.connection import HIGH_WATER_BYTES, KvConnection
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from storage.model import Collection, Seqno
 from tests.manual_clock import ManualClock
 from tests.oracle import kv_client
-from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, system_event, until
+from tests.serve.dcp_rig import DcpClient, DcpEndpoint, serving_dcp, system_event, until
 from tests.serve.kv_rig import DEFAULT, Store, with_users
 
 VBUCKETS = 1
@@ -112,14 +112,20 @@ async def test_truncated_and_misshapen_requests_are_refused(dcp: DcpEndpoint) ->
     assert await client.receive() is None
 
 
-async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store: Store, dcp: DcpEndpoint) -> None:
-    for seqno in range(1, 601):
+async def stalled(store: Store, dcp: DcpEndpoint, documents: int) -> tuple[DcpClient, KvConnection]:
+    """A client that takes nothing of a stream, once its connection is paused."""
+    for seqno in range(1, documents + 1):
         store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
     client = await dcp.client()
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await client.send(STREAM)
     (connection,) = dcp.server.connections
     await until(lambda: connection.paused_s is not None)
+    return client, connection
+
+
+async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store: Store, dcp: DcpEndpoint) -> None:
+    client, connection = await stalled(store, dcp, 600)
     assert connection.unsent.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
     sent = dcp.server.dcp_counters.stream_bytes
     await client.send(kv_client.noop())
@@ -133,13 +139,7 @@ async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
     store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcp_connection, "ANSWERS_BYTES_MAX", 10_000)
-    for seqno in range(1, 301):
-        store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
-    client = await dcp.client()
-    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-    await client.send(STREAM)
-    (connection,) = dcp.server.connections
-    await until(lambda: connection.paused_s is not None)
+    client, connection = await stalled(store, dcp, 300)
     held = connection.unsent.unsent_bytes
     for _ in range(40):
         await client.send(*[fr.request(Opcode.GET_CLUSTER_CONFIG, opaque=9)] * 20)

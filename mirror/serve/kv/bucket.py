@@ -249,12 +249,15 @@ class KvBucket:
     # -- the store below
 
     def _of_readable_groups(self, look: Callable[[Unreadable], dict[int, T]]) -> dict[int, T]:
-        """Return the result of `look` by vbid, without unreadable groups. Raises Refused if no group is readable."""
+        """Return the result of `look` by vbid, without unreadable groups, of which one is logged. Raises Refused if no
+        group is readable.
+        """
         unreadable: Unreadable = {}
         found = look(unreadable)
-        refused = [self.failed(error) for error in unreadable.values()]
-        if not found:
-            raise refused[0]
+        if unreadable:
+            refused = self.failed(next(iter(unreadable.values())))
+            if not found:
+                raise refused
         return found
 
     @contextlib.contextmanager
