@@ -80,7 +80,7 @@ TAKES = {
     "not long and not ci": "about 4 minutes on two cores (-n auto); .ci/run runs more, -m long larger figures",
     "not long": "about 12 minutes on two cores (-n auto)",
 }
-"""How long the tests take, by the expression that chooses them."""
+"""The time that the tests take, by the expression that chooses them."""
 
 
 def pytest_report_header(config: pytest.Config) -> str:

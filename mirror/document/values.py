@@ -29,7 +29,7 @@ def inflate(value: bytes, datatype: int) -> tuple[bytes, int]:
     if not datatype & SNAPPY:
         return value, datatype
     try:
-        return records.decompress(value), datatype & ~SNAPPY  # the bound of all readers is there
+        return records.decompress(value), datatype & ~SNAPPY  # it checks the size limit of all readers
     except CorruptedError as error:
         raise ValueError(f"not snappy: {error.message}") from None
 
@@ -66,7 +66,7 @@ def split(value: bytes, datatype: int) -> tuple[Xattrs, bytes]:
 
 
 def join(xattrs: Xattrs, body: bytes, datatype: int) -> tuple[bytes, int]:
-    """Return a value of xattrs and a body with the datatype of the body (JSON or 0)."""
+    """Join xattrs and a body; return the value and its datatype. `datatype` is the body's: only its JSON bit counts."""
     if not xattrs:
         return body, datatype & JSON
     return xattr.join(xattrs, body), datatype & JSON | XATTR

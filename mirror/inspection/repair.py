@@ -40,7 +40,7 @@ def resync(
     timeout_s: float = TIMEOUT_S,
     progress: Progress = lambda _done, _of: None,
 ) -> None:
-    """Fetch one or more vbuckets again and return once all are served. No view may be open in this process.
+    """Fetch one or more vbuckets again; return once all new copies are served. No view may be open in this process.
 
     Raises MirrorError, Locked if another process owns a group, and the source's refusals.
     """

@@ -67,8 +67,8 @@ class IndexJob:
         self._slice = list(islice(self._sorted, SLICE_ROWS))
 
     def write_slice(self, txn: Transaction) -> bool:
-        """Insert the slice in `txn`, which the caller commits. If that fails, call it again. Return False after the
-        last slice.
+        """Insert the slice in `txn`, which the caller commits. If the commit fails, call this again: it inserts the
+        same slice. Return False after the last slice.
         """
         put_key_rows(txn, self.vbid, self._slice)
         return len(self._slice) == SLICE_ROWS

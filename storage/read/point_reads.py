@@ -56,13 +56,13 @@ class _Options(NamedTuple):
 
 class ReadRun:
     """A run of point reads that share one transaction of each environment, from the first read there to the end of the
-    run. Make no other read meanwhile if the run's later reads must not be older than it.
+    run. A read outside the run may see a newer commit than the run's later reads: make none if that matters.
     """
 
     def __init__(self) -> None:
         self._begun: dict[Environment, tuple[Any, int]] = {}
         self._views: dict[Environment, Any] = {}
-        """Transactions that return views of the map: rows do not change, so these may see a later commit."""
+        """Transactions whose `get` returns buffers of LMDB's map. Since rows do not change, a later commit will do."""
 
     def __enter__(self) -> ReadRun:
         return self
@@ -235,8 +235,8 @@ class PointReads:
         """Return the documents that exist, by key. Arguments and errors are those of `get`.
 
         Documents of one group of vbuckets are read in one transaction. A value that cannot be decompressed, or would be
-        larger than 32 MiB, is returned as stored, with bit 2 or 4 in `datatype`. Raises AnswerTooLarge as soon as the
-        values together are more than `bytes_max`.
+        larger than 32 MiB, is returned as stored: `datatype` then still has its bit 2 (Snappy) or 4 (xattrs). Raises
+        AnswerTooLarge as soon as the values together are more than `bytes_max`.
         """
         options = _Options(collection, as_of, now, raw, lenient=True)
         is_plain = as_of is None and collection is None
@@ -393,8 +393,8 @@ def document_or_large(
     reader: VbucketReader, wire_key: bytes, reference: bytes, large_bytes: int, raw: bool
 ) -> Document | LargeDocument | None:
     """Return the document of the row that a reference names, or None if the row was purged. A value of more than
-    `large_bytes` is not read. Rows do not change, so a transaction of its own serves; it copies only rows that are
-    read.
+    `large_bytes` is not read. Rows do not change, so another transaction than the lookup's will do; its buffers spare
+    the copy of a large value.
     """
     row_key = reference[ROW_KEY]
     txn = reader.environment.begin(buffers=True)
@@ -419,7 +419,7 @@ def document_or_large(
 def _newest(
     reader: VbucketReader, txn: Transaction, wire_key: bytes, branch: int, seqno: int, links: chain.Chain | None = None
 ) -> bytes | None:
-    """Return the reference to the newest version of a key that is visible at (branch, seqno); `links` is that chain."""
+    """Return the reference to the newest version of a key that is visible at (branch, seqno). `links`: its chain."""
     cursor = txn.raw.cursor(reader.keys)
     if not cursor.set_key(wire_key):
         reader.check_absent(txn.raw, cursor, wire_key)

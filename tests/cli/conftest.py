@@ -37,7 +37,7 @@ class Result:
     err: str
     raw: bytes
 
-    def complains(self, code: int, words: str) -> None:
+    def assert_complains(self, code: int, words: str) -> None:
         """Fail unless this is its exit code, and its one complaint has the words."""
         assert self.code == code, self.err
         assert words in self.complaint

@@ -15,6 +15,6 @@ def test_the_files_are_written_and_never_over_others(tmp_path: Path) -> None:
     assert result.out.split() == [str(folder / "dcp-mirror-alerts.yml"), str(folder / "dcp-mirror-dashboard.json")]
     assert call_here("assets", "--to", folder).code == 0, "the same content may be there"
     (folder / "dcp-mirror-alerts.yml").write_text("groups: []\n")
-    call_here("assets", "--to", folder).complains(2, "with other content (move it away")
+    call_here("assets", "--to", folder).assert_complains(2, "with other content (move it away")
     assert (folder / "dcp-mirror-alerts.yml").read_text() == "groups: []\n"
-    call_here("assets", "--to", folder / "dcp-mirror-alerts.yml").complains(2, "name a directory")
+    call_here("assets", "--to", folder / "dcp-mirror-alerts.yml").assert_complains(2, "name a directory")

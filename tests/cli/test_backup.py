@@ -133,7 +133,7 @@ def test_one_that_was_killed_leaves_nothing_that_restore_accepts(mirrored: Path,
         process.kill()
         process.wait()
     (tmp_path / "begun.tar").write_bytes(begun)
-    call("restore", "--from", tmp_path / "begun.tar", "--data", tmp_path / "target").complains(
+    call("restore", "--from", tmp_path / "begun.tar", "--data", tmp_path / "target").assert_complains(
         3, "damaged or cut short"
     )
     assert not (tmp_path / "target").exists()
@@ -156,5 +156,5 @@ def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
         (["--to", "-", "--json"], 2, "--to - and --json both print to stdout"),
         (["--to", "/proc/backup"], 1, "/proc/backup"),
     ):
-        call("backup", "--data", mirrored, *arguments).complains(code, words)
+        call("backup", "--data", mirrored, *arguments).assert_complains(code, words)
     assert "no such directory" in call("backup", "--data", tmp_path / "none", "--to", tmp_path / "c").complaint

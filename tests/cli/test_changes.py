@@ -54,7 +54,7 @@ def test_a_token_that_is_none(token: str) -> None:
 
 
 def test_a_token_of_a_history_that_nobody_knows(mirrored: Path) -> None:
-    call("changes", "--data", mirrored, "--since", f"3:77:5:{ID}").complains(1, "branch 77")
+    call("changes", "--data", mirrored, "--since", f"3:77:5:{ID}").assert_complains(1, "branch 77")
 
 
 def test_tokens_belong_to_their_vbuckets(mirrored: Path) -> None:

@@ -72,4 +72,4 @@ def test_a_setting_is_explained_to_people() -> None:
 
 
 def test_a_setting_that_does_not_exist_is_named_with_the_nearest() -> None:
-    call_here("config", "explain", "histori_s").complains(2, "did you mean history_s")
+    call_here("config", "explain", "histori_s").assert_complains(2, "did you mean history_s")

@@ -77,4 +77,4 @@ def test_a_source_that_is_killed_ends_it_with_one_line(tmp_path: Path) -> None:
 
 
 def test_somebody_elses_mirror_is_not_touched(mirrored: Path) -> None:
-    call("demo", "--data", mirrored).complains(2, "holds a mirror already")
+    call("demo", "--data", mirrored).assert_complains(2, "holds a mirror already")

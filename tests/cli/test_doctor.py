@@ -34,4 +34,4 @@ def test_the_first_failure_is_the_exit_code(source: SandboxThread) -> None:
     assert call("doctor", "--source", "couchbase://demo@127.0.0.1:1/demo").code == 1
     for arguments, said in (([], "no source is given"), (["--source", "nonsense"], "not a scheme")):
         result = call("doctor", *arguments)
-        result.complains(2, said)
+        result.assert_complains(2, said)

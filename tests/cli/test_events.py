@@ -54,7 +54,7 @@ def test_events_are_there_with_the_service_down(mirrored: Path, tmp_path: Path) 
     assert [each["number"] for each in recent] == [2, 3]
     moment = datetime.fromtimestamp(time.time() - 600).isoformat()  # noqa: DTZ006  local, as people type it
     assert [each["number"] for each in call("events", "--data", data, "--since", moment, "--json").lines] == [3]
-    call("events", "--data", data, "--since", "yesterday").complains(2, "neither a time nor an age")
+    call("events", "--data", data, "--since", "yesterday").assert_complains(2, "neither a time nor an age")
     assert call("events", "--data", tmp_path / "missing").code == 2
 
 

@@ -107,4 +107,4 @@ def test_a_reader_that_has_had_enough_is_no_failure(mirrored: Path) -> None:
 )
 def test_a_directory_without_a_mirror_is_named(tmp_path: Path, arguments: list[str]) -> None:
     for place in (tmp_path, tmp_path / "missing"):
-        call_here(*arguments, "--data", place).complains(2, str(place))
+        call_here(*arguments, "--data", place).assert_complains(2, str(place))

@@ -158,4 +158,4 @@ def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
         (["--collection", "a.b"], 2, "no collection 'a.b'"),
         (["--to", "/proc/none/file"], 1, "/proc/none"),
     ):
-        call("export", "--data", mirrored, *arguments).complains(code, words)
+        call("export", "--data", mirrored, *arguments).assert_complains(code, words)

@@ -25,7 +25,9 @@ def test_the_file_is_what_run_takes_and_says_what_comes_next(source: SandboxThre
     assert next_lines == [["dcp-mirror", "run", "--config", str(to)], ["dcp-mirror", "status", "--config", str(to)]]
     succeed(*next_lines[0][1:], "--until-caught-up")
     assert call(*next_lines[1][1:], "--json").json["data"] == str(data)
-    call("init", "--source", source.connection_string, "--data", tmp_path, "--to", to).complains(2, f"{to} exists")
+    call("init", "--source", source.connection_string, "--data", tmp_path, "--to", to).assert_complains(
+        2, f"{to} exists"
+    )
     assert call("init", "--source", source.connection_string, "--data", tmp_path, "--to", to, "--force").code == 0
     assert [entry.name for entry in to.parent.iterdir()] == ["orders.toml"]
 

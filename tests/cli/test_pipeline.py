@@ -31,13 +31,13 @@ def test_export_writes_parquet_and_says_what(mirrored: Path, tmp_path: Path) -> 
     assert table.num_rows == 183
     assert {each.stat().st_mode & 0o077 for each in ((tmp_path / "out"), *(tmp_path / "out").rglob("*"))} == {0}
     assert "\ufffdbase64://5rZXk=" in table.column("key").to_pylist()
-    call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out").complains(2, "--overwrite")
+    call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out").assert_complains(2, "--overwrite")
 
 
 def test_export_writes_a_delta_table_with_typed_columns(mirrored: Path, tmp_path: Path) -> None:
     arguments = ["--format", "delta", "--schema", "number int, `stra\u00dfe` string", "--processes", "1"]
     done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
-    done.complains(3, "the body is not a JSON object")
+    done.assert_complains(3, "the body is not a JSON object")
     arguments += ["--mode", "permissive", "--max-misfits", "0.5"]
     done = succeed("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
     for words in ("183 documents of 16 vbuckets", "version 0", "do not fit the schema"):
@@ -51,7 +51,7 @@ def test_export_writes_a_delta_table_with_typed_columns(mirrored: Path, tmp_path
 def test_a_schema_that_most_documents_do_not_fit_is_exit_3_and_no_export(mirrored: Path, tmp_path: Path) -> None:
     arguments = ["--schema", "number boolean", "--mode", "permissive", "--processes", "1"]
     done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
-    done.complains(3, "documents do not fit the schema")
+    done.assert_complains(3, "documents do not fit the schema")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,7 +86,7 @@ def test_compare_is_silent_about_what_is_equal(source: SandboxThread, mirrored: 
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: list[str], what: str, mirrored: Path, tmp_path: Path) -> None:
     done = call_here("pipeline", *arguments, "--data", mirrored, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
-    done.complains(2, what)
+    done.assert_complains(2, what)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -102,7 +102,7 @@ def test_a_stream_of_nothing_ends_before_java_starts(
     arguments: list[str], code: int, what: str, tmp_path: Path
 ) -> None:
     done = call_here("pipeline", "sync", "--to", "lake", *arguments, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
-    done.complains(code, what)
+    done.assert_complains(code, what)
     assert "Spark" not in done.err
     assert list(tmp_path.iterdir()) == []
 
@@ -131,21 +131,21 @@ def test_schemas_of_sync_are_for_all_tables_or_for_a_collection_s() -> None:
 def test_a_schema_that_sync_cannot_keep_is_refused_before_java_starts(
     mirrored: Path, arguments: list[str], what: str, tmp_path: Path
 ) -> None:
-    call_here("pipeline", "sync", "--data", mirrored, "--to", tmp_path / "lake", *arguments).complains(2, what)
+    call_here("pipeline", "sync", "--data", mirrored, "--to", tmp_path / "lake", *arguments).assert_complains(2, what)
     assert not (tmp_path / "lake").exists()
 
 
 def test_a_source_that_refuses_is_exit_4(source: SandboxThread, tmp_path: Path) -> None:
     arguments = ["--source", source.connection_string, "--to", tmp_path / "lake"]
-    call_here("pipeline", "sync", *arguments, env={"DCP_MIRROR_PASSWORD": "wrong"}).complains(4, "password")
+    call_here("pipeline", "sync", *arguments, env={"DCP_MIRROR_PASSWORD": "wrong"}).assert_complains(4, "password")
 
 
 def test_no_mirror_and_no_space_are_reported_with_their_place(mirrored: Path, tmp_path: Path) -> None:
     done = call_here("pipeline", "export", "--data", tmp_path / "nowhere", "--to", tmp_path / "out")
-    done.complains(2, "no such directory")
+    done.assert_complains(2, "no such directory")
     (tmp_path / "file").touch()
     done = call_here("pipeline", "export", "--data", mirrored, "--to", tmp_path / "file" / "out")
-    done.complains(1, str(tmp_path / "file" / "out"))
+    done.assert_complains(1, str(tmp_path / "file" / "out"))
 
 
 def test_without_the_extra_the_remedy_is_said(mirrored: Path, tmp_path: Path) -> None:

@@ -40,6 +40,6 @@ def test_every_mistake_is_one_line_and_leaves_no_file(source: SandboxThread, tmp
         (2, "there is no vbucket 99", ["--source", url, "--to", tmp_path / "x", "--vbid", "99"]),
         (1, "cannot be reached", ["--source", "couchbase://demo@127.0.0.1:1/demo", "--to", tmp_path / "z"]),
     ):
-        call("record", *arguments).complains(code, said)
+        call("record", *arguments).assert_complains(code, said)
     assert (tmp_path / "there").read_text() == "mine"
     assert not (tmp_path / "z").exists()

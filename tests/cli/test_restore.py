@@ -75,7 +75,7 @@ def test_what_is_damaged_is_named_and_nothing_is_left(
     copy = tmp_path / "copy"
     shutil.copytree(made / "copy", copy)
     harm(copy)
-    call("restore", "--from", copy, "--data", tmp_path / "target").complains(3, words)
+    call("restore", "--from", copy, "--data", tmp_path / "target").assert_complains(3, words)
     assert not (tmp_path / "target").exists()
 
 
@@ -89,14 +89,14 @@ def test_rows_that_were_damaged_before_are_refused_unless_they_are_requested(
     file.write_bytes(data.replace(key, key.upper() if key != key.upper() else key.lower()))
     succeed("backup", "--data", harmed, "--to", tmp_path / "copy")
     refused = call("restore", "--from", tmp_path / "copy", "--data", tmp_path / "target")
-    refused.complains(3, "its checksum does not match")
+    refused.assert_complains(3, "its checksum does not match")
     assert not (tmp_path / "target").exists()
     arguments = ("--from", tmp_path / "copy", "--data", tmp_path / "target", "--no-check")
     assert call("restore", *arguments).code == 0
 
 
 def test_only_into_an_empty_directory(mirrored: Path, made: Path) -> None:
-    call("restore", "--from", made / "copy", "--data", mirrored).complains(1, "is not empty: it holds")
+    call("restore", "--from", made / "copy", "--data", mirrored).assert_complains(1, "is not empty: it holds")
 
 
 def test_a_backup_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_running_service_rolls_back_and_streams_on(data: Path, source: Sandbox
         assert result.json["retracted"] > 0
         eventually(lambda: state_of(data)["published_seqno"] == newest)
         assert documents(data) == contents
-        call("rollback", "--data", data, "--vbid", "1", "--to", "0").complains(1, "history begins at seqno")
+        call("rollback", "--data", data, "--vbid", "1", "--to", "0").assert_complains(1, "history begins at seqno")
         assert state_of(data)["rollback_count"] == 1
         service.send_signal(signal.SIGTERM)
         service.communicate(timeout=LIMIT_S)
@@ -96,7 +96,7 @@ def test_a_running_service_rolls_back_and_streams_on(data: Path, source: Sandbox
 def test_what_cannot_be_done_changes_nothing_and_says_why(data: Path) -> None:
     before = state_of(data)
     floor = before["history_floor_seqno"]
-    call("rollback", "--data", data, "--vbid", "1", "--to", str(floor - 1)).complains(
+    call("rollback", "--data", data, "--vbid", "1", "--to", str(floor - 1)).assert_complains(
         1, f"history begins at seqno {floor}"
     )
     assert "there is no vbucket 99" in call("rollback", "--data", data, "--vbid", "99", "--to", "1").complaint

@@ -72,7 +72,7 @@ def test_it_runs_until_stopped_and_answers_meanwhile(source: SandboxThread, tmp_
         assert (status["service"], status["pid"]) == ("up", service.pid)
         assert [worker["phase"] for worker in status["workers"]] == ["running", "running"]
         assert status["totals"]["documents"] == 183
-        call("run", "--source", source.connection_string, "--data", tmp_path).complains(1, str(service.pid))
+        call("run", "--source", source.connection_string, "--data", tmp_path).assert_complains(1, str(service.pid))
         service.send_signal(signal.SIGINT)
         _, err = service.communicate(timeout=LIMIT_S)
     assert service.returncode == 0
@@ -109,7 +109,7 @@ def test_a_wrong_password_is_said_at_once(source: SandboxThread, tmp_path: Path)
 def test_nobody_at_the_address(tmp_path: Path) -> None:
     limited = ["--set", "bootstrap_timeout_s=0.5"]
     result = call("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", "--until-caught-up", *limited)
-    result.complains(1, "127.0.0.1:1")
+    result.assert_complains(1, "127.0.0.1:1")
 
 
 def test_waiting_for_the_end_and_stopped_before_it_is_not_caught_up(tmp_path: Path) -> None:
@@ -158,7 +158,9 @@ def test_what_is_needed_is_requested(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_are_wrong(tmp_path: Path, arguments: list[str], env: dict[str, str], words: str) -> None:
-    call_here("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", *arguments, env=env).complains(2, words)
+    call_here("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", *arguments, env=env).assert_complains(
+        2, words
+    )
     assert not (tmp_path / "data").exists()
 
 
@@ -173,7 +175,7 @@ def test_one_collection_is_mirrored_and_read_by_its_name(tmp_path: Path) -> None
         assert call(*arguments, "--collection", "inventory.airline").code == 0
         other = call(*arguments, "--scope", "inventory")
         assert call(*arguments).code == 0, "what it was made for need not be said again"
-    other.complains(2, "mirrors collections inventory.airline, not scope inventory")
+    other.assert_complains(2, "mirrors collections inventory.airline, not scope inventory")
     assert call("get", "--data", data, "af", "--collection", "inventory.airline", "--json").json["value"] == {
         "name": "Air France"
     }
@@ -187,7 +189,7 @@ def test_damaged_data_is_said_by_name(mirrored: Path, source: SandboxThread, tmp
     data = copy_of(mirrored, tmp_path / "data")
     (data / "group-0001" / "data.mdb").write_bytes(b"garbage" * 1000)
     arguments = ["run", "--source", source.connection_string, "--data", data, "--until-caught-up"]
-    call(*arguments).complains(3, "group-0001")
+    call(*arguments).assert_complains(3, "group-0001")
     (data / "mirror.json").write_text("{")
     assert call(*arguments).code == 3
 
@@ -212,7 +214,7 @@ def test_a_bucket_that_was_recreated_is_mirrored_next_to_its_old_data(tmp_path: 
         old_uuid = source.call(lambda: source.cluster.bucket.map.bucket_uuid)
         source.call(source.cluster.bucket.recreate)
         source.call(source.cluster.set, "new", {"a": 2})
-        call(*arguments).complains(3, "--replace-bucket")
+        call(*arguments).assert_complains(3, "--replace-bucket")
         replaced = succeed(*arguments, "--replace-bucket")
         aside = Path(f"{data}.{old_uuid}")
         assert str(aside) in replaced.err
@@ -231,7 +233,7 @@ def test_each_listener_is_announced_once_and_a_stop_that_takes_too_long_says_so(
     with background(*arguments) as service:
         assert service.stdout is not None
         said = sorted(service.stdout.readline() for _ in range(2))
-        call("stop", "--data", data, "--timeout", "0").complains(1, "has not ended within 0 s")
+        call("stop", "--data", data, "--timeout", "0").assert_complains(1, "has not ended within 0 s")
         out, err = service.communicate(timeout=LIMIT_S)
     assert [line.split()[0] for line in said] == ["http", "kv"]
     assert (service.returncode, out) == (0, "")

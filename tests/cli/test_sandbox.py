@@ -63,7 +63,7 @@ def test_a_restart_on_a_port_is_the_same_bucket(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with sandbox("--control", tmp_path / "one") as (_, url):
         port = parse(url).addresses[0].port
-        call("sandbox", "--port", str(port), "--control", tmp_path / "two").complains(2, str(port))
+        call("sandbox", "--port", str(port), "--control", tmp_path / "two").assert_complains(2, str(port))
 
 
 def test_a_certificate_is_shown_and_exchanged(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_certificate_is_shown_and_exchanged(tmp_path: Path) -> None:
         cert, key = other.sign("127.0.0.1")
         rotate = ("sandbox", "fault", "--source", url, "rotate-certificate")
         assert call(*rotate, f"cert={cert}", f"key={key}").json == {"cert": str(cert)}
-        call(*rotate, f"cert={tmp_path / 'absent.pem'}").complains(2, "absent.pem cannot be used")
+        call(*rotate, f"cert={tmp_path / 'absent.pem'}").assert_complains(2, "absent.pem cannot be used")
         ssl.get_server_certificate(address, ca_certs=str(other.ca_file))
         with pytest.raises(ssl.SSLError):
             ssl.get_server_certificate(address, ca_certs=str(authority.ca_file))
@@ -110,7 +110,7 @@ def test_the_help_names_every_command_and_what_may_be_left_out() -> None:
 
 
 def test_nobody_to_ask(tmp_path: Path) -> None:
-    call("sandbox", "fault", "status", "--control", tmp_path / "nobody").complains(1, "nobody")
+    call("sandbox", "fault", "status", "--control", tmp_path / "nobody").assert_complains(1, "nobody")
     assert call("sandbox", "fault", "status").code == 2
 
 

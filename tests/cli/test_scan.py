@@ -43,7 +43,7 @@ def test_people_get_readable_lines(mirrored: Path) -> None:
 
 
 def test_a_seqno_needs_its_vbucket(mirrored: Path) -> None:
-    call("scan", "--data", mirrored, "--as-of", "5").complains(2, "--vbid")
+    call("scan", "--data", mirrored, "--as-of", "5").assert_complains(2, "--vbid")
     assert call("scan", "--data", mirrored, "--as-of", "2999-01-01", "--limit", "1").code == 0
 
 

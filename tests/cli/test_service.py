@@ -15,7 +15,7 @@ def test_a_service_is_waited_for_reloaded_and_stopped(source: SandboxThread, tmp
     settings.write_text("history_s = 100\n")
     for command in ("stop", "reload"):
         result = call(command, "--data", data)
-        result.complains(1, "no service runs for")
+        result.assert_complains(1, "no service runs for")
     assert call("status", "--data", data, "--wait-ready", "--timeout", "0.1").code == 2, "there is no mirror"
     with (
         background("status", "--data", data, "--wait-ready", "--json") as waiting,

@@ -130,14 +130,14 @@ def test_every_mistake_is_one_line(source: SandboxThread, mirrored: Path, tmp_pa
         (4, "wrong user or password", ["--data", mirrored, "--source", url], {"DCP_MIRROR_PASSWORD": "no"}),
     ):
         result = call("verify", *arguments, env=env)
-        result.complains(code, said)
+        result.assert_complains(code, said)
         assert result.out == ""
 
 
 def test_another_bucket_is_refused(mirrored: Path) -> None:
     with SandboxThread(SandboxCluster(vbuckets=16, seed=99)) as other:
         result = call("verify", "--data", mirrored, "--source", other.connection_string)
-    result.complains(3, "uuid")
+    result.assert_complains(3, "uuid")
 
 
 def test_a_mirror_of_one_collection_is_compared_with_that_alone(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_running_service_says_how_its_source_is_reached(
     data = copy_of(mirrored, tmp_path / "data")
     for command in ("verify", "doctor"):
         result = call(command, "--data", data)
-        result.complains(2, f"no service runs on {data}")
+        result.assert_complains(2, f"no service runs on {data}")
     with background(
         "run", "--source", source.connection_string, "--data", data, "--set", "tls_minimum_version=1.3"
     ) as run:

@@ -1,4 +1,4 @@
-"""What servers share: checks before each operation, framing of answers, error texts, controls, maps."""
+"""Servers share checks before each operation, framing of answers, error texts, controls and maps."""
 
 from __future__ import annotations
 

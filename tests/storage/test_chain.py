@@ -1,4 +1,4 @@
-"""What a view of a branch sees, against a plain list of rows, and the boundaries behind long snapshots."""
+"""A view of a branch sees the rows of a plain list, and finds the boundaries behind long snapshots."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def loaded_by(module: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ["worker", "server"])
 def test_it_starts_without_libraries_that_it_does_not_use(name: str) -> None:
-    """Those that check settings or draw double the start time; those of workers are a fourth of a server's."""
+    """Modules that check settings or draw would double the start time; a worker's are a fourth of a server's."""
     loaded = loaded_by(f"mirror.supervise.processes.{name}")
     assert "structlog" in loaded
     assert not loaded & {"pydantic", "rich", "typer", "attr"}

@@ -1,4 +1,4 @@
-"""A client of the embedded source: the features, users, documents and histories that its node answers with."""
+"""A client's session at a node of the embedded source: its features, users, documents and histories."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SessionPort(Protocol):
 
 
 def document_of(vbid: int, item: Item, cas: int) -> Document:
-    """Return a version as clients see it; `cas` is that of a lock, or its own."""
+    """Return a version as clients see it. `cas` is the version's own, or the one shown while it is locked."""
     return Document(
         vbid,
         item.collection_id,

@@ -1,11 +1,12 @@
 """One DCP stream of one vbucket: its next messages, snapshot by snapshot, and its end.
 
 Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md 2.6, 2.7) and the store's
-rows. Like a replica's stream, it sends only complete data. Must never know sockets, windows or tasks. Invariants:
+rows. Like the stream of a replica vbucket, it sends only complete snapshots. Must never know sockets, windows or tasks.
+Invariants:
 - every snapshot ends at a seqno that the mirror had published, and is complete there for the filter;
 - seqnos rise; a key comes once in a snapshot, in its newest version at the snapshot's end;
-- everything sent belongs to the history of the client's failover log. If that log changes, sent data is retracted, or a
-  needed tombstone is gone, the stream ends and the client requests it again;
+- everything sent belongs to the history of the client's failover log. The stream ends, and the client requests it
+  again, if that log changes, if sent data is retracted, or if a needed tombstone is gone;
 - only positions are held between two calls; a call does bounded work.
 """
 
@@ -35,10 +36,10 @@ BACKLOG_OF_DISK = 10_000
 """A client behind by more seqnos gets them as a backfill, even if it was streaming already."""
 
 PIECE_BYTES = 256 * 1024
-"""Rows read in one transaction, and for one turn of a stream."""
+"""Limit of the rows read in one transaction, and of those that a stream sends in one turn."""
 
 PIECES_PER_TURN = 4
-"""Pieces that the filter left empty before other streams have their turn."""
+"""A turn ends after this many pieces of which the filter left no row."""
 
 SNAPSHOTS_PER_TURN = 32
 
@@ -54,7 +55,7 @@ class DcpStream:
         controls: Controls,
         view: Callable[[], View],
     ) -> None:
-        """`served` judged the request; `view` returns the present view."""
+        """`served` is the state that the request was checked against; `view` returns the present view."""
         self.vbid = request.vbid
         self.opaque = request.opaque
         self.stream_id = stream_filter.stream_id
@@ -78,13 +79,15 @@ class DcpStream:
         self._first_start_seqno = min(request.start_seqno, request.snap_start_seqno)
         self._minds_tombstones = not request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
         self._shared_seqno = request.start_seqno
-        """The client's data belongs to the served history if this seqno does. In the middle of a snapshot this is the
-        snapshot's end, because rows that it left out as superseded must stay superseded.
+        """The client's data belongs to the served history if this seqno does. If the client resumes inside a snapshot,
+        this is the snapshot's end: it left out superseded rows, and the rows that superseded them must still be valid.
         """
         if request.start_seqno != request.snap_start_seqno:
             self._shared_seqno = request.snap_end_seqno
         self._holds_nothing = request.start_seqno == 0
-        """The client has only documents of this stream's first snapshot."""
+        """True until the first snapshot of a stream from 0 ends: the client has no older documents that a missing
+        tombstone would leave behind.
+        """
         self._level = False
         self._served: ServedState | None = None
         self._ends: list[ServedState] = []
@@ -99,7 +102,7 @@ class DcpStream:
 
     @property
     def filling(self) -> bool:
-        """True before the client has caught up or has the first snapshot, which may be large."""
+        """True until the client has caught up or has the whole first snapshot, which may be large."""
         return not self._level and (self.snapshot_count == 0 or (self.snapshot_count == 1 and self._pinned is not None))
 
     def take(self, bytes_max: int) -> bytes:

@@ -6,9 +6,9 @@ event of each batch, and resumes after that batch, so an event may come twice. A
 `retraction` and `restoration`. Invariants:
 - a stream that cannot go on without a gap sends `reset` and ends;
 - after an error a stream sends `problem` (browsers have an `error` of their own) and ends, and can be resumed;
-- memory is bounded for any number of streams, read or not: one thread reads one batch at a time; a batch above
-  `BUDGETED_BYTES` is in the budget of answers; a stream that waits for budget holds its position and less than
-  `PIECE_BYTES`.
+- memory is bounded for any number of streams, even if clients do not read them: one thread reads one batch at a time; a
+  batch above `BUDGETED_BYTES` is counted in the budget for answers; a stream that waits for budget holds its position
+  and less than `PIECE_BYTES`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from storage.read.view import Change, Pieces, Served, Token, View
 
 BATCH_EVENTS_MAX = 256
 BATCH_BYTES_MAX = 256 * 1024
-"""A batch ends with the event that reaches this, or `BUDGETED_BYTES` if the budget has no more."""
+"""A batch ends with the event that reaches this size; or `BUDGETED_BYTES`, if the budget cannot grant this much."""
 PIECE_BYTES = 64 * 1024
 """Bytes that a stream reads from the store at a time."""
 RIGHTS_CHECK_S = 1.0
@@ -293,7 +293,7 @@ class ChangeStream:
         held = 0
         try:
             while True:
-                if not held and budget.try_take(BATCH_BYTES_MAX):  # or the batch is one that does not count
+                if not held and budget.try_take(BATCH_BYTES_MAX):  # else the batch stays below what is counted
                     held = BATCH_BYTES_MAX
                 batch = await self._service.read_batch(partial(self._batch, changes, held or BUDGETED_BYTES))
                 self._check_rights()
@@ -316,7 +316,7 @@ class ChangeStream:
                 finished = not batch.events
                 parts = self._text_of(batch)
                 del batch
-                for text in merged(parts, BUDGETED_BYTES):  # each waits until those before are taken
+                for text in merged(parts, BUDGETED_BYTES):  # made after the client took the text before
                     self._check_rights()
                     if parts:
                         await self._service.turns.turn()

@@ -1,11 +1,12 @@
 """Changes of a mirror's directory, for Spark: the end of each batch, and the rows between two offsets.
 
 Knows views, positions and leases; must never know Spark. Invariant: the rows of a vbucket between two offsets depend on
-these two alone. An offset names (branch, seqno) at a published boundary. Branches are never renumbered, their parents
-and bases never change, and rows never change. So the way from one offset to the other (back to the common base, with
-retractions and restorations, then forward) is the same at every reading, even after a rollback left the later offset.
-Only the purger removes versions. It removes none while a lease holds the earlier offset. Once it has passed the later
-offset, or removed a tombstone above the earlier one or a retracted row, `View.check_way` refuses: the history is lost.
+these two alone. An offset names (branch, seqno) at a published boundary. Branches are never renumbered. Above the floor
+their parents and bases never change, and rows never change. So the way from one offset to the other (back to the common
+base, with retractions and restorations, then forward) is the same at every reading, even if a later rollback took the
+later offset off the served chain. Only the purger removes versions. It removes none while a lease holds the earlier
+offset. Once it has passed the later offset, or has removed a retracted row, or a tombstone above the earlier offset,
+`View.check_way` refuses: the history is lost.
 If the purger removed a version between the two, a newer version of its key lies before the later offset, so the state
 there is the same, as with the source's own deduplication.
 """
@@ -53,11 +54,11 @@ class Way(NamedTuple):
 class ChangesTask:
     ways: tuple[Way, ...] = ()
     names: Mapping[int, str] = field(default_factory=dict)
-    """Collections by id, over a connection."""
+    """Collection names by id; only if the source is a connection, not a directory."""
     known: frozenset[int] = frozenset()
-    """Collections that existed at the start of the batch, over a connection."""
+    """Ids of the collections that existed at the start of the batch; only for a connection."""
     followed: MapRecord | None = None
-    """The driver's newest cluster map, over a connection; tasks follow no older one."""
+    """The driver's newest cluster map; only for a connection. Tasks follow no older one."""
 
 
 class ChangesDriver(ABC):
@@ -159,7 +160,7 @@ class LocalChanges(ChangesDriver):
         try:
             published, common = states.published_since(self._view.reader(vbid), token(self._view, vbid, at))
         except Unavailable:
-            return None, False  # wait for the vbucket's position
+            return None, False  # a resync is under way: leave the vbucket out
         if (
             published is not None
             and self._target is not None
@@ -212,9 +213,10 @@ class LocalChanges(ChangesDriver):
         return at_of(found) if found is not None else None
 
     def _hold(self, start: Offset) -> None:
-        """Hold the history that batches from `start` on need. An older lease holds more, so its renewal is not urgent.
+        """Lease the history that the batches after `start` need. An older lease holds more, so its renewal can wait.
 
-        A vbucket at its beginning holds from its first boundary on, because its first batch may end at any boundary.
+        For a vbucket of which nothing was sent yet, the lease begins at its first kept boundary, because its first
+        batch may end at any boundary.
         """
         if self._lease is not None and time.monotonic() - self._leased_s < self._options.lease_seconds / 3:
             return
@@ -320,7 +322,7 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             names_lost = manifest_at(reader, passed, way.start.branch, way.start.seqno).names()
         elif change.kind in ("retraction", "restoration"):
             retracted = change.kind == "retraction"
-            if retracted and document.collection_id not in names_lost:  # it was only in the void history
+            if retracted and document.collection_id not in names_lost:  # it ended before the start: look as of the row
                 where = int(document.branch), int(document.seqno)
                 names_lost |= manifest_at(reader, passed, *where).names()
             name = name_of(names_lost if retracted else names, document.collection_id)
@@ -332,7 +334,7 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             ends, vbuuid = (until.seqno, until.vbuuid) if until is not None else (end.seqno, end.vbuuid)
             here = (int(document.branch), int(document.seqno))
             if change.kind == "system_event":
-                # Compared with the event before, so that no event is given twice.
+                # Compare with the manifest just before this event, so each drop or flush yields one row.
                 before = manifest_at(reader, passed, end.branch, document.seqno - 1)
                 after = manifest_at(reader, passed, *here)
                 for kind, name in gone_collections(before, after):
@@ -357,6 +359,7 @@ def gone_collections(before: Manifest, after: Manifest) -> Iterator[tuple[str, s
 
 
 def name_of(names: Mapping[int, str], collection_id: int) -> str:
-    """Return a name with the id for a collection without one: it ended before the kept history or between two
-    batches."""
+    """Return the collection's name, or `?.0x<id>` if none is known: it ended before the kept history or between two
+    batches.
+    """
     return names.get(collection_id) or f"?.0x{collection_id:x}"

@@ -2,7 +2,7 @@
 
 Knows views, pins and leases; must never know Spark. Planning and tasks run on the same machine. Invariants: a job reads
 one boundary of each vbucket, which `plan` chooses, despite later writes, rollbacks and purges. A lease holds that
-history from the plan until `lease_seconds` after the last sign of a task (without a running service no row is purged).
+history until `lease_seconds` after the plan or a task last renewed it (without a running service no row is purged).
 If the history is gone all the same, the job fails with an error.
 """
 
@@ -71,7 +71,7 @@ def dealt(vbids: Sequence[int], parts: int, group_count: int) -> list[list[int]]
 
 
 def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int]]]:
-    """Choose the boundaries of the restricted documents, hold them, and deal the vbuckets to tasks."""
+    """Choose a boundary of each vbucket that the restriction leaves, lease it, and deal these vbuckets to tasks."""
     assert options.path is not None
     with open_view(options.path) as view:
         chosen = [vbid for vbid in options.vbids_of(view.vbids) if restriction.takes(vbid)]
@@ -99,7 +99,7 @@ def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int
 
 
 def check_collections(view: View, pins: Sequence[Pin], names: Sequence[str]) -> None:
-    """Raise UnknownCollection unless some vbucket knows each. Vbuckets learn of a collection at different times."""
+    """Raise UnknownCollection if no vbucket knows a name. Vbuckets learn of a collection at different times."""
     known: set[str] = set()
     missing = list(names)
     for pin in pins:
