@@ -1,9 +1,9 @@
-"""A queue of received bytes that gives whole frames.
+"""A queue that takes received bytes and returns whole frames.
 
-Knows the limits of frames; must never know their content. Invariants: bytes leave in the order they came, each exactly
-once; a byte is copied a bounded number of times, however small its pieces; a header is judged on arrival, so an
-impossible length is an error at once. The queue holds at most one incomplete frame and the bytes fed since the last
-drain: the owner drains (`next_frame` until None) before feeding again.
+Knows the limits of frames; must never know their content. The owner calls `next_frame` until it returns None, and only
+then feeds again, so the queue stays small. Invariants: bytes leave in the order they came, each exactly once; a byte is
+copied a bounded number of times, even if bytes arrive one by one; an impossible length is an error as soon as the
+header is complete.
 """
 
 from __future__ import annotations

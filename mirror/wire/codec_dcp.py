@@ -1,10 +1,10 @@
 """DCP messages: frames to events and back, by a table with one row per opcode.
 
-Knows the shape of each message (extras, key, value); must never know whether it is legal now or what it does.
-Invariants: a frame of any other shape, or of an opcode without a row, is a RemoteProtocolError; for every event
-`decode(to_frame(e)) == e`; cas and datatype of messages that have none are ignored when read, and sent as 0. Sources:
-kv_engine docs/dcp/documentation/commands/* (one file per opcode); if their figures contradict each other, the
-recordings of real servers decide (see the table in tests/wire/goldens.py).
+Knows the shape of each message (extras, key, value); must never know the order of messages or their effect. Invariants:
+a frame of any other shape, or of an opcode without a row, is a RemoteProtocolError; for every event
+`decode(to_frame(e)) == e`; cas and datatype are ignored when read, and sent as 0, for messages that lack them. Sources:
+kv_engine docs/dcp/documentation/commands/* (one file per opcode); if these files contradict each other, recordings of
+real servers decide (see the table in tests/wire/goldens.py).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _stream(frame: Frame) -> dict[str, Any]:
     return {"opaque": frame.opaque, "stream_id": frame.stream_id}
 
 
-# Snapshot markers: the version is the extras' length, or else the one byte in them and the value's length.
+# Snapshot markers (see `MarkerVersion`).
 
 _MARKERS: dict[tuple[int, int], tuple[MarkerVersion, struct.Struct, tuple[str, ...]]] = {
     (0, 36): (MarkerVersion.V2_0, _MARKER_V2_0, ()),
@@ -70,7 +70,7 @@ _MARKERS: dict[tuple[int, int], tuple[MarkerVersion, struct.Struct, tuple[str, .
     (2, 52): (MarkerVersion.V2_2, _MARKER_V2_2, ("purge_seqno", "high_prepared_seqno")),
     (2, 44): (MarkerVersion.V2_2_SHORT, _MARKER_V2_2_SHORT, ("purge_seqno",)),
 }
-"""(version byte, value length) -> version, layout, and the fields after the five that all share."""
+"""(version byte, value length) -> version, layout, and the names of its fields after the five common ones."""
 
 _MARKER_BY_VERSION = {int(version): (byte, layout, more) for (byte, _), (version, layout, more) in _MARKERS.items()}
 
@@ -176,7 +176,7 @@ def _encode_deletion(e: ev.Deletion) -> _Parts:
     return _DELETION_V2.pack(e.seqno, e.rev_seqno, e.delete_time), e.key, e.value
 
 
-# From a consumer.
+# Messages of a consumer.
 
 
 def _decode_open(frame: Frame) -> ev.DcpOpen:
@@ -199,7 +199,7 @@ _FROM_FRAME: dict[str, Callable[[Frame], Any]] = {
 
 
 def _row(event: type[Any], layout: str = "", *names: str, key: str = NONE, value: str = NONE) -> _Row:
-    """Return the row of a message with the named fields in its extras; the frame has the others."""
+    """Return the row of a message. `names` are the fields in its extras; the rest is key, value and header fields."""
     extras = struct.Struct(f">{layout}")
     own = [(each.name, _FROM_FRAME[each.name]) for each in fields(event) if each.name in _FROM_FRAME]
     key_name = "name" if any(name == "name" for name, _ in own) else "key"
@@ -243,7 +243,7 @@ _ROWS: dict[int, _Row] = {
 }  # fmt: skip
 
 DECODED = frozenset(map(int, _ROWS))
-"""Opcodes of these requests. The other opcodes of DCP are for the nodes of a cluster, or unused."""
+"""The opcodes of the table. The other DCP opcodes are unused, or for the nodes of a cluster."""
 
 _OPCODE_OF = {row.event: int(opcode) for opcode, row in _ROWS.items()}
 _WITH_CAS = frozenset(
@@ -278,11 +278,11 @@ def _response_body(e: ev.Response) -> bytes:
     return e.value
 
 
-# By the table.
+# Frames to events and back.
 
 
 def decode(frame: Frame) -> ev.DcpEvent:
-    """Return a frame's event. Unknown opcodes and shapes are a RemoteProtocolError."""
+    """Return a frame's event. Raises RemoteProtocolError for an unknown opcode or shape."""
     row = _ROWS.get(frame.opcode)
     if row is None or frame.magic in (Magic.SERVER_REQUEST, Magic.SERVER_RESPONSE):
         raise refusal(frame, f"not a message of DCP (opcode 0x{frame.opcode:02x})", Status.UNKNOWN_COMMAND)
@@ -380,7 +380,7 @@ def encode_all_vb_seqnos(seqnos: list[tuple[int, int]]) -> bytes:
 
 
 def encode_all_vb_seqnos_request(state: int | None = None, collection_id: int | None = None) -> bytes:
-    """Return the extras: no restriction, a VbucketState, or a state and a collection."""
+    """Return the extras: empty, a VbucketRole, or a role and a collection id."""
     if collection_id is not None:
         return _U32.pack(state or VbucketRole.ALIVE) + _U32.pack(collection_id)
     return b"" if state is None else _U32.pack(state)

@@ -1,9 +1,9 @@
-"""The key-value messages that a mirror, its embedded source and its readers speak: shapes and bodies.
+"""The key-value messages of mirrors, their readers and the embedded source: shapes and bodies.
 
-Knows extras and bodies of the ordinary protocol; must never know DCP (`codec_dcp`) or the data of a bucket. Invariants:
-a request that passes `check_request` has extras, key and value of the lengths its opcode allows; every body is checked
-before it is cut. Sources: kv_engine docs/BinaryProtocol.md, docs/SubDocument.md, docs/Collections.md,
-docs/range_scans/*, engines/ep/docs/protocol/*_with_meta.md, and the recordings of the official SDK.
+Must never know DCP (`codec_dcp`) or the data of a bucket. Invariants: a request that passes `check_request` has extras,
+key and value of the lengths its opcode allows; the length of a body is checked before its fields are read. Sources:
+kv_engine docs/BinaryProtocol.md, docs/SubDocument.md, docs/Collections.md, docs/range_scans/*,
+engines/ep/docs/protocol/*_with_meta.md, and the recordings of the official SDK.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _SERVER_SHAPES: dict[int, Shape] = {
 
 
 def check_request(frame: Frame) -> Frame:
-    """Return the frame if it is a known request of a possible shape; else raise a RemoteProtocolError with a status."""
+    """Return the frame. Raises RemoteProtocolError, with the status for the answer, for an unknown opcode or shape."""
     shapes = _SERVER_SHAPES if frame.magic == Magic.SERVER_REQUEST else _SHAPES
     shape = shapes.get(frame.opcode)
     if shape is None:
@@ -142,7 +142,7 @@ def decode_error_map_request(frame: Frame) -> int:
 
 
 def get_cluster_config(known: tuple[int, int] | None = None, *, opaque: int = 0) -> Frame:
-    """With (epoch, revision) only a newer one is sent (if HELLO granted it)."""
+    """Request the map; with `known`, an (epoch, revision), only a newer one (GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION)."""
     return request(Opcode.GET_CLUSTER_CONFIG, opaque=opaque, extras=b"" if known is None else _REVISION.pack(*known))
 
 
@@ -154,7 +154,7 @@ def decode_cluster_config_request(frame: Frame) -> tuple[int, int] | None:
 
 
 def clustermap_notification(epoch: int, revision: int, bucket: bytes, config: bytes = b"", *, opaque: int = 0) -> Frame:
-    """The push to a duplex client when the cluster changes; brief without `config`."""
+    """Return the announcement of a new map; its brief form has no `config`."""
     opcode = int(ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION)
     datatype = int(Datatype.JSON if config else Datatype.RAW)
     extras = _REVISION.pack(epoch, revision)
@@ -162,7 +162,7 @@ def clustermap_notification(epoch: int, revision: int, bucket: bytes, config: by
 
 
 def decode_clustermap_notification(frame: Frame) -> tuple[int, int, bytes, bytes]:
-    """Return epoch (0 in the old form), revision, bucket name and configuration (empty: brief)."""
+    """Return epoch (0 in the old form), revision, bucket name and configuration (empty in the brief form)."""
     if len(frame.extras) == _U32.size:
         return 0, _U32.unpack(frame.extras)[0], frame.key, frame.value
     epoch, revision = _exactly(_REVISION, frame.extras, frame.opcode, "a revision")
@@ -180,7 +180,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Extras of INCREMENT and DECREMENT. An expiry of all ones: do not create."""
+    """Extras of INCREMENT and DECREMENT. An expiry of all ones means: do not create a missing document."""
 
     delta: int
     initial: int = 0
@@ -207,12 +207,12 @@ def decode_counter(extras: bytes) -> Counter:
 
 
 def decode_expiry(extras: bytes) -> int:
-    """Read extras of TOUCH, GAT, GET_LOCKED; 0 without any."""
+    """Return the expiry of TOUCH or GAT, or the seconds of GET_LOCKED; 0 without extras."""
     return _exactly(_U32, extras, Opcode.TOUCH, "extras")[0] if extras else 0
 
 
 def encode_mutation_token(vbuuid: int, seqno: int) -> bytes:
-    """Extras of the answer to a write, if HELLO granted MUTATION_SEQNO."""
+    """Return the extras of the answer to a write (feature MUTATION_SEQNO)."""
     return _TOKEN.pack(vbuuid, seqno)
 
 
@@ -238,9 +238,7 @@ def decode_collection_id(extras: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ObservedSeqno:
-    """Answer to OBSERVE_SEQNO. The last two fields are set only after a failover that the client's vbuuid does not
-    know.
-    """
+    """Answer to OBSERVE_SEQNO. The last two fields are set only if the client's vbuuid is from before a failover."""
 
     vbid: int
     vbuuid: int
@@ -324,7 +322,7 @@ def decode_mutation_specs(value: bytes) -> list[MutationSpec]:
 
 
 def encode_mutation_results(results: Iterable[MutationResult]) -> bytes:
-    """Value of the answer to SUBDOC_MULTI_MUTATION. A value follows only if the path succeeded."""
+    """Return the body of the answer to SUBDOC_MULTI_MUTATION. Only results of successful paths have a value."""
     parts = []
     for result in results:
         parts.append(_MUTATION_RESULT.pack(result.index, result.status))
@@ -334,7 +332,7 @@ def encode_mutation_results(results: Iterable[MutationResult]) -> bytes:
 
 
 def decode_subdoc(frame: Frame) -> tuple[bytes, bytes, int, int | None, int]:
-    """Return path, fragment, path flags, expiry (None: as it was) and document flags of a request with one path."""
+    """Return path, fragment, path flags, expiry (None: unchanged) and document flags of a request with one path."""
     if len(frame.extras) not in (3, 4, 7, 8):
         raise refusal(frame, f"extras of {len(frame.extras)} bytes")
     path_length = _U16.unpack_from(frame.extras)[0]
@@ -350,7 +348,7 @@ def decode_subdoc(frame: Frame) -> tuple[bytes, bytes, int, int | None, int]:
 
 @dataclass(frozen=True, slots=True)
 class ScanLimits:
-    """Extras of RANGE_SCAN_CONTINUE without their time limit; 0: no limit."""
+    """Extras of RANGE_SCAN_CONTINUE without the time limit. A limit of 0 means none."""
 
     uuid: bytes
     item_limit: int = 0
@@ -390,7 +388,7 @@ def encode_scan_head(item: ScanItem, value_bytes: int) -> bytes:
     return b"".join((fields, encode_leb128(len(item.key)), item.key, encode_leb128(value_bytes)))
 
 
-# Server duration: framing extras of answers to clients to which HELLO granted TRACING.
+# Server duration: framing extras of an answer (feature TRACING).
 
 
 def encode_server_duration(duration_us: float) -> bytes:
@@ -399,7 +397,7 @@ def encode_server_duration(duration_us: float) -> bytes:
 
 
 class _Cutter:
-    """Cuts fields from the front of a body. Raises RemoteProtocolError at its end."""
+    """Reads one field of a body after the other. Raises RemoteProtocolError if a field goes beyond the end."""
 
     __slots__ = ("_data", "_op", "_pos")
 

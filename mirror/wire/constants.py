@@ -1,8 +1,8 @@
-"""The words of the memcached binary protocol and of DCP: named numbers, and bounds on lengths.
+"""Named numbers of the memcached binary protocol and of DCP, and bounds on lengths.
 
-Knows numbers only; imports nothing of the project. Must never know the meaning of a message or when it is legal.
-Invariants: every value is the one on the wire; unknown numbers are no error here (a frame keeps plain ints). Sources:
-kv_engine docs/BinaryProtocol.md, docs/dcp/documentation/commands/*, docs/Collections.md.
+Knows numbers only; imports nothing of the project. Must never know the meaning or order of messages. Invariants: every
+value is the one on the wire; a number without a name is no error (frames hold plain ints). Sources: kv_engine
+docs/BinaryProtocol.md, docs/dcp/documentation/commands/*, docs/Collections.md.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ HEADER_SIZE = 24
 
 BODY_LENGTH_MAX = 32 * 1024 * 1024
 """Largest accepted body: a 20 MiB document, 1 MiB of system xattrs, and a reserve for keys, extras, compression and the
-largest cluster configurations. A header that claims more is an error at once.
+largest cluster configurations. A header that claims more is an error before its body arrives.
 """
 
 DCP_NAME_LENGTH_MAX = 200
-"""Longest name of a DCP connection (open-connection.md)."""
+"""Bytes of the longest name of a DCP connection (open-connection.md)."""
 
 FAILOVER_LOG_LENGTH_MAX = 4096
-"""Most accepted entries of a failover log. Servers keep 25 by default."""
+"""Entries of the longest accepted failover log. Servers keep 25 by default."""
 
 NO_END_SEQNO = 2**64 - 1
 """End seqno of a stream without end."""
@@ -243,7 +243,7 @@ class Status(IntEnum):
 
 
 class Datatype(IntFlag):
-    """Snappy is over the whole value, xattrs included."""
+    """SNAPPY: the whole value is compressed, xattrs included."""
 
     RAW = 0x00
     JSON = 0x01
@@ -278,7 +278,7 @@ class Feature(IntEnum):
     RANGE_SCAN_INCLUDE_XATTR = 0x22
     MUTATE_WITH_META = 0x25
     MIRROR = 0xDC00
-    """Our own (docs/protocol.md 4.7): the server is a mirror. Couchbase servers do not grant it."""
+    """An addition of this project (docs/protocol.md 4.7): a mirror grants it, a Couchbase server does not."""
 
 
 class FrameInfoId(IntEnum):
@@ -320,9 +320,9 @@ class SnapshotFlag(IntFlag):
 
 
 class MarkerVersion(IntEnum):
-    """Shape of a snapshot marker on the wire. V1: extras of 20 bytes. The others: one byte of extras (0, 1, 2, 2) and a
-    value of 36, 44, 52, 44 bytes. V2_1 is in no release; V2_2_SHORT, called V2.2 in some documents, lacks the high
-    prepared seqno.
+    """Shape of a snapshot marker on the wire. V1 has extras of 20 bytes. The others, in this order, have one byte of
+    extras (0, 1, 2, 2) and a value of 36, 44, 52, 44 bytes. V2_1 is in no release; V2_2_SHORT, called V2.2 in some
+    documents, lacks the high prepared seqno.
     """
 
     V1 = 10
@@ -333,7 +333,7 @@ class MarkerVersion(IntEnum):
 
 
 class StreamEndReason(IntEnum):
-    """Any of them may hide a rollback: always resume by a full stream request."""
+    """After any of them the source may have rolled back: resume with a complete stream request."""
 
     OK = 0
     CLOSED = 1
@@ -347,7 +347,7 @@ class StreamEndReason(IntEnum):
 
 
 class SystemEventId(IntEnum):
-    """Kinds of DCP_SYSTEM_EVENT. COLLECTION_BEGIN is a creation or, for a known collection, a flush."""
+    """Kinds of DCP_SYSTEM_EVENT. COLLECTION_BEGIN creates a collection, or flushes a known one."""
 
     COLLECTION_BEGIN = 0
     COLLECTION_END = 1
@@ -357,7 +357,7 @@ class SystemEventId(IntEnum):
 
 
 class VbucketRole(IntEnum):
-    """State of a vbucket on a node; ALIVE only in GET_ALL_VB_SEQNOS (active, replica or pending)."""
+    """State of a vbucket on a node. ALIVE stands for active, replica and pending, in GET_ALL_VB_SEQNOS only."""
 
     ALIVE = 0
     ACTIVE = 1
@@ -367,11 +367,11 @@ class VbucketRole(IntEnum):
 
 
 CONTACT_STATISTIC = b"contact"
-"""Our own STAT group (docs/protocol.md 4.7): the vbuckets of a mirror without contact with its source."""
+"""A STAT group of mirrors only (docs/protocol.md 4.7): the vbuckets that have no contact with the source."""
 
 
 class ControlKey:
-    """Names of the settings that DCP_CONTROL makes (control.md; docs/protocol.md 2.3)."""
+    """Names of the settings of DCP_CONTROL (control.md; docs/protocol.md 2.3)."""
 
     ENABLE_NOOP = b"enable_noop"
     SET_NOOP_INTERVAL = b"set_noop_interval"

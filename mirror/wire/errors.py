@@ -1,4 +1,4 @@
-"""Errors between two peers, by the side that made them.
+"""Protocol errors, by the side that broke the rules.
 
     ProtocolError
     |-- LocalProtocolError    our message or action would break the rules; it was not sent
@@ -17,7 +17,7 @@ from mirror.wire.constants import Status, opcode_name
 
 
 class ProtocolError(Exception):
-    """A rule of the protocol was broken. Abstract: raised as one of its two children."""
+    """A rule of the protocol was broken. Only the two subclasses are raised."""
 
     retryable: ClassVar[bool] = False
     hint: ClassVar[str] = ""
@@ -29,9 +29,9 @@ class ProtocolError(Exception):
         self.op = op
         self.vbid = vbid
         self.status = int(status)
-        """The status of a server's answer, if it can answer the message at all."""
+        """The status that a server answers with, if the message is a request."""
         self.opaque: int | None = None
-        """Opaque of the request at fault, if there is one to answer."""
+        """The opaque of the faulty request, if known."""
         super().__init__(detail)
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class ProtocolError(Exception):
 
 
 class LocalProtocolError(ProtocolError):
-    """The protocol does not allow our message or action now; the connection is as it was."""
+    """The protocol does not allow our message or action now; the connection is unaffected."""
 
     hint: ClassVar[str] = "A defect of this program: report it with the lines before it in the log."
 

@@ -1,9 +1,9 @@
-"""The nouns of DCP: every message as a frozen value, either direction.
+"""The messages of DCP in both directions, as frozen dataclasses.
 
 Knows the fields of messages and plain ints; must never know bytes, connections or a store. Invariants: events compare
-by their fields; `opaque` and `stream_id` name a message's stream; `key` is the wire's, with the LEB128 collection id in
-front if the connection has collections. Fields that a message lacks read 0 (seqnos of older snapshot markers) or None
-(delete time), as said on the field. Sources: kv_engine docs/dcp/documentation/commands/* and docs/protocol.md 2.4-2.11.
+by their fields; `opaque` and `stream_id` name a message's stream; `key` begins with the LEB128 collection id if the
+connection has collections. Fields that a message lacks are 0 (seqnos of older snapshot markers) or None (delete time).
+Sources: kv_engine docs/dcp/documentation/commands/* and docs/protocol.md 2.4-2.11.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FailoverLog = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A DCP message. One of a stream carries the opaque of its stream request."""
+    """A DCP message. All messages of a stream have the opaque of its stream request."""
 
     opaque: int = 0
 
@@ -44,7 +44,7 @@ class PreparedEnd(StreamEvent):
     seqno: int
 
 
-# From a producer, in a stream.
+# Messages of a producer in a stream.
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class SnapshotMarker(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class Mutation(DocumentEvent):
-    """A document as of `seqno`. With an expiry in the past it has expired and is not deleted yet."""
+    """A document as of `seqno`. If `expiry` has passed, the document has expired but is not deleted yet."""
 
     flags: int = 0
     expiry: int = 0
@@ -78,7 +78,7 @@ class Mutation(DocumentEvent):
     value: bytes = b""
     nru: int = 0
     metadata: bytes = b""
-    """Extended metadata after the value: servers before 7.0, on request."""
+    """Extended metadata, which servers before 7.0 append to the value on request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Deletion(DocumentEvent):
     datatype: int = 0
     value: bytes = b""
     delete_time: int | None = None
-    """None in the form without a time (V1). 0 if unknown, because the deletion came from memory."""
+    """None in the form without a time (V1); 0 (unknown) if the source sent the deletion from memory."""
     metadata: bytes = b""
 
 
@@ -137,7 +137,7 @@ class SystemEvent(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class SeqnoAdvanced(StreamEvent):
-    """Every change up to `seqno` was sent. It does not close a snapshot that ends later."""
+    """Every change up to `seqno` was sent. A snapshot that ends later stays open."""
 
     vbid: int
     seqno: int
@@ -159,7 +159,7 @@ class StreamEnd(StreamEvent):
     reason: int
 
 
-# From a consumer.
+# Messages of a consumer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class DcpNoop(Event):
 
 @dataclass(frozen=True, slots=True)
 class Response(Event):
-    """An answer; `op` and `opaque` are the question's. `value` of a failure may be a JSON error context."""
+    """An answer; `op` and `opaque` are the request's. The `value` of a refusal may be a JSON error context."""
 
     op: int
     status: int
@@ -260,7 +260,7 @@ class CollectionSettings:
 
 @dataclass(frozen=True, slots=True)
 class CollectionCreated(CollectionSettings):
-    """A collection begins: new, or, if it was known, flushed. `flush_uid` is 0 in forms without it."""
+    """A collection was created or, if it is known, flushed. `flush_uid` is 0 in versions 0 and 1, which lack it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class CollectionModified(CollectionSettings):
 
 @dataclass(frozen=True, slots=True)
 class CollectionDropped:
-    """A collection ends, and every document that it had below this seqno with it; no deletions are sent."""
+    """A collection was dropped with its documents below this seqno; no deletions are sent for them."""
 
     manifest_uid: int
     scope_id: int
@@ -287,7 +287,7 @@ class ScopeCreated:
 
 @dataclass(frozen=True, slots=True)
 class ScopeDropped:
-    """A scope ends; its collections end with events of their own."""
+    """A scope was dropped; a CollectionDropped is sent for each of its collections."""
 
     manifest_uid: int
     scope_id: int

@@ -1,9 +1,9 @@
 """Flow control: the consumer's ledger and the producer's window.
 
 Knows sizes; must never know connections or clocks (the owner of a timer calls `take_ack(force=True)`). Invariants:
-every byte that counts is acknowledged exactly once, also bytes of dropped messages; acknowledgements never exceed the
+every counted byte is acknowledged exactly once, even if its message was dropped; acknowledgements never exceed the
 received bytes. Sources: kv_engine docs/dcp/documentation/flow-control.md, commands/buffer-ack.md, commands/prepare.md
-(MB-46634: two bytes that are counted and never sent); docs/protocol.md 2.8.
+(MB-46634: a prepare counts two bytes more than are sent); docs/protocol.md 2.8.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 
 ACK_SHARE = 0.2
-"""Part of the window after which a consumer acknowledges; the server's own consumer uses the same."""
+"""A consumer acknowledges after this share of the window, as kv_engine's own consumer does."""
 
 _ACK_MAX = 0xFFFF_FFFF
 
@@ -35,11 +35,11 @@ _COUNTED: dict[int, int] = {
     int(Opcode.DCP_CACHE_TRANSFER): 0,
     int(Opcode.DCP_CACHE_TRANSFER_END): 0,
 }
-"""Requests of a producer that count, and the bytes counted beyond those sent. Noops and responses do not count."""
+"""Opcode of a producer's counted request -> bytes counted beyond those sent. Noops and responses do not count."""
 
 
 def counted_size(frame: Frame) -> int:
-    """Return the bytes of the window that a producer's frame uses; 0 if it does not count."""
+    """Return the bytes of the window that a producer's frame uses; 0 if its opcode does not count."""
     more = _COUNTED.get(frame.opcode)
     if more is None or frame.magic not in _REQUESTS:
         return 0
@@ -50,7 +50,7 @@ class FlowControlLedger:
     __slots__ = ("_threshold", "acked_total", "received_total", "unacked", "window_bytes")
 
     def __init__(self, window_bytes: int, ack_share: float = ACK_SHARE) -> None:
-        """`window_bytes` is connection_buffer_size; 0: no flow control."""
+        """`window_bytes` is the control `connection_buffer_size`; 0: no flow control."""
         assert 0 <= window_bytes <= _ACK_MAX
         assert 0 < ack_share <= 1
         self.window_bytes = window_bytes
@@ -65,9 +65,7 @@ class FlowControlLedger:
         self.unacked += count
 
     def take_ack(self, *, force: bool = False) -> int:
-        """Return the bytes of a BUFFER_ACK that the caller must send, unless it is 0. `force`: also below the threshold
-        (a timer).
-        """
+        """Return the count of the BUFFER_ACK that the caller must send; 0: send none. `force` ignores the threshold."""
         if self.window_bytes == 0 or not (force or self.unacked >= self._threshold):
             return 0
         count = min(self.unacked, _ACK_MAX)
@@ -77,7 +75,7 @@ class FlowControlLedger:
 
 
 class ProducerWindow:
-    """The producer's side. The window is open until it is full, so one message may exceed it."""
+    """The producer's window: open until it is full, so the last message may exceed it."""
 
     __slots__ = ("outstanding", "window_bytes")
 
@@ -95,7 +93,7 @@ class ProducerWindow:
         self.outstanding += count
 
     def acked(self, count: int) -> None:
-        """Take an acknowledgement; more than was sent is the consumer's error."""
+        """Subtract acknowledged bytes. Raises RemoteProtocolError if fewer are outstanding."""
         if count > self.outstanding:
             detail = f"acknowledged {count} bytes, {self.outstanding} are outstanding"
             raise RemoteProtocolError(detail, op=Opcode.DCP_BUFFER_ACK)

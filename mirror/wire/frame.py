@@ -1,9 +1,9 @@
 """One frame of the memcached binary protocol and its bytes: 24-byte header, plain or flexible framing.
 
 Knows the fields' positions and possible lengths; must never know the meaning of opcodes or the order of messages.
-Invariants: `decode(encode(f)) == (f, f.wire_size)`; no length is used before it is checked against its bound and
-against the others; an opcode without a name is no error here. Sources: kv_engine docs/BinaryProtocol.md (packet
-structure, flexible framing extras), include/memcached/dcp_stream_id.h; docs/protocol.md 2.1.
+Invariants: `decode(encode(f)) == (f, f.wire_size)`; no length is used before it is checked against its bound and the
+other lengths; an opcode without a name is no error. Sources: kv_engine docs/BinaryProtocol.md (packet structure,
+flexible framing extras), include/memcached/dcp_stream_id.h; docs/protocol.md 2.1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ vbucket or status, body length, opaque, cas."""
 assert HEADER.size == HEADER_SIZE
 
 _LENGTHS = struct.Struct(">BBHBxxxI")
-"""The header's part with the frame's length."""
+"""The first 12 bytes of the header, with all lengths."""
 
 _PLAIN = 0
 _FLEX = 1
@@ -42,12 +42,12 @@ _FLEX_REQUEST = int(Magic.FLEX_REQUEST)
 _FLEX_OF = {int(Magic.REQUEST): _FLEX_REQUEST, int(Magic.RESPONSE): int(Magic.FLEX_RESPONSE)}
 
 _ESCAPE = 15
-"""A nibble with this value in a frame info: add the next byte."""
+"""A nibble of a frame info with this value stands for 15 plus the next byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame, whole. `vbucket` holds the status if the frame is a response."""
+    """One whole frame. `vbucket` holds the status if the frame is a response."""
 
     magic: int
     opcode: int
@@ -85,8 +85,8 @@ class Frame:
 
 
 def frame_size(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) -> int:
-    """Return the size in bytes of the frame at `pos` by its header; 0 if more bytes are needed. The first byte is
-    enough to check the magic, all 24 bytes are needed to check the lengths.
+    """Return the size in bytes of the frame at `pos`, or 0 if its header is incomplete. Raises RemoteProtocolError for
+    a wrong magic (even with one byte) or impossible lengths.
     """
     available = len(buf) - pos
     if available <= 0:
@@ -115,7 +115,7 @@ def _bad_length(buf: Buffer, pos: int, opcode: int, detail: str) -> RemoteProtoc
 
 
 def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) -> tuple[Frame, int]:
-    """Return the frame at `pos` and the position after it. A frame that is not whole is an error here."""
+    """Return the frame at `pos` and the position after it. Raises RemoteProtocolError if the frame is incomplete."""
     size = frame_size(buf, pos, body_length_max)
     available = len(buf) - pos
     if size == 0 or size > available:
@@ -145,7 +145,7 @@ def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) ->
 
 
 def encode(frame: Frame, following_bytes: int = 0) -> bytes:
-    """Return the bytes of a frame, whose value continues with `following_bytes` that the caller sends. Raises
+    """Return the bytes of a frame, after which the caller sends `following_bytes` more of its value. Raises
     LocalProtocolError for a field that does not fit.
     """
     framing_length, extras_length, key_length = len(frame.framing), len(frame.extras), len(frame.key)
@@ -200,7 +200,9 @@ def check_shape(frame: Frame, shape: Shape) -> None:
 
 
 def frame_infos(framing: bytes) -> list[tuple[int, bytes]]:
-    """Return the (id, content) pairs in framing extras. An id's escape byte comes before the length's."""
+    """Return the (id, content) pairs in framing extras. If id and length are both escaped, the id's extra byte comes
+    first.
+    """
     infos = []
     pos, end = 0, len(framing)
     while pos < end:
@@ -232,7 +234,9 @@ def stream_id_framing(stream_id: int | None) -> bytes:
 
 
 def with_stream_id(message: bytes, stream_id: int) -> bytes:
-    """Return a plain request in flexible framing with its stream's id: made for every message of a stream."""
+    """Return a plain request in flexible framing, with a stream id. It makes no Frame, because every message of the
+    stream passes here.
+    """
     key_length = int.from_bytes(message[2:4])
     body_length = int.from_bytes(message[8:12]) + 3
     head = bytes((_FLEX_REQUEST, message[1], 3, key_length)) + message[4:8] + body_length.to_bytes(4) + message[12:24]

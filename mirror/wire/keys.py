@@ -1,8 +1,8 @@
-"""Keys of documents on the wire: the id of the collection in front, in unsigned LEB128 of 32 bits, and the bounds.
+"""Document keys on the wire: a collection id in unsigned LEB128 (32 bits), then the document's key.
 
-Knows the integer code and the longest key; must never know a manifest. Invariant: one id has exactly one spelling. A
-spelling with trailing zero groups, or of more than 32 bits, is refused (kv_engine docs/Collections.md; docs/protocol.md
-2.1). Range scans write their lengths in the same code.
+Knows the integer code and the longest key; must never know a manifest. Invariant: each id has exactly one encoding. An
+encoding with trailing zero groups, or of more than 32 bits, is refused (kv_engine docs/Collections.md; docs/protocol.md
+2.1). Range scans encode lengths in the same way.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 
 KEY_BYTES_MAX = 250
-"""Bytes of a document key without the collection id (kv_engine daemon/mcbp_validators.cc, KEY_MAX_LENGTH). Stored keys
-must stay below the 511 bytes that LMDB can index (MDB_MAXKEYSIZE).
+"""Bytes of the longest document key, without the collection id (kv_engine daemon/mcbp_validators.cc, KEY_MAX_LENGTH).
+Stored keys must stay below the 511 bytes that LMDB can index (MDB_MAXKEYSIZE).
 """
 COLLECTION_ID_BYTES_MAX = 5
-"""Bytes of the longest spelling of 32 bits."""
+"""Bytes of the longest encoding of 32 bits."""
 
 _U32_MAX = 0xFFFF_FFFF
 
@@ -47,9 +47,7 @@ def decode_leb128(buf: bytes | bytearray | memoryview, pos: int = 0) -> tuple[in
 
 
 def key_problem(key: bytes, *, prefixed: bool = True) -> str | None:
-    """Return the fault of a key of a data message or a sync write, or None. `prefixed`: it begins with the id of its
-    collection.
-    """
+    """Return the fault of a key, or None if it may be stored. `prefixed` keys begin with their collection id."""
     id_length = 0
     if prefixed:
         id_length = next((at + 1 for at, byte in enumerate(key[:COLLECTION_ID_BYTES_MAX]) if byte < 0x80), 0)

@@ -1,12 +1,12 @@
 """Authentication over SASL, both sides: SCRAM-SHA512, -SHA256, -SHA1 and PLAIN.
 
-Knows the messages of RFC 5802, not sockets or opcodes. One exchange per object, in three messages; anything out of
-order or out of shape is a `SaslError` that never quotes a secret. Passwords are hashed as UTF-8 bytes without
+Knows the messages of RFC 5802, not sockets or opcodes. An object serves one exchange of three messages. A message out
+of order or shape is a `SaslError`, which never quotes a secret. Passwords are hashed as UTF-8 bytes without
 normalisation, as the server does.
 
-Why not the library `scramp` here: since 1.5 it refuses a nonce with a blank in it and fewer than 4096 iterations, but
-the official SDKs send blanks (recording sdk_72_conn2) and clusters have been set up with 4000 iterations. It is the
-independent peer in this module's tests.
+Why not the library `scramp`: since 1.5 it refuses nonces with a blank, and fewer than 4096 iterations. But the official
+SDKs send blanks (recording sdk_72_conn2), and some clusters use 4000 iterations. The tests use `scramp` as an
+independent peer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from mirror.errors import AuthRejected, ExitCode
 
 HASHES = {"SCRAM-SHA512": "sha512", "SCRAM-SHA256": "sha256", "SCRAM-SHA1": "sha1"}
-"""Mechanism name as the server spells it -> hash; the best first."""
+"""SASL mechanism -> its hash for `hashlib`; the strongest first."""
 
 MECHANISMS = (*HASHES, "PLAIN")
 
 ITERATIONS_MAX = 1_000_000
-"""More would let a hostile server keep a processor busy; this takes half a second. Servers use 4,000 to 15,000."""
+"""A server may ask for no more: this many take half a second of processor time. Servers use 4,000 to 15,000."""
 
 ITERATIONS_MIN = 4_000
-"""Fewer would give a hostile server a hash that is easy to crack; no cluster was ever set up with less."""
+"""A server may ask for no fewer: a hostile one would get a hash that is easy to crack. No cluster uses fewer."""
 
 ITERATIONS_DEFAULT = 4096
 MESSAGE_BYTES_MAX = 4096
@@ -110,7 +110,7 @@ class ScramClient:
 
 @dataclass(frozen=True, slots=True)
 class ScramVerifier:
-    """Stored instead of a password: it checks a proof and cannot log in elsewhere."""
+    """The data to store instead of a password: enough to check a client's proof, too little to log in."""
 
     salt: bytes
     iterations: int
@@ -131,19 +131,19 @@ class ScramVerifier:
     def decoy(
         mechanism: str, username: str, secret: bytes, *, iterations: int = ITERATIONS_DEFAULT, salt_bytes: int = 16
     ) -> ScramVerifier:
-        """Return the verifier of an unknown user: looks like a known one's, and proves no password."""
+        """Return a verifier for an unknown user. It looks like a known user's, but matches no password."""
         size = hashlib.new(_hash_of(mechanism)).digest_size
         salt = salt_of(mechanism, username, secret, salt_bytes)
         return ScramVerifier(salt, iterations, secrets.token_bytes(size), secrets.token_bytes(size))
 
     def proves(self, mechanism: str, password: str) -> bool:
         other = ScramVerifier.of(mechanism, password, salt=self.salt, iterations=self.iterations)
-        # HMAC pads its key with zeros: "password" and "password\0" have one verifier
+        # HMAC pads its key with zeros, so "password" and "password\0" have the same verifier
         return hmac.compare_digest(other.stored_key, self.stored_key) and not password.endswith("\0")
 
 
 def salt_of(mechanism: str, username: str, secret: bytes, size: int = 16) -> bytes:
-    """Return a user's salt if none is stored: the same each time, for as long as the secret lives."""
+    """Derive the salt of a user without a stored one; equal arguments give equal salts."""
     return hashlib.shake_256(_hmac("sha512", secret, f"{mechanism} {username}".encode())).digest(size)
 
 
@@ -159,8 +159,8 @@ class ScramServer:
         nonce: str | None = None,
         decoy_of: Callable[[str], ScramVerifier] | None = None,
     ) -> None:
-        """Take either `password_of` or `verifier_of`, which returns None for an unknown user. `decoy_of` gives the
-        verifier for an unknown user, whose challenge looks like a known user's and whose login fails at its end.
+        """Take either `password_of` or `verifier_of`; both return None for an unknown user. `decoy_of` returns the
+        verifier of an unknown user: the challenge looks like a known user's, and the login fails at the end.
         """
         assert (password_of is None) != (verifier_of is None), "either passwords or verifiers"
         self._mechanism = mechanism
@@ -196,7 +196,7 @@ class ScramServer:
         if not fields.get("r") or "n" not in fields:
             raise SaslError("first SCRAM message without user or nonce")
         self.username = _unescape(fields["n"])
-        found, decoy = self._find(self.username), self._decoy_of(self.username)  # the same work for everybody
+        found, decoy = self._find(self.username), self._decoy_of(self.username)  # both always: the time tells nothing
         self._known = found is not None
         self._verifier = found or decoy
         self._nonce = fields["r"] + self._own_nonce
@@ -221,7 +221,7 @@ class ScramServer:
         if not hmac.compare_digest(claimed, verifier.stored_key) or not self._known:
             raise SaslError("wrong user or password")
         if self._verifier_of is not None and self._verifier_of(self.username) != verifier:
-            raise SaslError("wrong user or password")  # changed since the challenge
+            raise SaslError("wrong user or password")  # the verifier changed after the challenge
         return f"v={_base64(_hmac(self._hash, verifier.server_key, auth_message))}".encode()
 
 

@@ -1,19 +1,18 @@
 """The hot loop: turns a buffer of received bytes into runs of rows for the store.
 
-Knows the header, the extras lengths of the three data messages, and the owner's four bytes before each seqno. Must
-never know the use of rows, nor check the order of seqnos. A source sends its streams in turn, message by message
-(docs/protocol.md 2.8), so a stream's rows are gathered over the whole buffer. Invariants:
-- each frame comes out exactly once. Frames of one opaque keep their order; streams have no order between them;
-- an answer comes out after all messages before it, and before all messages after it;
-- a row's bytes are those of the wire;
-- an impossible header is a RemoteProtocolError at once, before the rest of its frame;
-- the result does not depend on the cut into buffers, except that a run ends with its buffer;
-- a run holds only storable keys (`keys.key_problem`). A message with another key comes as a Frame, for its owner to
-  judge.
+Knows the header, the extras lengths of the three data messages, and the prefix that the caller wants before each seqno.
+Must never know the use of rows, nor check the order of seqnos. A source sends one message of each stream in turn
+(docs/protocol.md 2.8), so a run gathers a stream's rows from the whole buffer. Invariants:
+- each frame is returned exactly once. Frames with the same opaque keep their order; frames of different streams may
+  change places;
+- an answer is returned after all messages that came before it, and before all that came after it;
+- a row has the bytes that were received;
+- an impossible header is a RemoteProtocolError before the rest of its frame arrives;
+- the same bytes in other buffers give the same result, except that a run ends with its buffer;
+- a run holds only storable keys (`keys.key_problem`). A message with another key is returned as a Frame.
 
-It is written for speed in plain Python: one `unpack` a frame, local names only, no object per row but its tuple.
-Cython's pure mode takes it as it stands. Sources: docs/protocol.md 2.1 and 2.11; kv_engine
-docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
+For speed the loop has one `unpack` per frame, local names only, and no object per row except its tuple. Sources:
+docs/protocol.md 2.1 and 2.11; kv_engine docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from mirror.wire.frame import Frame, decode, encode, frame_size
 from mirror.wire.keys import COLLECTION_ID_BYTES_MAX
 
 Row = tuple[bytes, bytes]
-"""(the owner's prefix and the seqno, the whole frame)."""
+"""(prefix from `routes` and seqno, whole frame)."""
 
 _PEEK = struct.Struct(">HHBxHII8x8s")
 """magic and opcode, key length, extras length, vbucket, body length, opaque, seqno (the extras' first eight bytes)."""
@@ -39,7 +38,7 @@ _EXTRAS: dict[int, tuple[int, ...]] = {
     int(Opcode.DCP_DELETION): (18, 21),
     int(Opcode.DCP_EXPIRATION): (20,),
 }
-"""Data messages, and the lengths their extras can have."""
+"""Opcode of a data message -> the lengths its extras can have."""
 
 _PLAIN_EXTRAS = {int(Magic.REQUEST) << 8 | opcode: lengths for opcode, lengths in _EXTRAS.items()}
 _MUTATION = int(Magic.REQUEST) << 8 | int(Opcode.DCP_MUTATION)
@@ -48,7 +47,7 @@ _REQUESTS = frozenset((int(Magic.REQUEST), int(Magic.FLEX_REQUEST)))
 
 
 class Run:
-    """Consecutive data messages of one stream. `byte_count` is their size for flow control."""
+    """Consecutive messages of one stream, all of them data. `byte_count` is their size for flow control."""
 
     __slots__ = ("byte_count", "opaque", "rows", "vbid")
 
@@ -62,15 +61,15 @@ class Run:
 def scan(
     data: bytes, pos: int, routes: Mapping[int, bytes], body_length_max: int = BODY_LENGTH_MAX
 ) -> tuple[list[Run | Frame], int]:
-    """Return the whole messages in `data[pos:]`, in order by stream, and the position of the rest. A data message whose
-    opaque is in `routes` becomes a row of a Run; any other message becomes a Frame. An error drops the messages of this
-    call: the connection is lost anyway, and they were not acknowledged.
+    """Return the whole messages in `data[pos:]`, and the position after them. `routes` maps the opaque of a stream to
+    the prefix of its rows. A data message of such a stream becomes a row of a Run; any other message becomes a Frame.
+    If this raises, the messages of the call are lost: the caller closes the connection, and has not acknowledged them.
     """
     unpack = _PEEK.unpack_from
     extras_of = _PLAIN_EXTRAS.get
     items: list[Run | Frame] = []
     runs: list[Run] = []
-    open_runs: dict[int, tuple[int, bytes, Callable[[Row], None]]] = {}  # by opaque: vbid, prefix, adder of rows
+    open_runs: dict[int, tuple[int, bytes, Callable[[Row], None]]] = {}  # by opaque: vbid, prefix, run.rows.append
     find_run = open_runs.get
     no_rows: list[Row] = []
     none_open = (-1, b"", no_rows.append)
@@ -124,7 +123,7 @@ def _prefix_ends(data: bytes, start: int, key_length: int) -> bool:
 
 
 def _other(data: bytes, pos: int, body_length_max: int) -> Frame | None:
-    """Return the frame at `pos`; None if it is not whole. Judges its header either way."""
+    """Return the frame at `pos`, or None if it is incomplete. Checks its header even then."""
     size = frame_size(data, pos, body_length_max)
     if size == 0:
         return None
@@ -153,8 +152,8 @@ def is_data(frame: Frame) -> bool:
 
 
 def normalise(frame: Frame, prefix: bytes = b"") -> bytes:
-    """Return a data message as it is stored: plain magic, no framing extras, a key with a collection id. `prefix` is
-    the id to put before the key if the connection has no collections: `b"\\0"`.
+    """Return the stored form of a data message: plain magic, no framing extras, a key with a collection id. If the
+    connection has no collections, `prefix` is the id to put before the key: `b"\\0"`.
     """
     if not is_data(frame):
         raise LocalProtocolError("only mutations, deletions and expirations are stored as rows", op=frame.opcode)

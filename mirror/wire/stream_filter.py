@@ -1,9 +1,9 @@
-"""The JSON value of a DCP stream request: the requested collections of the vbucket, stream id and purge seqno.
+"""The JSON value of a DCP stream request: the requested collections, stream id and purge seqno.
 
 Knows the keys of the value and their types (docs/protocol.md 2.4; kv_engine
 docs/dcp/documentation/commands/stream-request.md); must never know a manifest or a client. Invariants: a value is
-parsed as a whole or refused with a RemoteProtocolError that has the status to answer with; ids are hexadecimal, a purge
-seqno is decimal, both as strings; a stream id is present if and only if the connection has turned them on.
+parsed completely, or refused with a RemoteProtocolError that has the answer's status; ids are hexadecimal strings, a
+purge seqno is a decimal string; a value has a stream id if and only if the connection uses stream ids.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FilterRequest:
 
 
 def parse_filter(value: bytes, *, has_stream_ids: bool, known: frozenset[str] = KEYS) -> FilterRequest:
-    """Parse the value of a client that knows collections; `known` are the keys that the server reads."""
+    """Parse the value of a request on a connection with collections; ignore keys that are not in `known`."""
     fields = {key: content for key, content in _object(value).items() if key in known} if value else {}
     if value and not fields:
         raise _wrong("The value of the request has no known key")

@@ -1,11 +1,11 @@
-"""The content of system events: scopes and collections that begin, change and end.
+"""The content of system events: changes of scopes and collections.
 
-Knows the three forms of key and value: version 0 and 1 (fixed fields) and 2 (FlatBuffers); must never know the existing
-collections. Invariants: `decode_system_event(encode_system_event(c, ...)) == c` for what the version can carry; no
-offset of a FlatBuffers value is followed unchecked. A begin of a known collection is a flush: the owner of the manifest
-decides, because older forms do not say. Sources: kv_engine docs/dcp/documentation/commands/system_event.md (its example
-has scope and collection swapped; the field lists and real servers have the scope first) and
-engines/ep/src/collections/events.fbs.
+Knows the three forms of key and value: versions 0 and 1 (fixed fields) and 2 (FlatBuffers); must never know the
+existing collections. Invariants: `decode_system_event(encode_system_event(c, ...)) == c` for the fields that the
+version has; an offset in a FlatBuffers value is checked before it is used. A CollectionCreated of a known collection is
+a flush; versions 0 and 1 do not say so, but the owner of the manifest sees it. Sources: kv_engine
+docs/dcp/documentation/commands/system_event.md (its example has scope and collection swapped; the field lists and real
+servers have the scope first) and engines/ep/src/collections/events.fbs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _FIXED: dict[type[Any], tuple[tuple[struct.Struct, tuple[str, ...]], ...]] = {
     ScopeCreated: ((struct.Struct(">QI"), _UID_AND_SCOPE),),
     ScopeDropped: ((struct.Struct(">QI"), _UID_AND_SCOPE),),
 }
-"""The value's layout and fields in version 0, and in version 1 if it differs. The key is the name, if there is one."""
+"""The layout and fields of the value in version 0, and in version 1 if it differs. A name is the event's key."""
 
 _FLATBUFFERS_VERSION = 2
-# A FlatBuffers value starts with the offset of its table; a table starts with the (backward) offset of its vtable,
-# which has for each field its offset in the table, or 0 for a field with its default.
+# A FlatBuffers value starts with the offset of its table. The table starts with the (backward) offset of its vtable.
+# The vtable has each field's offset in the table, or 0 if the field has its default.
 
 _FB_U16 = struct.Struct("<H")
 _FB_U32 = struct.Struct("<I")
@@ -93,8 +93,8 @@ _EVENT_IDS = {content: int(event) for event, content in _CONTENTS.items()}
 
 
 def decode_system_event(event: SystemEvent) -> SystemEventContent:
-    """Return the event's content. An unknown kind or version is a RemoteProtocolError, because a skipped event would
-    lose data: the end of a collection ends its documents.
+    """Return the event's content. Raises RemoteProtocolError for an unknown kind or version. Such an event must not be
+    skipped: it could be a drop, which removes documents.
     """
     kind = _CONTENTS.get(event.event)
     if kind is None or event.version not in ((0, 1, 2) if kind in _FIXED else (2,)):
@@ -122,8 +122,8 @@ def encode_system_event(
     opaque: int = 0,
     stream_id: int | None = None,
 ) -> SystemEvent:
-    """Return the event of `content`. Version 1 falls to 0 if the kind has no version 1; a modification exists in
-    version 2 only.
+    """Return the event of `content`. If `version` is not 2, a new collection with a max_ttl gets version 1, any other
+    content version 0. Raises LocalProtocolError for a modification, which exists in version 2 only.
     """
     kind = type(content)
     if version == _FLATBUFFERS_VERSION:

@@ -1,8 +1,8 @@
-"""A value with extended attributes: the blob in front, the body behind.
+"""A value with extended attributes: a blob with the attributes, then the body.
 
 Knows the layout of the blob; must never know the meaning of attributes, nor Snappy: the owner decompresses the value
 first. Invariants: `split(join(x, b), XATTR) == (x, b)`; no length is used before it is checked against the bytes left;
-each attribute stands once. Source: kv_engine docs/Document.md (XATTR encoding); docs/protocol.md 2.1.
+each attribute occurs once. Source: kv_engine docs/Document.md (XATTR encoding); docs/protocol.md 2.1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PAIR_LENGTH_MIN = 3
 
 
 def split(value: bytes, datatype: int) -> tuple[dict[bytes, bytes], bytes]:
-    """Return the attributes, in their order, and the body. Without the XATTR bit all of it is body."""
+    """Return the attributes, in their order, and the body. If `datatype` lacks XATTR, the whole value is the body."""
     _check_opened(datatype)
     if not datatype & Datatype.XATTR:
         return {}, value
