@@ -1,6 +1,6 @@
 """The embedded source: an in-memory cluster of n nodes for DCP clients and Couchbase SDKs.
 
-The cluster answers as the recorded engines do (tests/recordings). Invariants:
+The cluster answers as recorded servers did (tests/recordings). Invariants:
 - a node that is down answers no client, even if the map names it;
 - a changed map has a higher revision;
 - a node that was split off has its own data and map;
@@ -26,11 +26,11 @@ from mirror.server.cluster_config import NOWHERE
 EXPIRY_PAGER_SECONDS = 60.0
 
 _WILDCARDS = ("0.0.0.0", "::", "")
-"""Addresses to listen at that are no addresses to connect to."""
+"""Addresses at which a server can listen, but to which no client can connect."""
 
 
 class SandboxCluster:
-    """The cluster. `async with SandboxCluster(...) as cluster:` starts and stops it."""
+    """`async with SandboxCluster(...) as cluster:` starts and stops the cluster."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class SandboxCluster:
         keeps_history: bool = False,
         bounded: bool = False,
     ) -> None:
-        """`start` opens the ports. `port` and `tls_port` are the first node's; the others take free ones.
+        """`start` opens the ports. `port` and `tls_port` are for the first node; other nodes take free ports.
 
-        With `tls` the nodes listen with and without TLS, with `tls_only` only with TLS.
+        With `tls` the nodes listen both with and without TLS; `tls_only` leaves out the ports without.
 
-        `profile` is the server's release, by a name of `profile.PROFILES`; ConfigError for another. With
-        `keeps_history` the bucket has change streams, as Magma has them.
+        `profile` is a server release, named in `profile.PROFILES`; raises ConfigError for another name. With
+        `keeps_history` the bucket has change streams, as with Magma.
         """
         assert nodes > 0
         assert 0 < vbuckets <= 1024
@@ -93,7 +93,7 @@ class SandboxCluster:
         self.bucket.on_map_change.append(self._announce)
         self.bucket.on_state_change.append(self._end_streams)
 
-    # --- life
+    # --- start and stop
 
     async def start(self) -> None:
         for node in self.nodes:
@@ -135,14 +135,14 @@ class SandboxCluster:
     # --- topology
 
     async def kill_node(self, number: int) -> None:
-        """End the node's process: its connections break, its ports are closed. The map does not change."""
+        """Close a node's ports and connections, as if its process had died. The map does not change."""
         await self.nodes[number].stop()
 
     async def restart_node(self, number: int, *, lose: int | None = None) -> None:
-        """Start a node again on its port, with everything on disk.
+        """Start a node again on its ports, with all its data on disk.
 
-        With `lose` it crashed: each of its vbuckets has a new history without that many changes. A node that was split
-        off comes back with its own data and map.
+        With `lose`, as after a crash, each of its vbuckets has a new history without the last `lose` changes. A node
+        that was split off keeps its own data and map.
         """
         node = self.nodes[number]
         await node.stop()
@@ -155,9 +155,9 @@ class SandboxCluster:
         await self._listen(node, node.port or 0, node.tls_port or 0)
 
     def failover(self, vbid: int, *, lose: int = 0) -> int:
-        """Give a vbucket a new history without its newest changes, on another live node if there is one.
+        """Give a vbucket a new history without its last `lose` changes, on another live node if there is one.
 
-        Return the seqno at which the history begins.
+        Return the seqno at which the new history begins.
         """
         base = self.bucket.failover(vbid, lose)
         owner = self.bucket.map.owners[vbid]
@@ -169,9 +169,9 @@ class SandboxCluster:
         return base
 
     async def failover_node(self, number: int, *, lose: int = 0) -> None:
-        """Take a node out of the map; other nodes take its vbuckets, with a new history.
+        """Remove a node from the map, and move its vbuckets to other nodes, with new histories.
 
-        Its process ends unless it was split off.
+        The node stops, except if it was split off before.
         """
         if self._belongs(self.nodes[number]):
             await self.nodes[number].stop()
@@ -187,9 +187,9 @@ class SandboxCluster:
         self.bucket.map_changed(*moved)
 
     def split_off(self, number: int) -> Bucket:
-        """Cut a node off from the cluster, like a partitioned node that the others fail over; break its connections.
+        """Separate a node from the cluster, as a network partition does, and break its connections.
 
-        The node continues with its own copy of data and map. Return that copy.
+        The node continues with a copy of data and map, which is returned.
         """
         node = self.nodes[number]
         node.bucket = fork(self.bucket)
@@ -206,7 +206,7 @@ class SandboxCluster:
         self.bucket.map_changed(vbid)
 
     async def add_node(self) -> int:
-        """Add a node to the map, without vbuckets before a rebalance; return its number."""
+        """Add a node to the map; return its number. It has no vbuckets until a rebalance."""
         node = self._make_node()
         await self._listen(node, 0, 0)
         self.bucket.map.nodes.append(node.address)
@@ -231,7 +231,7 @@ class SandboxCluster:
         return moved
 
     async def recreate_bucket(self) -> None:
-        """Delete the bucket and make an empty one of its name, with another uuid; break all connections."""
+        """Replace the bucket by an empty one with its name and another uuid; break all connections."""
         for node in self.nodes:
             for connection in list(node.connections):
                 connection.link.cut()

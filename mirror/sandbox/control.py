@@ -1,8 +1,8 @@
-"""The control socket of a running source: faults and changes of topology on request, from another process.
+"""The control socket of a running embedded source: other processes request faults and changes.
 
-A line holds one JSON object: `{"command": NAME, ...}`, answered by `{"ok": true, "result": ...}` or `{"ok": false,
-"error": "..."}`. `dcp-mirror sandbox fault --help` lists the commands and their arguments; numbers of nodes begin at 0.
-Invariant: a bad command has no effect, and the connection stays.
+A request is a line with one JSON object, `{"command": NAME, ...}`. The answer is `{"ok": true, "result": ...}` or
+`{"ok": false, "error": "..."}`. `dcp-mirror sandbox fault --help` lists the commands and their arguments; numbers of
+nodes begin at 0. Invariant: a bad command has no effect, and the connection stays open.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ USUAL_REFUSALS = (
     Status.UNKNOWN_SCOPE,
     Status.DCP_STREAM_ID_INVALID,
 )
-"""Statuses of refused stream requests; the command takes any other, too."""
+"""Statuses that servers refuse stream requests with; `refuse-streams` takes others, too."""
 
 
 def check_numbers(server: SandboxControl, arguments: Arguments) -> None:

@@ -1,6 +1,6 @@
-"""The source in a thread of its own, for programs that are not asynchronous.
+"""The embedded source in a thread, for programs without asyncio.
 
-Invariants: everything about the cluster happens in its loop, through `call` and `run`; leaving the context ends the
+Invariants: the cluster is used only in the thread's event loop, through `call` and `run`; leaving the context ends the
 thread.
 """
 

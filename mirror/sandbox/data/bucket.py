@@ -1,7 +1,7 @@
-"""The bucket: its vbuckets, manifest, users and map, and every direct change to its data.
+"""The bucket: its vbuckets, manifest, users and map, with methods that change its data.
 
-Invariants: one bucket per cluster; a replica of a vbucket is the vbucket itself (replication takes no time); each
-change of the map is followed by `map_changed`, which informs `on_map_change`.
+Invariants: a cluster has one bucket; replicas share the data of the active vbucket, so replication takes no time; after
+each change of the map `map_changed` is called, which informs `on_map_change`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class User:
 
 @dataclass(slots=True)
 class SandboxUsers:
-    """All users. The next login sees a change of passwords, the next operation a change of privileges."""
+    """A new password counts from the next login, new privileges from the next operation."""
 
     by_name: dict[str, User] = field(default_factory=dict)
 
@@ -108,15 +108,15 @@ class Bucket:
             capabilities=[name for name in CAPABILITIES if profile.has_capability(name)],
         )
         self.states: dict[int, VbucketRole] = {}
-        """States set by hand on the vbucket's own node: dead, replica, pending."""
+        """vbid -> its state on its active node, if a test set one (dead, replica, pending)."""
         self.persistence_holds: dict[tuple[int, int], int] = {}
-        """(vbid, node number) -> the highest seqno on that copy's disk, until the entry is removed."""
+        """(vbid, node number) -> highest persisted seqno of that copy; without an entry all is persisted."""
         self.sent = [Sent() for _ in range(vbuckets)]
         self.stream_faults = StreamFaults()
         self.on_map_change: list[Callable[[], None]] = []
         self.on_state_change: list[Callable[[int], None]] = []
 
-    # --- places
+    # --- copies
 
     def state_on(self, vbid: int, node_number: int) -> VbucketRole:
         if not 0 <= vbid < len(self.vbuckets):
@@ -133,7 +133,7 @@ class Bucket:
         return min(high_seqno, self.persistence_holds.get((vbid, node_number), high_seqno))
 
     def map_changed(self, *vbids: int) -> None:
-        """Announce a changed map, and end the streams of these vbuckets at their former nodes."""
+        """Announce a changed map, and end all streams of these vbuckets."""
         self.map.bump()
         for vbid in vbids:
             for inform in tuple(self.on_state_change):
@@ -183,9 +183,9 @@ class Bucket:
         vbid: int | None = None,
         xattrs: dict[str, object] | None = None,
     ) -> Item:
-        """Delete a document; its tombstone keeps `xattrs` (None: the document's system xattrs).
+        """Delete a document; its tombstone has `xattrs` (None: the document's system xattrs).
 
-        Raises DocumentError if it does not exist.
+        Raises DocumentError if the document does not exist.
         """
         leave = None if xattrs is None else values.join(_xattrs(xattrs), b"", 0)
         return self.documents.remove(*self._place(key, collection, vbid), leave=leave)
@@ -199,7 +199,7 @@ class Bucket:
         vbid: int | None = None,
         level: int = 1,
     ) -> Item:
-        """Begin a durable write (None: delete) and leave it under way; `commit` or `abort` ends it."""
+        """Begin a durable write (a deletion if `value` is None), which `commit` or `abort` ends."""
         place = self._place(key, collection, vbid)
         if value is None:
             return self.documents.prepare_removal(*place, level=level)
@@ -218,7 +218,7 @@ class Bucket:
     def multi_write(
         self, vbid: int, writes: Iterable[tuple[str | bytes, Value | None]], *, collection: str = DEFAULT_COLLECTION
     ) -> list[Item]:
-        """Write several documents of one vbucket in one snapshot; None deletes one."""
+        """Write several documents of one vbucket in one snapshot; a value of None deletes."""
         with self.vbuckets[vbid].group():
             return [
                 self.delete(key, vbid=vbid, collection=collection)
@@ -228,7 +228,7 @@ class Bucket:
             ]
 
     def load(self, documents: Iterable[tuple[bytes, bytes]], *, vbid: int | None = None, datatype: int = 1) -> int:
-        """Take many new documents (key, body) of the default collection, as if they had been on disk for long."""
+        """Add new documents (key, body) to the default collection, as if long on disk; return their number."""
         now_ns = self.clock.wall_ms() * 1_000_000
         if vbid is not None:
             return self.vbuckets[vbid].load(
@@ -255,7 +255,7 @@ class Bucket:
         self._change(
             lambda manifest: manifest.create_collection(scope, name, max_ttl=max_ttl, collection_id=collection_id)
         )
-        return list(self.manifest.collections)[-1]  # the newest
+        return list(self.manifest.collections)[-1]  # the one just created
 
     def drop_collection(self, path: str) -> None:
         self._change(lambda manifest: manifest.drop_collection(path))
@@ -278,9 +278,9 @@ class Bucket:
         return changes
 
     def failover(self, vbid: int, lose: int = 0) -> int:
-        """Give a vbucket a new history without its newest changes; return the seqno at which it begins.
+        """Give a vbucket a new history without its last `lose` changes; return the seqno at which it begins.
 
-        Manifest changes among the lost ones are sent again.
+        Lost changes of the manifest are applied again.
         """
         vbucket = self.vbuckets[vbid]
         before = [item.content for item in vbucket.log if isinstance(item, EventItem)]
@@ -290,20 +290,20 @@ class Bucket:
             self.documents.apply(vbucket, self.manifest.missed(known, before[len(known) :]))
         return base
 
-    # --- the past and the disk
+    # --- disk and history
 
     def to_disk(self, vbid: int | None = None) -> None:
-        """Forget the changes in memory: the next streams come from disk."""
+        """Forget the changes in memory: new streams read them from disk."""
         for vbucket in self._some(vbid):
             vbucket.to_disk()
 
     def purge(self, vbid: int | None = None, below_seqno: int | None = None) -> None:
-        """Compact: tombstones go, the purge seqno rises."""
+        """Compact: remove tombstones up to a seqno (None: all), and raise the purge seqno."""
         for vbucket in self._some(vbid):
             vbucket.purge(below_seqno)
 
     def discard_history(self, vbid: int | None = None, below_seqno: int | None = None) -> None:
-        """Compact: keep only the newest versions below a seqno, by default below all."""
+        """Compact: below a seqno (None: everywhere) keep only the newest versions."""
         for vbucket in self._some(vbid):
             vbucket.discard_history(vbucket.high_seqno + 1 if below_seqno is None else below_seqno)
 
@@ -334,7 +334,7 @@ class Bucket:
 
 
 def fork(bucket: Bucket) -> Bucket:
-    """Copy the data and the map; the copy has no observers and goes on by itself."""
+    """Return an independent copy of data and map, without observers."""
     memo: dict[int, object] = {id(each): each for each in (bucket.clock, bucket.users, bucket.stream_faults)}
     memo |= {id(bucket.on_map_change): [], id(bucket.on_state_change): []}
     memo |= {id(vbucket.changed): set() for vbucket in bucket.vbuckets}

@@ -1,7 +1,7 @@
 """The cluster map of the embedded source; `mirror.server.cluster_config` makes its JSON.
 
-Invariants: every change has a higher revision within one epoch; a vbucket without a node is -1; `thisNode` marks only
-the node that answers.
+Invariants: every change raises the revision, within one epoch; a vbucket without a node has node -1; `thisNode` marks
+only the node that answers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mirror.server.cluster_config import CAPABILITIES, NOWHERE, ConfigBucket, Co
 class SandboxAddress:
     number: int
     port: int | None
-    """Without TLS; None: not offered."""
+    """The port without TLS, or None."""
     tls_port: int | None = None
 
 
 @dataclass(slots=True)
 class SandboxMap:
-    """Nodes by their number in the cluster, and per vbucket the numbers of its active node and replicas."""
+    """`owners` and `replicas` have, for each vbucket, the number of its active node and of its replicas' nodes."""
 
     bucket: str
     bucket_uuid: str
@@ -32,14 +32,14 @@ class SandboxMap:
     rev: int = 1
     epoch: int = 1
     sends_epoch: bool = True
-    """Old servers order their maps by revision alone."""
+    """False for old servers, whose maps are ordered by revision alone."""
     capabilities: Sequence[str] = CAPABILITIES
     ephemeral: bool = False
-    """The map says that the bucket lives in memory alone: it has no views."""
+    """True if the map describes an ephemeral bucket, which has no views."""
     host: str | None = None
-    """The nodes' name in the map; None: the name by which the client connected."""
+    """The nodes' host in the map; None: the host to which a client connected."""
     external_host: str | None = None
-    """The nodes' alternate address `external`."""
+    """The nodes' host in the alternate addresses `external`."""
     _cache: dict[tuple[int, bool], bytes] = field(default_factory=dict)
 
     def bump(self) -> None:
@@ -47,7 +47,7 @@ class SandboxMap:
         self._cache.clear()
 
     def to_json(self, this_node: int, *, with_bucket: bool) -> bytes:
-        """Return the answer of `this_node`: the bucket's configuration, or the global one."""
+        """Return the map that `this_node` sends: the bucket's configuration, or the global one."""
         cached = self._cache.get((this_node, with_bucket))
         if cached is None:
             cached = self._cache[this_node, with_bucket] = self._render(this_node, with_bucket=with_bucket)

@@ -1,8 +1,8 @@
 """The rules of document operations: CAS, revision numbers, expiry, locks and durable writes (kv_engine
 docs/BinaryProtocol.md, docs/protocol.md 2.11).
 
-Invariants: a change takes one seqno and a CAS above all earlier ones of its vbucket; a refusal has no effect and is a
-`DocumentError` with the server's status; an expired document becomes an expiration when it is touched.
+Invariants: a version takes the next seqno; a new CAS is above all earlier ones of its vbucket; a refusal has no effect
+and is a `DocumentError` with the server's status; an expired document becomes an expiration at its next use.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SandboxDocuments:
         return item
 
     def visible_cas(self, vbucket: Vbucket, item: Item) -> int:
-        """Return the CAS that readers see: a locked document hides its own."""
+        """Return the CAS that readers see: LOCKED_CAS if the document is locked."""
         return LOCKED_CAS if self._lock(vbucket, item.key) is not None else item.cas
 
     # --- changing
@@ -120,7 +120,7 @@ class SandboxDocuments:
     def remove(
         self, vbucket: Vbucket, key: bytes, *, cas: int = 0, durability: int = 0, leave: tuple[bytes, int] | None = None
     ) -> Item:
-        """Delete a document. The tombstone keeps its system xattrs, or has the value and datatype in `leave`."""
+        """Delete a document. The tombstone has the document's system xattrs, or the value and datatype in `leave`."""
         if durability:
             self.prepare_removal(vbucket, key, cas=cas, level=durability)
             return self._commit_at_once(vbucket, key)
@@ -141,7 +141,7 @@ class SandboxDocuments:
         return len(due)
 
     def touch(self, vbucket: Vbucket, key: bytes, expiry: int) -> Item:
-        """Set the expiry; an equal one makes no new version."""
+        """Set the expiry. If it is the same already, there is no new version."""
         old = self.get(vbucket, key)
         if self._lock(vbucket, key) is not None:
             raise DocumentError(Status.LOCKED)
@@ -174,7 +174,7 @@ class SandboxDocuments:
     def prepare(
         self, vbucket: Vbucket, key: bytes, value: bytes, *, datatype: int = 0, flags: int = 0, level: int = 1
     ) -> Item:
-        """Begin a durable write. Until its end, readers see the old document and writers are refused."""
+        """Begin a durable write. Until it ends, readers see the old document, and writers are refused."""
         old = self.find_any(vbucket, key)
         _check_free(vbucket, key)
         expiry = self._absolute_expiry(key, 0)
@@ -201,7 +201,7 @@ class SandboxDocuments:
         return vbucket.append(CommitItem(seqno, key, frame, prepare.seqno))
 
     def abort(self, vbucket: Vbucket, key: bytes) -> Item:
-        """End a durable write without effect, because too few copies took it."""
+        """End a durable write without effect, as if too few replicas had taken it."""
         prepare, seqno = _pending(vbucket, key), vbucket.high_seqno + 1
         return vbucket.append(Item(seqno, key, codec_dcp.encode(ev.Abort(vbucket.vbid, key, prepare.seqno, seqno))))
 
@@ -242,7 +242,7 @@ class SandboxDocuments:
         return vbucket.append(Item(seqno, key, codec_dcp.encode(prepare)))
 
     def _commit_at_once(self, vbucket: Vbucket, key: bytes) -> Item:
-        """Commit the prepare that was just made; a failover loses both steps together."""
+        """Commit the newest prepare; a failover loses both or neither."""
         begun = vbucket.high_seqno
         item = self.commit(vbucket, key)
         vbucket.lose_together(begun)

@@ -1,7 +1,7 @@
-"""One version of one key: a ready-made DCP frame and its place in the vbucket.
+"""One version of one key, as a complete DCP frame.
 
-Invariants: `frame` is the message for the most capable client (collection id before the key, true datatype, xattrs,
-delete time), with opaque 0; only `next_seqno` changes. The frame is made once, so a backfill mostly joins bytes.
+Invariants: `frame` is the message for a client that negotiated everything (collection id before the key, true datatype,
+xattrs, delete time), with opaque 0; only `next_seqno` changes. A backfill is fast, because it mostly joins frames.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BETWEEN = frozenset((int(Opcode.DCP_SEQNO_ADVANCED), int(Opcode.DCP_SNAPSHOT_MAR
 
 REQUEST = int(Magic.REQUEST)
 NRU = 2
-"""Eviction hint in each mutation; the engine's default."""
+"""Eviction hint in each mutation: kv_engine's default."""
 
 MUTATION_HEAD = struct.Struct(">BBHBBHIIQ QQIIIHB")
 
@@ -43,7 +43,7 @@ class Item:
         self.key = key
         self.frame = frame
         self.next_seqno = 0
-        """Seqno of the version that superseded this one; 0 for the newest, its own seqno once purged."""
+        """Seqno of the version that superseded this one; 0 for the newest version; `seqno` for a purged one."""
 
     def __repr__(self) -> str:
         return f"Item({self.seqno}, {self.key!r}, {Opcode(self.kind).name})"
@@ -66,12 +66,12 @@ class Item:
 
     @property
     def flags(self) -> int:
-        """The client's flags; tombstones have none on the wire."""
+        """The flags that the client stored; 0 for a tombstone."""
         return int(_U32.unpack_from(self.frame, 40)[0]) if self.frame[1] in (MUTATION, PREPARE) else 0
 
     @property
     def expiry(self) -> int:
-        """Seconds since 1970 at which the document expires, 0 for never; for tombstones the time of the delete."""
+        """Unix time in seconds at which the document expires, or 0; for a tombstone the time of the deletion."""
         position = {MUTATION: 44, PREPARE: 44, DELETION: 40, EXPIRATION: 40}.get(self.frame[1])
         return 0 if position is None else int(_U32.unpack_from(self.frame, position)[0])
 
@@ -95,7 +95,7 @@ class Item:
 
     @property
     def collection_id(self) -> int:
-        """The key's collection; of a system event, its collection or scope."""
+        """The id of the key's collection. For a system event use `vbucket.system_id`."""
         return self.key[0] if self.key[0] < 0x80 else decode_leb128(self.key)[0]
 
     @property
@@ -104,7 +104,7 @@ class Item:
 
 
 class CommitItem(Item):
-    """A committed durable write: a commit of `prepared_seqno` for clients with sync writes, a mutation for others."""
+    """A committed durable write: sent as a commit to clients with sync writes, as a document to others."""
 
     __slots__ = ("prepared_seqno",)
 
@@ -114,7 +114,7 @@ class CommitItem(Item):
 
 
 class BetweenItem(Item):
-    """A message between versions, sent unchanged after the item of its seqno."""
+    """A marker or SeqnoAdvanced, sent unchanged after the item with its seqno."""
 
     __slots__ = ()
 
@@ -144,7 +144,7 @@ def mutation_frame(
     expiry: int = 0,
     datatype: int = 0,
 ) -> bytes:
-    """Return a DCP mutation, as `codec_dcp` does, without an event: it is made for each document of a load."""
+    """Return the bytes of a DCP mutation. For speed without `codec_dcp`: a load calls this for each document."""
     length = 31 + len(key) + len(value)
     head = MUTATION_HEAD.pack(
         REQUEST, MUTATION, len(key), 31, datatype, vbid, length, 0, cas, seqno, rev_seqno, flags, expiry, 0, 0, NRU

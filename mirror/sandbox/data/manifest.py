@@ -1,7 +1,7 @@
 """Scopes and collections of the bucket, and the system events of their changes (kv_engine docs/Collections.md).
 
-Invariants: ids and the uid only grow; ids begin at 8; in a change of several steps, all but the last have the uid from
-before the change (recording 72_k1_collections_live).
+Invariants: ids and the uid only grow; ids begin at 8; if a change causes several system events, all but the last have
+the uid from before the change (recording 72_k1_collections_live).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mirror.wire.events import (
 )
 
 FIRST_ID = 8
-"""Ids below are the server's own."""
+"""Lower ids are reserved for the server."""
 
 DEFAULT = "_default"
 
@@ -36,7 +36,7 @@ class ManifestError(ValueError):
 
 @dataclass(slots=True)
 class BucketManifest:
-    """The manifest as it is now; every change returns the contents of the system events that it causes."""
+    """The present manifest. Methods that change it return the contents of the system events."""
 
     uid: int = 0
     history_default: bool = False
@@ -46,7 +46,7 @@ class BucketManifest:
     """The collections, each with the manifest uid of its last event."""
     system_scopes: set[int] = field(default_factory=set)
     system_collections: set[int] = field(default_factory=set)
-    """Ids of all present and former collections whose name begins with an underscore, except the default one."""
+    """Ids of system collections, dropped ones too. Their name, or their scope's, begins with `_`, except `_default`."""
     _next_scope_id: int = FIRST_ID
     _next_collection_id: int = FIRST_ID
 
@@ -127,8 +127,9 @@ class BucketManifest:
     def missed(
         self, known: Sequence[SystemEventContent], lost: Sequence[SystemEventContent]
     ) -> list[SystemEventContent]:
-        """Return the changes from the vbucket's manifest, which lost some, to the bucket's (kv_engine
-        docs/Collections.md). All but the last change have the uid of the vbucket's manifest.
+        """Return the changes that bring a vbucket to the bucket's manifest after a failover (kv_engine
+        docs/Collections.md). The vbucket has the changes `known` and lost the changes `lost`. All but the last have its
+        manifest uid.
         """
         scopes, collections = {0}, {0: 0}
         for each in known:

@@ -1,7 +1,8 @@
 """The differences between server releases, as tables: features, controls and capabilities.
 
-Sources: docs/protocol.md 2.2 to 2.11, and the recordings of 6.0.5 and 7.2.0 where they differ. Invariants: a server
-refuses features that its profile does not name; the profiles "6.0" and "7.2" answer the recorded requests as recorded.
+Sources: docs/protocol.md 2.2 to 2.11, and the recordings of 6.0.5 and 7.2.0, which take precedence. Invariants: a
+server refuses features that its profile does not name; the profiles "6.0" and "7.2" answer the recorded requests as
+recorded.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FEATURES: dict[int, Release] = {
     Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP: (7, 6),
     Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF: (7, 6),
 }
-"""Feature -> since. Collections were a preview before 7.0, which no server granted unasked."""
+"""Feature -> first release. Before 7.0 collections were a preview, off by default."""
 
 CONTROLS: dict[bytes, tuple[Release, Release | None]] = {
     ControlKey.ENABLE_NOOP: (_OLDEST, None),
@@ -67,7 +68,7 @@ CONTROLS: dict[bytes, tuple[Release, Release | None]] = {
     ControlKey.MAX_MARKER_VERSION: ((8, 0), None),
     STREAM_BUFFER_SIZE: (_OLDEST, None),
 }
-"""DCP_CONTROL: name -> first release, first release without it. Other names are EINVAL."""
+"""DCP_CONTROL: name -> first release with it, first later release without it. Others are refused with EINVAL."""
 
 OPEN_FLAGS: dict[int, Release] = {
     DcpOpenFlag.PRODUCER: _OLDEST,
@@ -77,7 +78,7 @@ OPEN_FLAGS: dict[int, Release] = {
     DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE: (5, 5),
     DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS: (6, 6),
 }
-"""DCP_OPEN: flag -> since."""
+"""DCP_OPEN: flag -> first release."""
 
 STREAM_FLAGS: dict[int, Release] = {
     StreamRequestFlag.TAKEOVER: _OLDEST,
@@ -88,8 +89,9 @@ STREAM_FLAGS: dict[int, Release] = {
     StreamRequestFlag.IGNORE_PURGED_TOMBSTONES: (7, 2),
     StreamRequestFlag.FROM_LATEST: (7, 6),
 }
-"""DCP_STREAM_REQ: flag -> since. Others are EINVAL from 7.2 on, and have no effect before (kv_engine,
-daemon/mcbp_validators.cc, dcp_stream_req_validator)."""
+"""DCP_STREAM_REQ: flag -> first release. Other flags are refused with EINVAL from 7.2 on, and ignored before
+(kv_engine, daemon/mcbp_validators.cc, dcp_stream_req_validator).
+"""
 
 STREAM_KEYS: dict[str, Release] = {
     "uid": (7, 0),
@@ -98,7 +100,7 @@ STREAM_KEYS: dict[str, Release] = {
     "sid": (7, 0),
     "purge_seqno": (8, 0),
 }
-"""Keys of the JSON value of a stream request -> since; others are ignored."""
+"""Key in the JSON value of a stream request -> first release; others are ignored."""
 
 CAPABILITIES: dict[str, Release] = {
     "durableWrite": (6, 5),
@@ -108,7 +110,7 @@ CAPABILITIES: dict[str, Release] = {
     "subdoc.ReplaceBodyWithXattr": (7, 0),
     "subdoc.DocumentMacroSupport": (7, 0),
 }
-"""Bucket capabilities of the cluster map -> since; every release has the others."""
+"""Bucket capability in the cluster map -> first release; those not listed are in every release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class Profile:
         return frozenset(self._known(STREAM_KEYS))
 
     def abilities(self, *, keeps_history: bool) -> Abilities:
-        """Return the controls that the server knows. `keeps_history`: its storage keeps every version."""
+        """Return the controls and stream flags of the release."""
         known = (
             name
             for name, (since, until) in CONTROLS.items()
@@ -162,12 +164,12 @@ class Profile:
 
     @property
     def map_epochs(self) -> bool:
-        """True if an epoch orders cluster maps before the revision."""
+        """True if cluster maps are ordered by epoch, then by revision."""
         return self.since(7, 0)
 
     @property
     def checkpoint_in_disk_markers(self) -> bool:
-        """True if disk snapshots set the checkpoint flag; the recordings of 6.0.5 do not."""
+        """True if markers of disk snapshots have the checkpoint flag, which the recordings of 6.0.5 lack."""
         return self.since(6, 5)
 
     @property
@@ -177,7 +179,7 @@ class Profile:
 
     @property
     def system_collections(self) -> bool:
-        """True if collections whose name begins with an underscore are hidden from users without the privilege."""
+        """True if the system's collections (`_...`) are hidden from users without a privilege."""
         return self.since(7, 6)
 
     def _known(self, table: dict[T, Release]) -> list[T]:
@@ -190,7 +192,7 @@ PROFILES: dict[str, Profile] = {
     f"{major}.{minor}": Profile(f"{major}.{minor}", (major, minor)) for major, minor in _RELEASES
 }
 PROFILES |= {f"{major}.x": profile for (major, _), profile in zip(_RELEASES, PROFILES.values(), strict=True)}
-"""By name; `7.x` is the newest 7 release."""
+"""Name -> profile; `7.x` is the newest release of 7."""
 
 DEFAULT_PROFILE = "8.x"
 

@@ -1,7 +1,7 @@
 """Faults, settings and counters of streams, for tests and the control socket.
 
-Invariants: without a fault no stream is refused or held; a refusal with `times` is used up by as many requests; a muted
-stream goes on where it stopped when the fault is cleared.
+Invariants: without a fault no stream is refused or muted; a refusal with `times` ends after so many requests; a muted
+stream continues where it stopped once the fault is cleared.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ class Sent:
     stream_requests: list[AcceptedStream] = field(default_factory=list)
     refused_requests: int = 0
     snapshot_ends: set[int] = field(default_factory=set)
-    """Ends of announced snapshots: a client may publish at no other seqno."""
+    """End seqnos of announced snapshots: a client may publish only at these."""
 
 
 @dataclass(slots=True)
 class StreamTuning:
     antilag_items: int = 0
-    """A filtered backfill sends its seqno after so many omitted items (docs/protocol.md 2.7); 0: only at its end."""
+    """Omitted items after which a filtered backfill sends SeqnoAdvanced (docs/protocol.md 2.7); 0: only at its end."""
     live_snapshot_items: int = 5
-    """Most changes in a live snapshot. The average is about half, as recorded under load."""
+    """The largest number of changes in a live snapshot. The average is about half, as recorded under load."""
     in_turn: bool = True
-    """True if the streams of a connection take turns of a message, as in kv_engine; else each sends a piece at once."""
+    """True if each stream of a connection sends one message in turn, as in kv_engine; else a larger piece."""
 
 
 @dataclass(slots=True)
 class RefusalFault:
-    """Stream requests to refuse. None stands for all vbuckets, or for ever."""
+    """Stream requests to refuse. `vbids` None: all vbuckets; `times` None: no limit."""
 
     status: Status
     vbids: frozenset[int] | None
     times: int | None
     value: bytes | None
-    """Body of the answer; None: the server's own."""
+    """Body of the answer; None: the usual body."""
 
 
 @dataclass(slots=True)
 class StreamFaults:
     noops_withheld: bool = False
     on_change: list[Callable[[], None]] = field(default_factory=list)
-    """Called when a stream that was held back may go on."""
+    """Called when muted streams may continue."""
     _refused: list[RefusalFault] = field(default_factory=list)
     _mute: list[tuple[frozenset[int] | None, int | None]] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ class StreamFaults:
         times: int | None = None,
         value: bytes | None = None,
     ) -> None:
-        """Answer stream requests, of these vbuckets or of all, with a status. The newest fault that fits counts."""
+        """Refuse stream requests for these vbuckets (None: all). If several faults fit, the newest counts."""
         self._refused.insert(0, RefusalFault(status, None if vbids is None else frozenset(vbids), times, value))
 
     def refusal(self, vbid: int) -> RefusalFault | None:
@@ -85,7 +85,7 @@ class StreamFaults:
         return None
 
     def mute(self, vbids: Iterable[int] | None = None, *, node: int | None = None) -> None:
-        """Accept streams of these vbuckets (on this node), but send no message on them."""
+        """Send no messages of these vbuckets (None: all) from this node (None: all), but accept their streams."""
         self._mute.append((None if vbids is None else frozenset(vbids), node))
 
     def muted(self, vbid: int, node: int) -> bool:

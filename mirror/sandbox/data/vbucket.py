@@ -1,10 +1,10 @@
-"""One vbucket of the source: its versions, which of them are newest, and its histories.
+"""One vbucket of the embedded source: its versions, the newest of each key, and its failover log.
 
 Invariants:
 - `log` has the versions of the current history in the order of seqnos, without a gap above `forgotten_seqno`;
-- a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above E, so any cut of the log is a
-  consistent snapshot with dedup (kv_engine docs/dcp/documentation/concepts.md);
-- a group written at once is never cut;
+- a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above E, so the log up to any seqno is a
+  deduplicated snapshot (kv_engine docs/dcp/documentation/concepts.md);
+- no snapshot ends inside a `group` of writes;
 - only a `bounded` vbucket forgets superseded versions.
 """
 
@@ -22,7 +22,7 @@ from mirror.wire.constants import SystemEventId
 from storage.model import FailoverLog, Vbuuid
 
 CHECKPOINT_ITEMS_MAX = 10_000
-"""Versions in a checkpoint before the next one is opened; the engine's default."""
+"""Versions in a checkpoint before the next one is opened: kv_engine's default."""
 
 CHECKPOINTS_KEPT = 4
 """Checkpoints in memory. A stream that falls behind them continues from disk (its cursor is dropped)."""
@@ -30,7 +30,7 @@ CHECKPOINTS_KEPT = 4
 _SEQNO = attrgetter("seqno")
 
 FAILOVER_LOG_MAX = 25
-"""Entries kept; the engine's default."""
+"""Entries kept: kv_engine's default."""
 
 
 class Vbucket:
@@ -44,19 +44,17 @@ class Vbucket:
         keeps_history: bool = False,
         bounded: bool = False,
     ) -> None:
-        """Make an empty vbucket with a history of its own.
-
-        With `keeps_history` every version is on its disk. A `bounded` one has the versions that an engine has: the
-        newest, and those in its checkpoints.
+        """With `keeps_history` superseded versions stay on disk. A `bounded` vbucket keeps the versions that kv_engine
+        keeps: the newest of each key, and those in checkpoints.
         """
         self.vbid = vbid
         self.history_start_seqno = int(keeps_history)
-        """From here on every version is on disk, superseded ones included; 0: only the newest are."""
+        """Superseded versions from this seqno on stay on disk; 0: none do."""
         self.without_history: set[int] = set()
-        """Collections that nevertheless keep only their newest versions."""
+        """Ids of collections whose superseded versions do not stay."""
         self.log: list[Item] = []
         self.forgotten_seqno = 0
-        """Versions superseded up to here are gone; no snapshot or failover can end below it."""
+        """Versions that were superseded up to this seqno are gone, so no snapshot or failover can end below it."""
         self.newest: dict[int, dict[bytes, Item]] = {0: {}}
         """Collection id -> key -> newest version, tombstones included."""
         self.prepared: dict[bytes, Item] = {}
@@ -82,9 +80,9 @@ class Vbucket:
         self._group_last: dict[int, int] = {}
         self._system: dict[bytes, Item] = {}
         self._aborted: dict[bytes, Item] = {}
-        """Aborts are kept next to the document until the next prepare, as tombstones of a key space of their own."""
+        """Key -> its newest abort. An abort does not supersede the document; the next prepare supersedes the abort."""
 
-    # --- its state
+    # --- state
 
     @property
     def high_seqno(self) -> int:
@@ -101,40 +99,40 @@ class Vbucket:
 
     @property
     def document_count(self) -> int:
-        """The number of live documents, including expired ones that were not noticed yet."""
+        """The number of documents, including expired ones that have no expiration yet."""
         return sum(not item.deleted for items in self.newest.values() for item in items.values())
 
     def high_completed_seqno(self, as_of_seqno: int) -> int:
-        """Return the newest prepare that was committed or aborted by a seqno."""
+        """Return the seqno of the newest prepare that had been committed or aborted at `as_of_seqno`."""
         return max((prepared for seqno, prepared in self.completed if seqno <= as_of_seqno), default=0)
 
     def keeps(self, item: Item) -> bool:
-        """True if a superseded version stays on disk until history passes it."""
+        """True if the version stays on disk after it was superseded."""
         if not 0 < self.history_start_seqno <= item.seqno:
             return False
         return item.kind == SYSTEM_EVENT or item.collection_id not in self.without_history
 
     def high_prepared_seqno(self, as_of_seqno: int) -> int:
-        """Return the newest prepare by a seqno, pending or ended."""
+        """Return the seqno of the newest prepare at `as_of_seqno`, pending or ended."""
         pending = max((item.seqno for item in self.prepared.values() if item.seqno <= as_of_seqno), default=0)
         return max(pending, self.high_completed_seqno(as_of_seqno))
 
     def max_visible_seqno(self, as_of_seqno: int | None = None) -> int:
-        """Return the newest change, by a seqno or of all, that is neither a prepare nor an abort."""
+        """Return the seqno of the newest change, as of a seqno or now, that is neither prepare nor abort."""
         count = self._count_up_to(self.high_seqno if as_of_seqno is None else as_of_seqno)
         while count and self.log[count - 1].kind in (PREPARE, ABORT):
             count -= 1
         return self.log[count - 1].seqno if count else 0
 
     def next_cas(self, now_ns: int) -> int:
-        """Return the hybrid clock: the time, or one more than the last CAS."""
+        """Return the CAS of a hybrid clock: the time, or the last CAS plus 1 if that is higher."""
         self.cas_max = max(now_ns & ~0xFFFF, self.cas_max + 1)
         return self.cas_max
 
     # --- changes
 
     def append(self, item: Item) -> Item:
-        """Take the next version of a document, a prepare or an abort; `append_event` takes system events."""
+        """Append the next version of a document, a prepare or an abort; for system events use `append_event`."""
         assert item.seqno == self.high_seqno + 1 or item.seqno <= self.forgotten_seqno, "seqnos have no gaps"
         kind = item.kind
         collection_id = item.collection_id
@@ -154,7 +152,7 @@ class Vbucket:
         return item
 
     def append_event(self, item: Item, event: SystemEventId, id_: int, *, new_checkpoint: bool) -> None:
-        """Take a system event about the collection or scope `id_`. A collection that begins or ends is empty."""
+        """Append a system event of the collection or scope `id_`. A created, flushed or dropped collection is empty."""
         if new_checkpoint:
             self.open_checkpoint()
         _supersede(self._system.get(item.key), item)
@@ -172,7 +170,7 @@ class Vbucket:
         self._push(item)
 
     def load(self, documents: Iterable[tuple[bytes, bytes]], *, now_ns: int, datatype: int = 1, flags: int = 0) -> int:
-        """Take many documents of the default collection as if they were long on disk; return their number.
+        """Add many documents to the default collection, as if long on disk; return their number.
 
         Keys are wire keys, and must be new.
         """
@@ -203,7 +201,7 @@ class Vbucket:
         for seqno in range(first, last):
             self._group_last[seqno] = last
             self._group_first[seqno] = first
-        if self._checkpoints[-1] > first:  # a checkpoint was opened inside of the group: it begins with the group
+        if self._checkpoints[-1] > first:  # a checkpoint was opened inside the group: move its start
             self._checkpoints[-1] = first
         self._notify()
 
@@ -223,7 +221,7 @@ class Vbucket:
         self._checkpoints = deque([self.high_seqno + 1])
 
     def purge(self, below_seqno: int | None = None) -> int:
-        """Compact: tombstones up to a seqno are forgotten, never the newest change. Returns the purge seqno."""
+        """Compact: forget tombstones up to `below_seqno`, but never the newest change; return the purge seqno."""
         last = self.high_seqno - 1 if below_seqno is None else min(below_seqno, self.high_seqno - 1)
         if self.history_start_seqno:
             last = min(last, self.history_start_seqno - 1)
@@ -239,12 +237,14 @@ class Vbucket:
         return self.purge_seqno
 
     def discard_history(self, below_seqno: int) -> None:
-        """Compact: below a seqno only the newest versions are kept from now on."""
+        """Compact: keep only the newest versions below a seqno."""
         if self.history_start_seqno:
             self.history_start_seqno = max(self.history_start_seqno, min(below_seqno, self.high_seqno + 1))
 
     def failover(self, lose: int = 0) -> int:
-        """Begin a new history `lose` changes back, or at the start of the group there; return its first seqno."""
+        """Begin a new history without the last `lose` changes (a group is lost whole); return the seqno where it
+        begins.
+        """
         base = max(self.high_seqno - lose, self.forgotten_seqno)
         base = self._group_first.get(base, base + 1) - 1
         if base < self.high_seqno:
@@ -258,8 +258,8 @@ class Vbucket:
     def _forget(self) -> None:
         """Drop the versions that were superseded before the oldest change that checkpoints can hold.
 
-        Running backfills go on with the old list. Only the newest tombstones and aborts are kept, as many as
-        checkpoints hold changes; all system events are kept.
+        All system events stay. Of tombstones and aborts the newest stay, as many as checkpoints hold changes. Running
+        backfills still read the old list.
         """
         seqno = self.high_seqno - self._kept_items
         if self._open_group is not None:
@@ -313,7 +313,7 @@ class Vbucket:
         return Vbuuid(self._rng.getrandbits(48) | 1)
 
     def _cut(self, base: int) -> None:
-        """Go back to the log of the first `base` changes."""
+        """Return to the state at seqno `base`."""
         kept = self.log[: self._count_up_to(base)]
         purged = {item.seqno for item in kept if item.next_seqno == item.seqno}
         self.log, self.newest, self._system, self.prepared, self._aborted = [], {0: {}}, {}, {}, {}
@@ -340,7 +340,7 @@ class Vbucket:
         self.changed = changed
 
     def _bury(self, item: Item) -> None:
-        """Purge a tombstone, an abort, or the event of an end: it counts as superseded by itself."""
+        """Purge a tombstone, an abort or a drop event: mark it as superseded by itself."""
         item.next_seqno = item.seqno
         if item.deleted:
             del self.newest[item.collection_id][item.key]
@@ -350,9 +350,9 @@ class Vbucket:
     # --- reads of a stream
 
     def cut(self, after_seqno: int, count: int) -> tuple[int, bool]:
-        """Return the end of a memory snapshot of about `count` changes, and True if it opens a checkpoint.
+        """Return the last seqno of a memory snapshot of about `count` changes, and True if it opens a checkpoint.
 
-        The snapshot ends in the checkpoint of its first change, and never inside of a group.
+        The snapshot ends in the checkpoint of its first change, and not inside a group.
         """
         first = after_seqno + 1
         assert self.memory_floor_seqno < first <= self.high_seqno

@@ -1,6 +1,7 @@
-"""A version in the form that one DCP client negotiated (docs/protocol.md 2.2, 2.3, 2.11; recordings 72_h*, 605_h*).
+"""Encodes versions in the form that a DCP client negotiated (docs/protocol.md 2.2, 2.3, 2.11; recordings 72_h*,
+605_h*).
 
-Invariant: an item that needs no change is sent as its own frame, so the common case costs one test; the sender sets the
+Invariant: a frame that needs no change is returned itself, so the usual case costs one test. The caller sets the
 opaque.
 """
 
@@ -33,7 +34,7 @@ class ItemEncoder:
         self._shape = DocumentShape(controls)
         self.unwanted_datatype = self._shape.unwanted_datatype
         self.plain = self._shape.plain and not controls.sync_writes
-        """True when a mutation without unwanted datatype bits is sent as it is."""
+        """True if the frame of a mutation without unwanted datatype bits is sent unchanged."""
 
     def shows(self, item: Item) -> bool:
         """True if the client gets this kind of message: prepares, aborts and modifications of collections need a

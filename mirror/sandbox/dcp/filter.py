@@ -1,6 +1,6 @@
-"""The changes that a DCP stream of the embedded source shows; `mirror.server.producer` checks the request.
+"""The filter of a DCP stream of the embedded source; `mirror.server.producer` checks the request.
 
-Invariant: an accepted filter changes only with the collections of its scope, and with those that end.
+Invariant: only creations in the requested scope, and drops, change an accepted filter.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from mirror.wire.system_events import decode_system_event
 @dataclass(kw_only=True)
 class SandboxFilter(ProducerFilter):
     hidden: BucketManifest | None = None
-    """The manifest whose system collections are hidden."""
+    """The manifest whose system collections are hidden from the client; None: nothing is hidden."""
     shown: frozenset[int] = field(default=frozenset(), init=False)
-    """The collections of the request, or of its scope as of the last system event."""
+    """Ids of the requested collections, or of those in the requested scope at the last system event."""
 
     def holds_all(self, high_seqnos: Mapping[int, int], seqno: int) -> bool:
-        """True if the stream shows no version above a seqno, so that its client misses no purged deletion.
-        `high_seqnos` are those of the vbucket's collections. False for a scope, whose collections may have ended.
+        """True if no version above `seqno` passes the filter, so a client with that seqno misses no purged deletion.
+        `high_seqnos` maps collections to their high seqnos. False for a scope: a collection of it may have been
+        dropped.
         """
         if self.collections is None or not self.shown or self.legacy:
             return False
         return seqno >= max(high_seqnos.get(id_, 0) for id_ in self.shown)
 
     def passes(self, item: Item) -> bool:
-        """True if the stream shows a change. Called once for each in the order of seqnos: a scope's new collections
-        join with their events.
+        """True if a change passes. Call this for each change in the order of seqnos, because system events change the
+        filter.
         """
         if self.hidden is not None and _is_system(item, self.hidden):
             return False
@@ -78,8 +79,8 @@ def parse(
 ) -> SandboxFilter:
     """Return the filter of a stream request. Raises Refused.
 
-    `known` are the keys that the server reads. A client that may not see the system's collections gets no message about
-    them; only gaps in the seqnos show that they exist (docs/protocol.md 2.2).
+    The server ignores keys that are not in `known`. Without `sees_system` the client gets no message of the system's
+    collections; only gaps in the seqnos show that they exist (docs/protocol.md 2.2).
     """
     hidden = None if sees_system else manifest
     found = requested_filter(

@@ -1,7 +1,7 @@
 """A DCP connection of a node: its streams, their faults and the order of sending.
 
-`mirror.server.producer` has the rules of requests, flow control and noops. By default the streams with something to
-send take turns, a message each, as in kv_engine (docs/protocol.md 2.8).
+`mirror.server.producer` has the rules of requests, flow control and noops. By default each stream sends one message in
+turn, as in kv_engine (docs/protocol.md 2.8).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from storage.model import FailoverLog
 
 PIECE_BYTES = 256 * 1024
 TURNS_BYTES = 1024 * 1024
-"""Bytes of all streams in turn that are sent at once: some messages of each of 1,024 streams."""
+"""Size of a piece with messages of all streams in turn: room for some of each of 1,024 streams."""
 
 
 class SandboxProducerPort(ProducerPort, Protocol):
@@ -49,10 +49,10 @@ class SandboxProducerPort(ProducerPort, Protocol):
 
     @property
     def in_turn(self) -> bool:
-        """True if streams take turns of a message each; else of a piece each."""
+        """True if each stream sends one message in turn; else a piece in turn."""
 
     def piece_bytes(self, stream: ProducerStream) -> int:
-        """The bytes to send of a stream at once if there are no turns; 0: wait."""
+        """Return the size of a stream's next piece; 0: send nothing now."""
 
 
 class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
@@ -101,7 +101,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             self.end_stream(stream, reason)
         return len(found)
 
-    # --- the judgement of a stream request
+    # --- checks of a stream request
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:
         port = self._port
@@ -170,7 +170,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             stream.vbucket.changed.discard(self.wake)
 
     def _refusal(self, fault: RefusalFault) -> Refused:
-        """Return a fault's answer; a rollback without a seqno goes to 0."""
+        """Return a fault's answer. Without a seqno a rollback is to 0."""
         if fault.value is not None:
             return Refused(fault.status, value=fault.value, bare=True)
         if fault.status == Status.ROLLBACK:
@@ -188,7 +188,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
                 await self._wake.wait()
 
     async def _round(self) -> bool:
-        """Send up to a piece, or without turns up to a piece of each stream. Return True if a byte was sent."""
+        """Send a piece with messages of all streams, or a piece of each stream. Return True if a byte was sent."""
         self._send_stream_ends()
         busy = False
         for data, uncounted_bytes in self._one_piece() if self._port.in_turn else self._piece_of_each():
@@ -200,13 +200,13 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         return busy
 
     def _one_piece(self) -> Iterator[tuple[bytes, int]]:
-        """Yield messages of the streams in turn, and the bytes that flow control counts beyond theirs."""
+        """Yield one piece or none: messages of the streams in turn, and the bytes that flow control counts besides."""
         if not self.window.is_open:
             return
         free_bytes = TURNS_BYTES
         if self.window.window_bytes:
             free_bytes = min(free_bytes, self.window.window_bytes - self.window.outstanding)
-        allowed = self._port.may_stream(), self._port.sees_system()  # once: no other task runs in this function
+        allowed = self._port.may_stream(), self._port.sees_system()  # no other task can change these meanwhile
         ready: deque[ProducerStream] = deque()
         before: list[tuple[ProducerStream, int, int]] = []
         out = bytearray()
@@ -262,9 +262,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
                 yield data, stream.uncounted_bytes - uncounted_bytes
 
     def _has_turn(self, stream: ProducerStream, may_stream: bool, sees_system: bool) -> bool:
-        """True if the stream may have a message. End the stream if its user has lost the privilege: it is checked with
-        each change.
-        """
+        """True if the stream may send now. If its user has lost the privilege, the stream is ended."""
         if not stream.has_more or self._port.bucket.stream_faults.muted(stream.vbid, self._port.node_number):
             return False
         if not may_stream or (stream.sees_system and not sees_system):

@@ -1,8 +1,8 @@
 """One DCP stream from the producer's side: the next message, from disk or memory (kv_engine
 docs/dcp/documentation/concepts.md, docs/protocol.md 2.4, 2.6, 2.7).
 
-Invariants: the seqnos of a stream rise; at its end a snapshot has every change that the filter shows; an ended stream
-has no messages.
+Invariants: the seqnos of a stream rise; a complete snapshot has every change that passes the filter; an ended stream
+sends no messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamR
 from mirror.wire.frame import with_stream_id
 
 BACKLOG_FOR_LARGE_SNAPSHOTS = 2000
-"""A stream that lacks more changes than this gets the rest of a checkpoint in one snapshot."""
+"""A stream that is behind by more changes than this gets the rest of a checkpoint in one snapshot."""
 
 DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
 MEMORY = int(SnapshotFlag.MEMORY)
@@ -44,15 +44,13 @@ class ProducerStream:
         disk_flags: int = DISK,
         announced_ends: set[int] | None = None,
     ) -> None:
-        """`controls` must not change any more. `announced_ends` takes the last seqno of each announced snapshot, for
-        tests.
-        """
+        """`controls` must not change later. `announced_ends` collects the last seqno of each snapshot, for tests."""
         self.vbucket = vbucket
         self.vbid = int(vbucket.vbid)
         self.opaque = request.opaque
         self.stream_id = stream_filter.stream_id
         self.seqno = request.start_seqno
-        """The stream has sent or filtered all changes up to here."""
+        """All changes up to here were sent or filtered out."""
         self.end_seqno = request.end_seqno
         self.ended = False
         self.frames_sent = 0
@@ -60,7 +58,7 @@ class ProducerStream:
         self.uncounted_bytes = 0
         """Bytes that flow control counts beyond those sent."""
         self.in_snapshot_until = 0
-        """The last seqno of the snapshot that is being sent; 0 between two."""
+        """The last seqno of the present snapshot; 0 between two snapshots."""
         self._request = request
         self._filter = stream_filter
         self._controls = controls
@@ -97,7 +95,7 @@ class ProducerStream:
         return bool(self.in_snapshot_until) or self.seqno < self.vbucket.high_seqno or self.seqno >= self.end_seqno
 
     def add_message(self, out: bytearray) -> int:
-        """Append the next message. Returns the bytes that flow control counts for it; 0 when there is none now."""
+        """Append the next message to `out`; return the bytes that flow control counts for it, or 0 if none is ready."""
         start, uncounted_bytes = len(out), self.uncounted_bytes
         while len(out) == start and not self.ended:
             if not self.in_snapshot_until:
@@ -110,7 +108,7 @@ class ProducerStream:
         return size + self.uncounted_bytes - uncounted_bytes
 
     def take(self, bytes_max: int) -> bytes:
-        """Return the next messages up to the one that reaches the limit; empty if none is ready."""
+        """Return the next messages, up to the one that reaches `bytes_max`; empty if none is ready."""
         out = bytearray()
         while len(out) < bytes_max and self.add_message(out):
             pass
@@ -143,7 +141,7 @@ class ProducerStream:
         vbucket = self.vbucket
         high = vbucket.high_seqno
         if self._lacks_tombstones():
-            out += self.end(StreamEndReason.STATE_CHANGED)  # a rollback, by the name that goes on the wire
+            out += self.end(StreamEndReason.STATE_CHANGED)  # kv_engine reports a rollback by this reason
             return False
         if self._filter.legacy:
             high = vbucket.collection_high_seqno.get(0, 0)
@@ -160,11 +158,11 @@ class ProducerStream:
         return True
 
     def _lacks_tombstones(self) -> bool:
-        """True when a backfill from here would silently leave out deletions that were purged meanwhile.
+        """True if a backfill from `seqno` on would silently leave out purged deletions.
 
-        A stream that was accepted before the purge can come here after its cursor was dropped. The engine judges its
-        position once more when it opens the file (kv_engine, DCPBackfillBySeqnoDisk::create), and ends the stream as
-        rolled back. As in a request, a filtered stream lacks no deletion if its collections have not changed since.
+        This happens if the stream was accepted before the purge, and its cursor was dropped later. kv_engine checks the
+        seqno again when it opens the file (DCPBackfillBySeqnoDisk::create), and ends the stream as rolled back. As for
+        a request, a filtered stream misses no deletion if its collections have not changed after `seqno`.
         """
         purge_seqno = self.vbucket.purge_seqno
         if self._request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES:
@@ -192,17 +190,17 @@ class ProducerStream:
             if replaced and item.kind not in (
                 PREPARE,
                 ABORT,
-            ):  # these are kept next to the document's versions
+            ):  # these are not deduplicated
                 continue
             if not self._filter.passes(item):
                 continue
             if self._encoder.shows(item):
                 shown.append(item)
                 marker_end = item.seqno
-            elif self._controls.collections:  # a prepare at the end: SeqnoAdvanced will report it
+            elif self._controls.collections:  # a hidden change: if it is the last, SeqnoAdvanced reports it
                 marker_end = item.seqno
         if not shown:
-            if not self._ends_resumed_snapshot(last):  # an empty one is not sent (docs/protocol.md 2.7)
+            if not self._ends_resumed_snapshot(last):  # an empty snapshot is not sent (docs/protocol.md 2.7)
                 self.seqno = last
                 return True
             marker_end = last
@@ -220,7 +218,7 @@ class ProducerStream:
         return True
 
     def _ends_resumed_snapshot(self, last: int) -> bool:
-        """True if the client holds a part of a snapshot that ends by `last`; it gets that end even without changes."""
+        """True if the client has a part of a snapshot that ends at or below `last`. The rest is sent even if empty."""
         request = self._request
         is_partial = not self._first_marker_sent and request.start_seqno < request.snap_end_seqno <= last
         return is_partial and self._controls.collections
@@ -235,8 +233,8 @@ class ProducerStream:
         self.in_snapshot_until = end
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
-        """The items of a backfill: the newest version of each key as of `last`, even if a purge comes meanwhile. With
-        change streams every version from the start of history, behind a marker of its own.
+        """Return the items of a backfill: the newest version of each key as of `last`, even if it is purged meanwhile.
+        With change streams, every version from the start of history on, after a marker of its own.
         """
         purge_seqno, history = self.vbucket.purge_seqno, self._history_start(last)
         changes = self.vbucket.changes
@@ -254,7 +252,7 @@ class ProducerStream:
         return self._controls.change_streams and self.vbucket.history_start_seqno > 0
 
     def _history_start(self, last: int) -> int:
-        """The first seqno from which every version is sent; above `last` if there is none."""
+        """Return the seqno from which on every version is sent; above `last` if only the newest are."""
         return self.vbucket.history_start_seqno if self._has_history else last + 1
 
     def _found_on_disk(self, items: Sequence[Item], as_of: int, purge_seqno: int, history: int) -> Iterator[Item]:
@@ -282,7 +280,7 @@ class ProducerStream:
                     yield BetweenItem(item.seqno, codec_dcp.encode(SeqnoAdvanced(self.vbucket.vbid, item.seqno)))
 
     def _add_item(self, out: bytearray) -> bool:
-        """Append the next item of the open snapshot; False when it has no more."""
+        """Append the next item of the open snapshot; return False after the last."""
         item = next(self._pending, None)
         if item is None:
             return False
@@ -324,9 +322,9 @@ class ProducerStream:
             completed = self.vbucket.high_completed_seqno(end)
             if self._controls.marker_version is MarkerVersion.V2_2:
                 purge, prepared = self.vbucket.purge_seqno, self.vbucket.high_prepared_seqno(end)
-        if purge or prepared:  # 2.2 is used only from disk, for a seqno above 0 (docs/protocol.md 2.6)
+        if purge or prepared:  # V2.2 is used only from disk, if one of the two is above 0 (docs/protocol.md 2.6)
             version, visible = int(MarkerVersion.V2_2), self._visible_seqno
-        elif self._controls.sync_writes and self._controls.consumer_name:  # as replicas get them
+        elif self._controls.sync_writes and self._controls.consumer_name:  # the client acts as a replica
             version, visible = int(MarkerVersion.V2_0), self._visible_seqno
         else:
             completed = 0

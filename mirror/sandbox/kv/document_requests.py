@@ -1,7 +1,7 @@
 """Requests that change documents: store, delete, touch, lock, count (kv_engine docs/BinaryProtocol.md; recording
 sdk_72_conn2).
 
-Quiet forms answer failures only; quiet getters answer hits only.
+Quiet changes are answered only if they fail, quiet reads only if they find the document.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COUNTER_MAX = 2**64
 
 
 def incoming(session: SandboxSession, frame: Frame) -> tuple[bytes, int]:
-    """Return the request's value and datatype, with the JSON bit judged by the body."""
+    """Return the request's value and datatype. The JSON bit depends on the body, not on the request."""
     if len(frame.value) > VALUE_BYTES_MAX:
         raise DocumentError(Status.E2BIG)
     if frame.datatype & Datatype.SNAPPY and not session.snappy:
@@ -47,7 +47,7 @@ def changed(session: SandboxSession, vbucket: Vbucket, item: Item, value: bytes 
 
 
 def frame_options(frame: Frame) -> tuple[int, bool]:
-    """Return the durability level, and True to keep the expiry, from the framing extras."""
+    """Read the framing extras: return the durability level (0: none), and True to keep the expiry."""
     level, preserve = 0, False
     for info_id, content in frame_infos(frame.framing) if frame.framing else ():
         if info_id == FrameInfoId.DURABILITY and content:

@@ -103,19 +103,19 @@ class SandboxSession(DocumentSession):
 
     @property
     def sees_system(self) -> bool:
-        """True if the system's collections exist for the user."""
+        """True if the user can see the system's collections."""
         return not self.bucket.profile.system_collections or self.may(SYSTEM_COLLECTIONS)
 
     # -- answers
 
     def refused(self, error: Refused) -> Reply:
-        """The answer to a refused request. A document's error lacks the manifest uid, which is added here."""
+        """Return the answer to a refused request. Adds the manifest uid, which a DocumentError lacks."""
         if error.status == Status.UNKNOWN_COLLECTION and not (error.bare or error.context):
             error = unknown_collection(self.manifest_uid)
         return super().refused(error)
 
     def error_reference(self) -> str:
-        """An id from the bucket's generator, so that a run can be repeated."""
+        """Return an id from the bucket's random generator: the same seed gives the same ids."""
         return str(uuid.UUID(int=self.bucket.rng.getrandbits(128)))
 
     # -- the bucket

@@ -1,7 +1,7 @@
 """Sub-document changes of one document in memory (kv_engine docs/SubDocument.md); `document.lookup` reads.
 
-Invariants: xattrs are changed as members of one object; a virtual attribute never changes; a failed change leaves a
-draft to be thrown away.
+Invariants: xattrs are changed as members of one object; a virtual attribute never changes; the caller discards the
+draft after a failed change.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Draft(Content):
             raise PathError(Status.SUBDOC_XATTR_CANT_MODIFY_VATTR)
         text = self.attributes_text(path)
         if len(jsonpath.parse_path(path)) > 1 and name.encode() not in self.xattrs:
-            flags |= MKDIR_P  # the attribute itself is made as it is needed (recording sdk_72_conn2)
+            flags |= MKDIR_P  # a missing attribute is always created (recording sdk_72_conn2)
         text, answer = _changed(text, opcode, path, value, flags)
         self.xattrs = {
             str(member.name).encode(): text[member.value_start : member.end].encode()
@@ -106,7 +106,7 @@ def _changed(text: str, opcode: int, path: str, value: bytes, flags: int) -> tup
 
 
 def _fragment(value: bytes, *, several: bool) -> str:
-    """The value to insert: JSON, or several values with commas between for arrays."""
+    """Return the JSON to insert: one value, or with `several` values separated by commas."""
     if not values.is_json(b"[%b]" % value if several else value) or (several and not value.strip()):
         raise PathError(Status.SUBDOC_VALUE_CANTINSERT)
     return value.decode()

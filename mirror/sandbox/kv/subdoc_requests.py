@@ -1,6 +1,6 @@
 """Sub-document requests that change a document (kv_engine docs/SubDocument.md; recording sdk_72_conn2).
 
-A request of several paths changes all or none, in one version; the body reports a failed path under one status.
+A request with several paths changes all of them in one version, or none if a path fails; the answer's body names it.
 """
 
 from __future__ import annotations

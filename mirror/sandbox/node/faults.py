@@ -1,7 +1,7 @@
-"""Faults of connections and streams, on request.
+"""Faults of connections and streams, for tests.
 
-Invariants: a fault hits open connections, and with `future` later ones until `clear`; without a filter it hits DCP
-connections only.
+Invariants: a fault affects open connections, and with `future` also new ones until `clear`; by default only DCP
+connections.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Rule = Callable[[NodeConnection], None]
 
 
 class Where(TypedDict, total=False):
-    """The chosen connections: of a node, with `name` in their DCP name. `future` adds later ones."""
+    """Selects connections by node and by a part of their DCP name. `future` adds new connections."""
 
     node: int | None
     name: str | None
@@ -45,22 +45,22 @@ class Faults:
         return self._apply(lambda connection: connection.link.cut(), **where)
 
     def slow(self, bytes_per_second: float, **where: Unpack[Where]) -> int:
-        """Forward no faster than this; 0 for full speed again."""
+        """Send no faster than this; 0 restores full speed."""
         return self._apply(lambda connection: connection.link.slow(bytes_per_second), **where)
 
     def garble(self, pieces: int = 1, **where: Unpack[Where]) -> int:
         return self._apply(lambda connection: connection.link.garble(pieces), **where)
 
     def silence(self, **where: Unpack[Where]) -> int:
-        """Stop forwarding in both directions, without closing."""
+        """Neither send nor receive any more, without closing."""
         return self._apply(lambda connection: connection.link.silence(), **where)
 
     def truncate(self, **where: Unpack[Where]) -> int:
-        """End connections inside of the next frame."""
+        """Close connections in the middle of the next frame."""
         return self._apply(lambda connection: connection.link.truncate(), **where)
 
     def stop_mid_snapshot(self, after_pieces: int = 0, **where: Unpack[Where]) -> int:
-        """Stop talking inside of the next snapshot, without closing."""
+        """Fall silent inside the next snapshot, without closing."""
 
         def arm(connection: NodeConnection) -> None:
             connection.stop_after_pieces = after_pieces
@@ -72,7 +72,7 @@ class Faults:
     def end_streams(
         self, reason: StreamEndReason, vbids: Iterable[int] | None = None, *, node: int | None = None
     ) -> int:
-        """End open streams with any reason; return their number."""
+        """End open streams with a reason; return their number."""
         selected = None if vbids is None else set(vbids)
         count = 0
         for connection in self.connections(node=node):

@@ -1,7 +1,7 @@
-"""The way from a node's connection to its socket, which can be made slow, faulty or silent.
+"""The link from a node's connection to its socket. Faults can slow, corrupt, silence or truncate it.
 
 Invariants: without a fault bytes go to the transport at once; a silent link neither sends nor receives, and stays open;
-a slow one keeps the order; a truncated one ends within its piece.
+a slow link keeps the order of bytes; a truncated link closes after a part of the next message.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from random import Random
 
 SLOW_TICK_SECONDS = 0.01
 SLOW_BACKLOG_MAX = 256 * 1024
-"""Backlog at which a slow link makes its sender wait."""
+"""Bytes of backlog above which a slow link makes its sender wait."""
 
 HIGH_WATER_BYTES = 1024 * 1024
 
@@ -83,7 +83,7 @@ class NetworkLink:
             self._room.set()
 
     def garble(self, pieces: int) -> None:
-        """Change about one byte in 200 of the next pieces."""
+        """Change about one byte in 200 in the data of the next `pieces` calls of `send`."""
         self._garble = pieces
 
     def truncate(self) -> None:

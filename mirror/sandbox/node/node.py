@@ -1,7 +1,7 @@
-"""A node: a listener, its certificate, its connections, and the dispatch of their requests to tables.
+"""A node: its listeners, certificate and connections, and the dispatch of requests.
 
-Invariants: answers come in the order of the requests; bytes that are no frame end only their connection; a request that
-its operation cannot decode is refused, and the connection stays; only new connections get an exchanged certificate.
+Invariants: answers come in the order of the requests; bytes that are no frame close only their connection; a request
+that cannot be decoded is refused, and the connection stays open; a new certificate is for new connections only.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ OPERATIONS: dict[int, Operation[SandboxSession]] = {
 }
 
 SMALL_PIECE_BYTES = 200
-"""Bytes of one stream before the next one's turn, small enough for a fault inside of a snapshot."""
+"""Size of a stream's piece if a fault must come inside a snapshot."""
 
 ACCEPT_TURNS = 4
-"""Turns of the event loop until a connection that was accepted as the node stopped is made, and broken."""
+"""Turns of the event loop in which asyncio makes the connections that it has accepted."""
 
 DURATION_US = 0.5
-"""The duration of a request in answers with tracing."""
+"""The duration of a request, in answers to clients with TRACING."""
 
 _REQUESTS = (Magic.REQUEST, Magic.FLEX_REQUEST)
 _QUITQ = int(Opcode.QUITQ)
@@ -58,16 +58,16 @@ _QUITQ = int(Opcode.QUITQ)
 
 @dataclass(slots=True)
 class NodeTls:
-    """The nodes' certificate and their rules for clients. Raises ConfigError for files that cannot be used."""
+    """The nodes' certificate, and their rules for client certificates. Raises ConfigError for unusable files."""
 
     cert_file: Path
     """Certificate and its chain (PEM)."""
     key_file: Path | None = None
-    """None: the key is in the same file."""
+    """None: the key is in `cert_file`."""
     client_ca_file: Path | None = None
-    """The authority of client certificates; None: none is requested."""
+    """The authority of client certificates; None: the nodes request none."""
     clients_need_certificate: bool = False
-    """Close connections without the certificate of a known user; else a password is enough."""
+    """True to close TLS connections without a known user's certificate; else a password is enough."""
     context: ssl.SSLContext = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class NodeTls:
         self.rotate()
 
     def rotate(self, cert_file: Path | None = None, key_file: Path | None = None) -> None:
-        """Show another certificate from now on; without files, load the old files again."""
+        """Use another certificate for new connections; without arguments, load the present files again."""
         cert = cert_file or self.cert_file
         key = key_file or (None if cert_file is not None else self.key_file)
         try:
@@ -104,7 +104,7 @@ class NodeConnection(asyncio.Protocol):
         self.session = SandboxSession(self)
         self.link: NetworkLink
         self.stop_after_pieces: int | None = None
-        """Fault: fall silent inside of a snapshot, once this many more pieces of snapshots were sent."""
+        """Fault: fall silent after this many more pieces from inside snapshots; None: no fault."""
         self._transport: asyncio.Transport
         self._buffer = FrameBuffer()
         self._last_received_s = asyncio.get_running_loop().time()
@@ -251,7 +251,7 @@ class SandboxNode:
         self.on_dcp_open: list[Callable[[NodeConnection], None]] = []
         self.dcp_idle_timeout_s = IDLE_TIMEOUT_S
         self.stopped = False
-        """True from `stop` to the next `start`. A node of a simulation listens nowhere, and is not stopped."""
+        """True from `stop` to the next `start`. A node of a simulation is neither stopped nor alive."""
         self._servers: list[asyncio.Server] = []
         self._held: list[socket.socket] = []
         """Sockets that keep the ports of a stopped node from other programs."""
@@ -263,7 +263,7 @@ class SandboxNode:
     async def start(
         self, host: str, port: int | None, *, tls_port: int | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        """Listen without TLS, with TLS, or both; port 0 picks a free one, None is not listened at."""
+        """Listen without TLS at `port`, and with TLS at `tls_port`; 0 picks a free port, None opens none."""
         self.stopped = False
         if port is not None:
             self.port = await self._listen(host, port, None)
@@ -279,14 +279,15 @@ class SandboxNode:
         return int(server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Stop listening and break all connections, as a process that dies does. The ports stay the node's."""
+        """Stop listening and break all connections, as if the process had died. The ports stay reserved."""
         self.stopped = True
         servers, self._servers = self._servers, []
         places = [(each.family, each.getsockname()) for server in servers for each in server.sockets]
         for connection in list(self.connections):
             connection.link.cut()
-        # A connection that asyncio accepted shortly before its server is closed is neither made nor closed (seen with
-        # Python 3.11): so no more are accepted, those that were become connections, and then the server is closed.
+        # If asyncio accepted a connection shortly before its server is closed, it neither makes nor closes the
+        # connection (seen with Python 3.11). So stop accepting, let asyncio make the accepted connections, and then
+        # close the servers.
         for server in servers:
             for listening in server.sockets:
                 asyncio.get_running_loop().remove_reader(listening.fileno())
@@ -298,7 +299,7 @@ class SandboxNode:
             held = socket.socket(family)  # bound, not listening: connections are refused
             self._held.append(held)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):  # another program was faster
+            with contextlib.suppress(OSError):  # another program took the port
                 held.bind(place)
 
     async def close(self) -> None:
@@ -319,7 +320,7 @@ class SandboxNode:
                 connection.producer.end_streams(vbid, StreamEndReason.STATE_CHANGED)
 
     def announce_map(self) -> None:
-        """Send the new map to the clients that requested it, with or without its text (SDK RFC 75)."""
+        """Send the new map, or its revision only, to the clients that asked for it (SDK RFC 75)."""
         for connection in self.connections:
             message = connection.session.map_notification()
             if message is not None:
