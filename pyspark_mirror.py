@@ -1,7 +1,6 @@
-"""The module by which PySpark finds the data source `mirror` by itself, and users its session helper.
+"""The data source `mirror` for PySpark, and the session helpers for users.
 
-PySpark imports every top-level module named `pyspark_*` and registers its `DefaultSource`. Knows where things are, and
-nothing else.
+PySpark imports every top-level module named `pyspark_*` and registers its `DefaultSource`.
 """
 
 from mirror.spark.session import register, session

@@ -1,4 +1,4 @@
-"""Read a mirror of a Couchbase bucket, in any process on its machine, whether its service runs or not.
+"""Read a mirror of a Couchbase bucket, from any process on its machine. The service need not run.
 
     import mirror
 
@@ -10,26 +10,26 @@
             print(each.key)
         print(view.sql("SELECT city, count(*) FROM documents GROUP BY city"))
 
-`View` has the reads; `Document` and `Change` are what they return. `Token` is a position in the changes, `Time` a
-moment for `as_of`, `MutationToken` a write of one's own. A mirror is read only.
+A `View` reads: it returns `Document` and `Change`. `Token` is a position in the changes, `Time` a moment for `as_of`,
+and `MutationToken` names a write to wait for. A mirror is read only.
 
-Every error that a reader can meet is a `StorageError`. Its text says where, what and the remedy; `retryable` says
-whether the same call may succeed later without anybody acting:
+Every error that a reader can meet is a `StorageError`. Its text has the place, the problem and the
+remedy. If `retryable` is true, the same call may succeed later by itself:
 
     StorageError
     |-- NotAMirror         there is no mirror at this path
     |-- ReadOnly           this user may not write the lock file in which LMDB registers readers
-    |-- Full               no space left for that registration
+    |-- Full               no space left for that lock file
     |-- CorruptedError     stored bytes contradict the format: `dcp-mirror check`
     |-- FormatTooNew       written by another version of the format
     |-- WrongBucket        a group's folder belongs to another mirror
-    |-- NotHeld            the vbucket is one that another of the bucket's mirrors holds
+    |-- NotHeld            another mirror of the bucket holds the vbucket
     |-- UnknownCollection  no collection of that name
     |-- NoSuchBoundary     `as_of` is before what is kept
-    |-- AnswerTooLarge     more than the caller's own `bytes_max`
+    |-- AnswerTooLarge     the documents are larger than the caller's `bytes_max`
     |-- Unavailable        the vbucket is resynced (retryable)
     |-- ViewInvalidated    a rollback or the purger passed the position: start again (retryable)
-    |-- NotPublished       a write is not here in time (retryable)
+    |-- NotPublished       a write was not published in time (retryable)
     |-- WriteLost          a failover has undone a write: it will never come
     `-- Closed             the view was closed, or opened before a fork
 

@@ -1,7 +1,8 @@
 """The client of a running service: one command to its control socket `<data>/control.sock`, one answer back.
 
-A missing service is None, not an error: most callers work without it. The path of a Unix socket has 107 bytes at most,
-so this module uses a short path through the directory's descriptor. Invariant: every wait has a limit.
+Without a service `ask` returns None and raises no error, because most callers work without one. The path of a Unix
+socket has 107 bytes at most, so this module uses a short path through the directory's descriptor. Invariant: every wait
+has a limit.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ SOCKET_NAME = "control.sock"
 TIMEOUT_S = 35.0
 """Slightly more than the service's own limit for a command."""
 ANSWER_LENGTH_MAX = 256 * 1024 * 1024
-"""Ten times the status of 65,536 vbuckets."""
+"""Ten times the size of a status of 65,536 vbuckets."""
 
 
 @contextmanager
 def socket_address(directory: Path) -> Iterator[str]:
-    """Yield a path of the control socket that is short, however long the directory's own path is."""
+    """Yield a short path of the control socket, even if the directory's own path is long."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -46,7 +47,9 @@ class ServiceSaidNo(MirrorError):
 
 
 def ask(directory: Path, command: ControlCommand, *, timeout_s: float = TIMEOUT_S) -> Reply | None:
-    """Send a command to the service of `directory`. Returns None if no service runs."""
+    """Send a command to the service of `directory`. Return its answer; None if no service runs. Raises ServiceSaidNo,
+    SupervisionError.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(timeout_s)
         try:

@@ -1,7 +1,7 @@
-"""Time and random numbers behind one interface: only this module asks the machine for either.
+"""Time and random numbers behind one interface.
 
-A test passes its own `Clock` and runs a day in a moment with one seed. Invariant: `monotonic` never goes back;
-`wall_ms` may.
+A test passes its own `Clock`: a simulated day passes in a moment, and a seed repeats it. Invariant: `monotonic` never
+goes back; `wall_ms` may.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SystemClock:
 
 
 async def happens(event: asyncio.Event, within_s: float | None) -> bool:
-    """Wait for an event; return False if it does not happen in time. None: wait for ever."""
+    """Wait for an event. Return False if `within_s` seconds pass before; None waits for ever."""
     try:
         async with asyncio.timeout(within_s):
             return await event.wait()

@@ -1,8 +1,8 @@
-"""Settings: every limit of the program with its reason, frozen after they are read.
+"""Settings: every limit of the program with its reason. A `Settings` object is frozen.
 
-`mirror.config_reader` reads and checks them. This module does not import pydantic: a worker gets checked settings and
-starts in half the time. The password is no setting: it is read from its place whenever it is needed (`PasswordSource`),
-so it can change without a restart, and it is never printed.
+`mirror.config_reader` reads and checks settings. This module does not import pydantic, because workers get checked
+settings and start in half the time without it. The password is no setting: `PasswordSource` reads it whenever it is
+needed, so it can change without a restart. It is never printed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PASSWORD_BYTES_MAX = 4096
 
 T = TypeVar("T")
 Values = dict[str, Any]
-"""Setting -> value of its own type, or a text that stands for it."""
+"""Setting -> value, or the value as text."""
 
 
 class Effect(StrEnum):
-    """The effect of a changed setting."""
+    """The step that makes a changed setting take effect."""
 
     DIRECTORY = "new data directory"
     RESTART = "restart"
@@ -42,7 +42,7 @@ class Effect(StrEnum):
 
 
 def takes(effect: Effect, default: T) -> T:
-    """Declare a setting whose change has another effect than to restart the workers."""
+    """Declare a setting with another effect than `WORKERS`, the default."""
     return field(default=default, metadata={"effect": effect})
 
 
@@ -239,7 +239,7 @@ class Settings:
 EFFECTS: dict[str, Effect] = {each.name: each.metadata.get("effect", Effect.WORKERS) for each in fields(Settings)}
 """Setting -> when a change takes effect."""
 AT_START = (Effect.DIRECTORY, Effect.RESTART)
-"""A reload leaves these settings as they were."""
+"""The effects of settings that a reload does not change."""
 
 
 def required_source(settings: Settings) -> str:
@@ -292,7 +292,7 @@ OF_SOURCE = (
     "password_file",
     "secrets_dir",
 )
-"""Settings that say how to reach the source: commands take them from a running service. None of them is a secret."""
+"""Settings for the connection to the source. Commands take them from a running service. None of them is a secret."""
 
 
 def to_wire(settings: Settings) -> Values:
@@ -308,7 +308,7 @@ def to_wire(settings: Settings) -> Values:
 
 @dataclass(frozen=True, slots=True)
 class PasswordSource:
-    """The place of the password. Each `read()` looks again, so a change needs no restart."""
+    """The place of the password. Each `read()` reads it again, so a change needs no restart."""
 
     file: Path | None
     folder: Path | None

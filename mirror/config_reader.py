@@ -1,6 +1,6 @@
-"""Reads and checks settings: flags, then environment `DCP_MIRROR_*`, then a TOML file, then defaults.
+"""Read and check settings. Flags take precedence over `DCP_MIRROR_*` variables, then a TOML file, then defaults.
 
-A bad value is one `ConfigError` that names the setting and the remedy.
+A bad value raises a `ConfigError` that names the setting and the remedy.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Checks(BaseModel):
     @field_validator("collections", "source_hosts", mode="before", check_fields=False)
     @classmethod
     def _parted(cls, value: Any) -> Any:
-        """Split a text: the environment and flags give one."""
+        """Split a text: flags and the environment give lists as text."""
         if isinstance(value, str):
             value = tuple(name.strip() for name in value.split(",") if name.strip())
         return value or None
@@ -156,7 +156,7 @@ def _values(name: str, field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{each}`" for each in get_args(field.annotation))
     kind, metadata = field.annotation, list(field.metadata)
-    if type(None) in get_args(kind):  # optional: the type and its bounds stand within
+    if type(None) in get_args(kind):  # optional: the union contains the type and its bounds
         kind = next(each for each in get_args(kind) if each is not type(None))
     if get_origin(kind) is Annotated:
         kind, inner = get_args(kind)
@@ -197,7 +197,7 @@ class LoadedSettings:
     provenance: dict[str, str]
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """(name, value, origin) of each setting and of the password, which is masked."""
+        """Return (name, value, origin) of each setting, and of the password, masked."""
         values = to_wire(self.settings)
         rows = [(name, values[name], self.provenance[name]) for name in NAMES]
         origin = PasswordSource.of(self.settings).origin()

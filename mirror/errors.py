@@ -1,23 +1,23 @@
 """The errors outside of the store and the protocol, as one tree.
 
-An error knows what went wrong, the remedy, if a retry can help, and its exit code. This module must never import
-another package of the project. A rollback is no error but a normal event.
+An error has a text, a remedy (`hint`), an exit code, and `retryable`. A rollback is a normal event, not an error. This
+module must never import another package of the project.
 
     MirrorError
     ├── ConfigError                  a setting is wrong (exit 2)
     ├── ClusterError                 the source
     │   ├── ConnectFailed            nobody answers, or the connection broke (retried; exit 1)
-    │   ├── HandshakeFailed          it answers, but not as a data node does (retried; exit 1)
-    │   ├── SourceTimeout            it stopped answering (retried; exit 1)
+    │   ├── HandshakeFailed          the address answers, but not as a data node (retried; exit 1)
+    │   ├── SourceTimeout            a node stopped answering (retried; exit 1)
     │   ├── AuthRejected             wrong user or password (exit 4)
-    │   ├── PrivilegeMissing         the user may not do what is needed (exit 4)
+    │   ├── PrivilegeMissing         the user lacks a privilege (exit 4)
     │   ├── BucketMissing            no such bucket, or no access to it (exit 4)
     │   ├── TlsFailed                certificate or protocol version refused (exit 4)
     │   ├── NotSupported             the server lacks something required (exit 4)
-    │   ├── OlderMap                 no node has a map as new as one followed before (retried; exit 1)
+    │   ├── OlderMap                 all nodes have cluster maps older than the last one (retried; exit 1)
     │   └── BucketChanged            the source is not the bucket that the data came from (exit 3)
     ├── QueryFailed                  SQL that cannot be answered (exit 2)
-    │   └── QueryCancelled           somebody ended it (exit 130)
+    │   └── QueryCancelled           the query was cancelled (exit 130)
     └── SupervisionError             workers, their pipes, their locks (exit 1)
 
 Invariants: `what` is one sentence without a trailing newline and never holds a secret; `hint` says what to do.
@@ -122,7 +122,7 @@ class NotSupported(ClusterError):
 
 
 class OlderMap(ClusterError):
-    """All answering nodes have a cluster map older than one followed before: they may be stale."""
+    """The cluster maps of all answering nodes are older than one followed before: the nodes may be stale."""
 
     default_hint = (
         "a node that was failed over may be back with old data, or nodes with newer maps cannot be reached: check the "
@@ -139,7 +139,7 @@ class OlderMap(ClusterError):
 
 
 class BucketChanged(ClusterError):
-    """The source has another bucket than the data directory; the data is left as it is."""
+    """The source's bucket is not the bucket of the data directory. The data stays unchanged."""
 
     exit_code = ExitCode.DATA
     retryable = False
@@ -147,7 +147,7 @@ class BucketChanged(ClusterError):
 
 
 class QueryFailed(MirrorError):
-    """SQL that cannot be answered; `what` is DuckDB's first line."""
+    """SQL that cannot be answered; `what` is the first line of DuckDB's error."""
 
     exit_code = ExitCode.USAGE
 

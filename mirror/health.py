@@ -1,8 +1,8 @@
-"""The state of a mirror, judged from the rows of its status: one state, its troubles, readiness. Pure.
+"""Compute a mirror's state, troubles and readiness from the rows of its status. Pure.
 
-`status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show this judgement (table:
-docs/operations.md). Invariants: the unknown is never good; a mirror is ready only while it is `following`: every
-vbucket is published, streams, and lags less than the limit; a vbucket has at most one trouble, its worst.
+`status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show the result (table:
+docs/operations.md). Invariants: an unknown lag is a trouble; a ready mirror is `following`: every vbucket is published,
+streams, and lags less than the limit; a vbucket has at most one trouble, its worst.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from itertools import groupby
 from typing import Any
 
 RANGES_NAMED = 10
-"""Ranges of vbuckets that a text names."""
+"""Most ranges of vbuckets that a text lists."""
 
 STARTING, UNREACHABLE, DEGRADED, DISK_FULL = "starting", "source unreachable", "degraded", "disk full"
 CATCHING_UP, FOLLOWING, STOPPING, STORED = "catching up", "following", "stopping", "stored"
 STATES = (STARTING, UNREACHABLE, DEGRADED, DISK_FULL, CATCHING_UP, FOLLOWING, STOPPING, STORED)
-"""Every state of a mirror: those judged here and the service's own `stopping`."""
+"""Every state of a mirror. The service sets `stopping`, this module the others."""
 
 BROKEN = {
     "damaged": "damaged",
@@ -28,32 +28,32 @@ BROKEN = {
     "stalled": "stalled: the source has more and sends nothing",
     "failing": "failing: the source breaks the protocol in them",
 }
-"""States of vbuckets that do not recover by themselves, in words, worst first."""
+"""State of a vbucket that does not recover by itself -> its words in a text. Worst first."""
 
 WITHOUT_CONTACT = "without contact to the source"
 REPORTED = (BROKEN["damaged"], WITHOUT_CONTACT)
-"""Troubles that have an event of their own."""
+"""Troubles that other events report."""
 UNHEARD = "servers do not report"
 MISLED = "clients are led to a mirror that does not answer for its vbuckets"
 
 HELD_UP_S = 1.0
-"""A vbucket that waits longer after an error is named; shorter waits are retries."""
+"""A vbucket that waits longer after an error is a trouble; shorter waits are normal retries."""
 
 HEARD_S = 2.0
-"""After this long without a worker's beat (one every 0.5 s), the lag of its vbuckets is unknown."""
+"""The lag of a vbucket is unknown if its worker sent no heartbeat for this long. Workers send one every 0.5 s."""
 
 SILENT_S = 3.0
-"""After this long without a beat, a process is a trouble."""
+"""A process without a heartbeat for this long is a trouble."""
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A reason why the mirror is not ready, of some vbuckets or of the whole mirror."""
+    """A reason why the mirror is not ready. It concerns `rows`, or the whole mirror if they are empty."""
 
     state: str
-    """The mirror state that it causes."""
+    """The mirror's state because of this trouble."""
     what: str
     error: str | None = None
     rows: tuple[Row, ...] = ()
@@ -76,7 +76,7 @@ class Trouble:
 
     @property
     def procedure(self) -> str:
-        """The place of the remedy in docs/."""
+        """The section in docs/ with the remedy."""
         if self.what == BROKEN["damaged"]:
             return "operations.md#a-corrupt-group"
         if self.what == MISLED:
@@ -117,7 +117,7 @@ class Health:
 
 
 def heard(row: Row) -> bool:
-    """True if the report of this vbucket's worker is recent enough to count."""
+    """Return True if the worker's report on this vbucket is at most `HEARD_S` old."""
     return (row["report_age_s"] or 0) <= HEARD_S
 
 
@@ -131,11 +131,11 @@ def assess(
     servers: Sequence[str] = (),
     mirrors: Sequence[str] = (),
 ) -> Health:
-    """Judge a mirror by the rows of its vbuckets (cli/JSON.md) and the workers' reports of their groups.
+    """Compute the health from the vbuckets' rows (cli/JSON.md) and `groups`, the workers' reports of their groups.
 
-    `held_count` is the number of its vbuckets, None while unknown. `source_error` is the reason why the source did not
-    name its bucket. `servers` are the listening processes that are silent for `SILENT_S`, in words. `mirrors` are
-    contradictions of `kv_nodes` in other mirrors' answers.
+    `held_count` is the number of vbuckets that the mirror holds, None while unknown. `source_error` is the reason why
+    the source did not name its bucket. `servers` names the server processes that are silent for `SILENT_S`. `mirrors`
+    says how other mirrors contradict `kv_nodes`.
     """
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)
@@ -170,7 +170,7 @@ def of_mirror(state: str, what: str, error: str | None = None) -> Health:
 
 
 def _trouble(row: Row, failed: Mapping[int, bool], lag_limit_s: float) -> tuple[str, str] | None:
-    """Return the worst trouble of a vbucket: the state that it causes, and its words."""
+    """Return the worst trouble of a vbucket as (mirror's state, text)."""
     if (row["report_age_s"] or 0) > SILENT_S:
         return DEGRADED, f"of worker {row['worker']}, silent for {row['report_age_s']:.0f} s"
     if row["state"] in BROKEN:

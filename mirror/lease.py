@@ -1,8 +1,8 @@
-"""Leases: a reader's position held in a mirror's history while a job of unknown length runs.
+"""Leases: the service keeps a mirror's history from a reader's positions on, while a job of unknown length runs.
 
-The service grants a lease for a while, a thread here renews it, and it ends soon after this process does. Without a
-service nothing is purged; the thread asks a service that starts meanwhile. Invariants: a position is held until
-`release`, or `lost` gives the reason; no lease exceeds the service's limits.
+The service grants a lease for some seconds, and a thread of this module renews it. Without a service nothing is purged;
+the thread finds a service that starts later. Invariants: the positions are held until `release`, or `lost` gives the
+reason; no lease exceeds the service's limits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mirror.errors import MirrorError, SupervisionError
 from mirror.messages import GrantLease, ReleaseLease
 
 SECONDS = 60.0
-"""A lease outlives a dead holder by this long."""
+"""A lease ends this long after its last renewal."""
 FIRST_TRIES = 40
 FIRST_RETRY_S = 0.25
 
 
 class Lease:
-    """Held positions. Use `hold`."""
+    """A lease that a thread renews. Use `hold`."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Lease:
         seconds: float = SECONDS,
         lease_id: str | None = None,
     ) -> None:
-        """Ask for the lease, or join the one with `lease_id` that other processes hold.
+        """Request the lease. If other processes hold one with `lease_id`, share it.
 
         Raises ServiceSaidNo if a position is no longer kept.
         """
@@ -76,8 +76,7 @@ class Lease:
                     return
 
     def leave(self) -> bool:
-        """Stop renewing: other processes hold the lease, too, or it ends by itself. Returns False if it had stopped
-        before.
+        """Stop renewing: the lease ends by itself, unless other processes renew it. Return False after an earlier call.
         """
         if self._ended.is_set():
             return False
@@ -91,7 +90,7 @@ class Lease:
             return
         try:
             ask(self._directory, ReleaseLease(self.id))
-        except MirrorError:  # it ends by itself
+        except MirrorError:  # the lease ends without renewal
             return
 
 
@@ -99,10 +98,10 @@ class Lease:
 def hold(
     path: str | Path, positions: Mapping[int, tuple[int, int]], *, name: str, seconds: float = SECONDS
 ) -> Iterator[Lease]:
-    """Keep the history of the mirror at `path` from these positions (vbid: branch, seqno) on, while the block runs.
+    """Keep the history of the mirror at `path` from `positions` (vbid -> branch, seqno) on, while the block runs.
 
-    `status` shows `name`; the lease outlives this process by `seconds`. Raises ServiceSaidNo if a position is no longer
-    kept; `lease.lost` says if holding ended early.
+    `status` shows `name`. If this process dies, the lease ends within `seconds`. Raises ServiceSaidNo if a position is
+    no longer kept. If the lease ends early, `lease.lost` is the reason.
     """
     lease = Lease(path, positions, name=name, seconds=seconds)
     try:

@@ -1,8 +1,8 @@
-"""Logs of every process: structlog to stderr, one line an event, readable or JSON.
+"""Logs of every process: structlog writes each message to stderr as a line of text or JSON.
 
-Standard output is never touched: it belongs to data. An exception is logged with its traceback only at level debug,
-otherwise by its text, which names the remedy. structlog is imported without rich, which it would load for tracebacks.
-None are drawn here, and rich takes a fifth of a worker's start.
+Nothing is logged to standard output, because commands print data there. Only level debug logs an exception with its
+traceback; other levels log its text, which names the remedy. structlog would import rich for tracebacks. This module
+prevents that: it draws none, and rich takes a fifth of a worker's start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from typing import Any, TextIO, cast
 
 _rich = sys.modules.get("rich")
-sys.modules["rich"] = None  # type: ignore[assignment]  # to structlog it is not installed
+sys.modules["rich"] = None  # type: ignore[assignment]  # structlog takes rich as not installed
 try:
     import structlog
     from structlog import get_logger
@@ -26,7 +26,7 @@ __all__ = ["get_logger", "set_up_logs", "structlog"]
 
 
 class Patient:
-    """A stream whose reader may leave: a closed terminal or pipe silences the logs and never ends the service."""
+    """A stream that ignores a closed terminal or pipe: the service goes on without logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -45,7 +45,7 @@ class Patient:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Redirect the stream to /dev/null, so that its buffer does not fail again at exit."""
+        """Redirect the stream to /dev/null: at exit Python flushes its buffer, which would fail again."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -74,5 +74,5 @@ def set_up_logs(level: str, *, json: bool = False, process: str = "") -> None:
 
 
 def _drop_unknown(_logger: Any, _level: str, event: dict[str, Any]) -> dict[str, Any]:
-    """Leave unknown values out of lines for people; JSON says null."""
+    """Leave unknown values out of text lines. JSON lines have null."""
     return {name: value for name, value in event.items() if value is not None}

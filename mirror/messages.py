@@ -2,9 +2,9 @@
 
 A message travels as an object with `op` and a key for each field: a line of JSON on the control socket, msgpack on a
 pipe. Invariants:
-- an unknown `op`, a missing field, or a field of another type is refused by name;
+- an unknown `op`, a missing field, or a field of another type is an error that names it;
 - unknown keys are ignored, because client and service may have different versions;
-- values inside a report are not checked, because both ends of a pipe are one program.
+- values inside a report are not checked, because both ends of a pipe run the same program.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class GetSource:
-    """Answer: `settings` of the source."""
+    """Answer: `settings`, those in `config.OF_SOURCE`."""
 
     op: ClassVar[str] = "source"
 
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """Answer of a service: `status` in the shape of cli/JSON.md; of a process: a `ProcessReport`."""
+    """A service answers `status` in the shape of cli/JSON.md, a process a `ProcessReport`."""
 
     op: ClassVar[str] = "status"
 
@@ -81,7 +81,7 @@ class GrantLease:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLease:
-    """End a lease. Answer of a service: `released`."""
+    """End a lease. A service answers `released`."""
 
     op: ClassVar[str] = "release"
     id: str
@@ -127,19 +127,19 @@ class StartWorker:
     slot: int
     groups: list[int]
     settings: Values
-    """As `config.to_wire` makes them."""
+    """From `config.to_wire`."""
     leases: list[HoldPositions] = field(default_factory=list)
-    """Granted before the worker began."""
+    """Leases that exist when the worker starts."""
     cluster_map: dict[str, Any] | None = None
-    """The newest one, as `ClusterMap.to_wire` makes it."""
+    """The newest cluster map, from `ClusterMap.to_wire`."""
     map_floor: list[int] | None = None
     """Epoch and revision of the newest map ever followed."""
     group_mark: int = -1
-    """Inherited descriptor in which the worker notes the group that it works in."""
+    """Inherited descriptor: the worker writes there which group it is working in."""
     quarantined: list[list[Any]] = field(default_factory=list)
     """[group, reason] of each group that must not be opened."""
     ends_on_refusal: bool = False
-    """True to end if the source refuses; else show the refusal and ask again."""
+    """True if the worker ends when the source refuses it. False: it reports the refusal and retries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class StartServer:
     settings: Values
     kind: str
     revision: int
-    """Revision of the map that a KV server gives its clients."""
+    """Revision of the cluster map that a KV server gives its clients."""
     login_secret: str
     listeners: list[list[Any]]
     """[address, inherited descriptor or None] each."""
@@ -169,7 +169,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class NewClusterMap:
-    """From a worker: a map that it found. To a worker: a recorded map to follow."""
+    """From a worker: a new cluster map. To a worker: a recorded cluster map to follow."""
 
     op: ClassVar[str] = "map"
     cluster_map: dict[str, Any]
@@ -184,7 +184,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """A worker has news: all streams are open, one ended, or it caught up."""
+    """All streams of a worker are open, one has ended, or the worker has caught up."""
 
     op: ClassVar[str] = "turned"
 
@@ -206,13 +206,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """The reason for the exit that follows."""
+    """The reason why the process exits after this message."""
 
     op: ClassVar[str] = "failed"
     message: str
     exit_code: int | None = None
     fatal: bool = False
-    """A restart would end the same way."""
+    """True if a restart would end in the same way."""
 
 
 StartMessage = StartWorker | StartServer
@@ -226,7 +226,7 @@ Message = ControlCommand | ProcessCommand | PipeMessage
 
 
 Rows = list[dict[str, Any]]
-"""Rows of a report, with the keys that its process gives them."""
+"""Rows of a report. The reporting process chooses their keys."""
 
 
 class GroupFailure(TypedDict):
@@ -240,9 +240,9 @@ class ProcessReport(TypedDict, total=False):
     groups: Rows
     nodes: Rows
     counters: dict[str, int]
-    """Counters only rise."""
+    """Name -> count, which only rises."""
     map: dict[str, int | None]
-    """`rev_epoch`, `rev` and number of `nodes` of the followed map."""
+    """`rev_epoch`, `rev` and number of `nodes` of the followed cluster map."""
     error: str | None
     selection: str
     warnings: list[str]
@@ -250,7 +250,7 @@ class ProcessReport(TypedDict, total=False):
     failed_groups: list[GroupFailure]
     request_seconds: Mapping[str, object]
     connections: int
-    """Connections of an HTTP server; the next three are an HTTP server's, too."""
+    """Only an HTTP server reports this and the next three fields."""
     streams: int
     turned_away: int
     unsent_bytes: int
@@ -258,13 +258,13 @@ class ProcessReport(TypedDict, total=False):
 
 Status = dict[str, Any]
 Reply = dict[str, Any]
-"""The answer to a command, which names its keys."""
+"""The answer to a command. The command's docstring names the keys."""
 
 # the wire
 
 
 def encode(message: Message) -> Reply:
-    """Return the object that a message travels as."""
+    """Return a message as the object to send."""
     values = {each.name: _encoded(getattr(message, each.name)) for each in fields(message)}
     return {"op": message.op} | values
 
@@ -315,7 +315,7 @@ def _decoded(hint: Any, value: Any, place: str) -> Any:
         return _decoded(arguments[0], value, place)
     if origin is list and isinstance(value, list) and hasattr(arguments[0], "op"):
         return [_decode_as(arguments[0], each) for each in value]
-    is_truth = isinstance(value, bool) and hint is not bool  # to Python, `true` is 1
+    is_truth = isinstance(value, bool) and hint is not bool  # a bool is an int in Python
     if is_truth or not isinstance(value, origin or (int | float if hint is float else hint)):
         raise ConfigError(f"{place} is {value!r}", hint=f"give {_name_of(hint)}")
     return value

@@ -1,7 +1,7 @@
-"""Owners and modes of files: checks that a service may trust a file, and makes files that only their readers can read.
+"""Owners and modes of files: refuse files that other users can change, and create private ones.
 
-Invariants: a service trusts no file or directory that another user owns or may write (sshd's rule); documents leave the
-mirror in files of mode 0600.
+Invariants: a service trusts no file or directory that another user owns or may write (sshd's rule; root is trusted); a
+new file with documents has mode 0600.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def refuse_files_of_others(settings: Settings, config: Path | None) -> None:
 
 
 def refuse_others(path: Path, what: str, setting: str) -> None:
-    """Raise ConfigError if another user owns or may write a file or directory. A missing one passes."""
+    """Raise ConfigError if another user owns or may write a file or directory. A missing file passes."""
     try:
         found = path.stat()
     except OSError:
@@ -56,7 +56,7 @@ def refuse_others(path: Path, what: str, setting: str) -> None:
 
 
 def private_file(path: str | os.PathLike[str], *, replaces: str | os.PathLike[str]) -> IO[bytes]:
-    """Create a file for this user alone, or with the mode of the file that it replaces. Raises OSError."""
+    """Create a file for this user alone, or with the mode of `replaces` if that file exists. Raises OSError."""
     file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
     with contextlib.suppress(FileNotFoundError):
         os.fchmod(file.fileno(), stat.S_IMODE(os.stat(replaces).st_mode))
@@ -71,7 +71,7 @@ def _name(uid: int) -> str:
 
 
 def readers_gid(settings: Settings) -> int | None:
-    """Return the id of `readers_group`; None if unset. Raises ConfigError if it cannot be used."""
+    """Return the id of `readers_group`; None if unset. Raises ConfigError if the group cannot be used."""
     if settings.readers_group is None:
         return None
     try:

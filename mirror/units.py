@@ -20,12 +20,14 @@ def byte_count(text: str) -> int:
 
 
 def moment_ms(text: str, *, needs_zone: bool = False) -> int:
-    """Parse a time in ISO 8601, local without a zone, to milliseconds since 1970. Raises ValueError."""
+    """Parse a time in ISO 8601 to milliseconds since 1970. A time without a zone is local; `needs_zone` refuses it.
+    Raises ValueError.
+    """
     try:
         found = datetime.fromisoformat(text)
         if needs_zone and found.tzinfo is None:
             raise ValueError
-        return int(found.astimezone(UTC).timestamp() * 1000)  # in UTC the year is from 1 to 9999, too
+        return int(found.astimezone(UTC).timestamp() * 1000)  # the year in UTC must also be 1 to 9999
     except (ValueError, OverflowError, OSError):
         raise ValueError("expected a time such as 2026-01-31T12:00:00+01:00") from None
 

@@ -1,4 +1,4 @@
-"""The view of `mirror.open_view`: that of the store, with SQL and Arrow."""
+"""The view that `mirror.open_view` returns: the store's view, and SQL and Arrow."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class QueryView(View):
     __doc__ = View.__doc__
 
     def sql(self, query: str, *, as_of: AsOf = None, memory_bytes: int | None = None) -> Any:
-        """Return the answer to a SELECT as a pyarrow.Table. Each collection is a table, `documents` the default one.
+        """Return the answer to a SELECT as a pyarrow.Table. Each collection is a table; `documents` is the default
+        collection.
 
-        `mirror.sql.Session` answers several queries, a batch at a time. Raises QueryFailed, DocumentDoesNotFit, and
-        errors of `scan`.
+        `mirror.sql.Session` answers several queries, in batches. Raises QueryFailed, DocumentDoesNotFit, and the errors
+        of `scan`.
         """
         with _sql().Session(self, as_of=as_of, memory_bytes=memory_bytes) as session:
             return session.run(query).reader.read_all()
@@ -38,11 +39,11 @@ class QueryView(View):
         return _sql().arrow(self, collection, **options)
 
     def to_pandas(self, collection: str | None = None, **options: Any) -> Any:
-        """Return a DataFrame of what `arrow` reads."""
+        """Return the documents of `arrow` as a pandas.DataFrame."""
         return self.arrow(collection, **options).read_pandas()
 
     def to_polars(self, collection: str | None = None, **options: Any) -> Any:
-        """Return a polars.DataFrame of what `arrow` reads."""
+        """Return the documents of `arrow` as a polars.DataFrame."""
         import polars
 
         return polars.from_arrow(self.arrow(collection, **options).read_all())
