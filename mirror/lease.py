@@ -76,8 +76,7 @@ class Lease:
                     return
 
     def leave(self) -> bool:
-        """Stop renewing: the lease ends by itself, unless other processes renew it. Return False after an earlier call.
-        """
+        """Stop renewing. The lease ends if no other process renews it. Return False if it was called before."""
         if self._ended.is_set():
             return False
         self._ended.set()

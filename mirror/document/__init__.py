@@ -1,1 +1,1 @@
-"""Paths and values in documents, for requests that read a store or memory."""
+"""Paths and values in documents of a store or of the embedded source."""

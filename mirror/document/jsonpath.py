@@ -24,7 +24,7 @@ Part = str | int
 
 
 class PathError(Exception):
-    """The path leads nowhere, or to another type of value. `status` is what a server answers."""
+    """The path is invalid or missing, or its value has another type. `status` is the answer to the client."""
 
     def __init__(self, status: Status) -> None:
         super().__init__(status.name)
@@ -139,8 +139,8 @@ def find(text: str, parts: list[Part]) -> tuple[int, int]:
 
 
 def child(text: str, start: int, part: Part) -> Member | None:
-    """Return a member of the container at `start`. Raises PathError unless `part` fits the value there: a name needs an
-    object, an index an array.
+    """Return a member of the container at `start`; None if it has none of that name or index. Raises PathError for a
+    name if the container is no object, and for an index if it is no array.
     """
     if text[start] != ("{" if isinstance(part, str) else "["):
         raise PathError(Status.SUBDOC_PATH_MISMATCH)
@@ -180,7 +180,9 @@ def remove(text: str, parts: list[Part]) -> str:
 
 
 def insert_member(text: str, parts: list[Part], value: str, *, make_parents: bool, add_only: bool) -> str:
-    """Add a member to an object. If the object has one of that name, replace it, or raise PathError with `add_only`."""
+    """Add a member to an object, or replace the one with the same name. With `add_only` raise PathError instead of
+    replacing.
+    """
     if not parts or not isinstance(parts[-1], str):
         raise PathError(Status.SUBDOC_PATH_EINVAL)
     start = _parent(text, parts[:-1])
@@ -197,7 +199,7 @@ def insert_member(text: str, parts: list[Part], value: str, *, make_parents: boo
 
 
 def push(text: str, parts: list[Part], values: str, *, first: bool, make_parents: bool) -> str:
-    """Put values (separated by commas) at an end of an array."""
+    """Put values (separated by commas) at the beginning (`first`) or the end of an array."""
     start = _parent(text, parts)
     if start is None:
         if not make_parents:
@@ -225,7 +227,7 @@ def insert_element(text: str, parts: list[Part], values: str) -> str:
 
 
 def add_unique(text: str, parts: list[Part], value: str, *, make_parents: bool) -> str:
-    """Put a scalar into an array of scalars, unless it is there."""
+    """Append a scalar to an array of scalars. Raises PathError if the array has the scalar."""
     added = json.loads(value)
     if isinstance(added, dict | list):
         raise PathError(Status.SUBDOC_VALUE_CANTINSERT)
@@ -241,7 +243,7 @@ def add_unique(text: str, parts: list[Part], value: str, *, make_parents: bool) 
 
 
 def add_number(text: str, parts: list[Part], delta: int, *, make_parents: bool) -> tuple[str, int]:
-    """Add `delta` to the integer at a path; a missing one counts as 0. Return the text and the new number."""
+    """Add `delta` to the integer at a path; a missing integer counts as 0. Return the text and the new number."""
     if delta == 0 or abs(delta) > NUMBER_MAX:
         raise PathError(Status.SUBDOC_DELTA_EINVAL)
     number = delta

@@ -1,7 +1,7 @@
-"""Decide in steps of bounded work if bytes are one JSON value: RFC 8259, in UTF-8.
+"""Check that bytes are one JSON value (RFC 8259, UTF-8), in steps of bounded work.
 
-`json.loads` reads 20 MiB in one call that holds the interpreter's lock for 0.9 s. `is_json` instead yields None after
-`STEP_BYTES`, and decodes nothing into objects. Invariant: `is_json` accepts the same bytes as `json.loads`, except for
+`json.loads` reads 20 MiB in one call that holds the interpreter's lock for 0.9 s. `is_json` yields None after every
+`STEP_BYTES`, and makes no objects of values. Invariant: `is_json` accepts the same bytes as `json.loads`, except for
 NaN, Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` or more, which it refuses.
 """
 
@@ -15,9 +15,9 @@ from mirror.document.walk import Buffer, Steps
 
 STEP_BYTES = 16 * 1024
 STEP_VALUES = 256
-"""This many values, judged one by one, take as much work as STEP_BYTES."""
+"""This many values, checked one by one, take as much work as STEP_BYTES."""
 DEPTH_MAX = 900
-"""The limit for nested containers. Programs that read JSON have limits of their own, mostly near this one."""
+"""Most nested containers. Other programs that read JSON mostly have a similar limit."""
 NUMBER_BYTES_MAX = 4096
 
 # Groups that must not backtrack are atomic, not possessive. Python 3.11.2, which Debian 12 has, matches possessive
@@ -27,7 +27,7 @@ _STRING = rb'"(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)"'
 _NUMBER = rb"(?>(?![-+.0-9eE]{%d})-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?)" % NUMBER_BYTES_MAX
 _SCALAR = rb"(?:%b|%b|true|false|null)" % (_STRING, _NUMBER)
 LEVELS = 3
-"""The regular expressions match containers nested up to this depth, many in one match."""
+"""The regular expressions match containers nested up to this depth. One match may take many of them."""
 
 
 def _nested(inner: bytes) -> bytes:
@@ -41,8 +41,9 @@ def _nested(inner: bytes) -> bytes:
 
 @cache
 def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """Return the patterns of array items and object members, each with the comma behind it. Compiling takes a quarter
-    of a second, so it waits for the first use."""
+    """Return the patterns of array items and object members, each with the comma after it. Compiling takes a quarter of
+    a second, so the first use does it.
+    """
     value = _SCALAR
     for _ in range(LEVELS):
         value = _nested(value)
@@ -84,7 +85,9 @@ class _Judge:
         self._at = 0
 
     def judge(self) -> Steps[None]:
-        """Keeps open containers on its own stack, because recursion would overflow Python's."""
+        """Check the value. Open containers are on a stack of this method, because recursion would overflow Python's
+        stack.
+        """
         data = self._data
         inside = bytearray()  # the brackets that are open
         values = 0
@@ -109,7 +112,7 @@ class _Judge:
                 yield from self._string()
             else:
                 self._word()
-            while True:  # behind a value
+            while True:  # after a value
                 yield from self._blanks()
                 if not inside:
                     if self._at != len(data):
@@ -127,8 +130,8 @@ class _Judge:
     def _before_value(self, bracket: int) -> Steps[None]:
         """Skip the values that the pattern matches, each with its comma. Stop at the first other value.
 
-        That value is nested too deeply for the pattern, longer than STEP_BYTES, or the container's last. In an object,
-        pass its name too.
+        The value at the stop is nested too deeply for the pattern, longer than STEP_BYTES, or the container's last. In
+        an object, skip its name as well.
         """
         pattern = _patterns()[bracket == _OBJECT]
         while True:
@@ -173,6 +176,6 @@ class _Judge:
             if self._data[self._at] == _QUOTE:
                 self._at += 1
                 return
-            if self._at < began + STEP_BYTES - _ESCAPE_BYTES_MAX:  # an escape may be cut off, nothing else
+            if self._at < began + STEP_BYTES - _ESCAPE_BYTES_MAX:  # only an escape may be cut off
                 raise _NoJson
             yield

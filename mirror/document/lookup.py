@@ -1,10 +1,10 @@
-"""Look into one document: paths of its body, of its xattrs, and of its metadata.
+"""Look up paths in one document: in its body, its xattrs and its metadata.
 
 Knows lookup operations and path flags (kv_engine docs/SubDocument.md) and the virtual attributes; must never know
 requests, vbuckets or how documents are kept. Invariants:
 - xattrs are the members of one object;
 - a lookup of any number of paths checks once that the body is JSON, and computes its checksum at most once, on request;
-- a document that is nested too deeply is a `PathError` like any other.
+- a document that is nested too deeply raises a `PathError`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PATH_FLAGS = 0x01 | XATTR_PATH | 0x10
 """Allowed flags of a path: make parents, xattr, expand macros."""
 
 LOOKUPS = (Opcode.GET, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT)
-"""Operations of one path of a lookup; GET is the whole body."""
+"""Operations for a path of a lookup. GET returns the whole body."""
 
 JUDGED_BYTES_MAX = 64 * 1024
-"""A larger body is JSON if its datatype says so: checking it takes long, and the source has checked it."""
+"""A larger body is not checked: its datatype tells if it is JSON. Checking takes long, and the source has done it."""
 CHECKSUM_BYTES = 256 * 1024
-"""Bytes of a body in one step."""
+"""Bytes of a body that one step adds to the checksum."""
 
 _CHECKSUM = "value_crc32c"
 
@@ -59,13 +59,13 @@ class Content:
 
     @staticmethod
     def of(value: bytes, datatype: int, about: About) -> Content:
-        """Return the content of a stored value. Raises ValueError for a value that cannot be taken apart."""
+        """Return the content of a stored value. Raises ValueError for a damaged value."""
         xattrs, body = values.split(value, datatype)
         return Content(xattrs, body, about)
 
     @staticmethod
     def of_large(section: bytes, body: Buffer, about: About) -> Content:
-        """Return the content of a value that is not compressed: its xattr section (empty: none) and its body."""
+        """Return the content of an uncompressed value: an xattr section, empty if it has no xattrs, and a body."""
         xattrs, _ = values.split(section, values.XATTR) if section else ({}, b"")
         return Content(xattrs, body, about)
 
@@ -79,7 +79,7 @@ class Content:
                 return bytes(done.value)
 
     def lookup_steps(self, opcode: int, path: str, flags: int) -> Steps[bytes | memoryview]:
-        """Do the same in steps; a large value is a view of the body and not copied. Raises PathError."""
+        """Do `lookup` in steps. A value in the body is returned as a view, without a copy. Raises PathError."""
         if opcode == Opcode.GET and not path:
             return memoryview(self.body)
         if flags & ~PATH_FLAGS:
@@ -115,7 +115,7 @@ class Content:
         return self._text
 
     def attributes_text(self, path: str) -> str:
-        """Return all xattrs as one JSON object, or one virtual attribute alone if the path begins with it."""
+        """Return all xattrs as one JSON object. For a path in a virtual attribute return only that attribute."""
         name = first_name(path)
         if name.startswith("$"):
             return json.dumps({name: self._virtual(name)}, separators=(",", ":"))
@@ -162,7 +162,7 @@ def _needs_checksum(parts: list[jsonpath.Part]) -> bool:
 
 
 def first_name(path: str) -> str:
-    """Return the attribute that an xattr path is in."""
+    """Return the attribute's name at the start of an xattr path. Raises PathError."""
     parts = jsonpath.parse_path(path)
     if not parts or not isinstance(parts[0], str):
         raise PathError(Status.SUBDOC_PATH_EINVAL)

@@ -1,4 +1,4 @@
-"""Take apart and join a value: compression, extended attributes, body, and the datatype bits that announce them.
+"""Split and join values: compression, xattrs, body, and the datatype bits for them.
 
 Knows the datatype bits, snappy and the xattr blob (kv_engine docs/Document.md); must never know documents or
 connections. Invariant: datatype and value change together, so a function that alters one returns both. Snappy covers
@@ -43,7 +43,7 @@ def deflate(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def is_json(body: bytes | bytearray) -> bool:
-    """Return True if the body is JSON, as the engine judges each value that it is given."""
+    """Return True if the body is JSON. kv_engine makes this check for each written value."""
     try:
         json.loads(body)
     except (ValueError, RecursionError):
@@ -73,7 +73,7 @@ def join(xattrs: Xattrs, body: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def tombstone_value(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """Return the value of a tombstone: the system xattrs."""
+    """Return the value that a tombstone keeps: its system xattrs."""
     if not datatype & XATTR:
         return b"", 0
     xattrs, _ = split(value, datatype)

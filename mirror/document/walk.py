@@ -1,9 +1,9 @@
 """Find the value at a path in the bytes of a JSON document, in steps of bounded work.
 
-Knows JSON text and the parts of paths; must never know documents or requests. Only names with escapes are decoded, so
-looking into 20 MiB takes no memory. The generators yield None after `STEP_BYTES`, or as much work, to let others run.
-`jsonpath` changes documents. Invariants: of skipped values only strings and brackets are checked; a text that is not
-JSON is a `PathError` (SUBDOC_DOC_NOT_JSON), never another error.
+Knows JSON text and the parts of paths; must never know documents or requests. Only names with escapes are decoded, so a
+lookup in 20 MiB takes no memory. The generators yield None after `STEP_BYTES`, or equal work, so that other requests
+can run. `jsonpath` changes documents. Invariants: in skipped values only strings and brackets are checked; a text that
+is not JSON raises `PathError` (SUBDOC_DOC_NOT_JSON) and no other error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Buffer = bytes | bytearray | mmap
 
 STEP_BYTES = 32 * 1024
 TOKEN_COST_BYTES = 128
-"""The work of a member, a string or a bracket in bytes, however short it is."""
+"""The fixed work for a member, a string or a bracket, counted as bytes."""
 FLAT_BYTES_MAX = 2 * 1024
 NAME_BYTES_MAX = 6 * PATH_BYTES_MAX
 """The longest name in a path, with each byte written as an escape."""
@@ -88,7 +88,9 @@ class _JsonWalk:
         return start, end
 
     def members(self, start: int, part: Part | None) -> Steps[tuple[int, tuple[int, int] | None]]:
-        """Return the number of members up to the one that `part` names, and start and end of its value."""
+        """Return the number of members up to the one that `part` names, and start and end of that member's value. If
+        there is no such member, return the number of all members, and None.
+        """
         data = self._data
         is_object, closing = data[start] == _OBJECT, _END_OF[data[start]]
         name = part.encode() if isinstance(part, str) else b""
@@ -147,7 +149,7 @@ class _JsonWalk:
         while True:
             match = pattern.match(self._data, position, position + STEP_BYTES)
             assert match is not None, "the pattern matches nothing as well"
-            if match.end() == position or match.end() < position + STEP_BYTES - 1:  # half an escape may be cut off
+            if match.end() == position or match.end() < position + STEP_BYTES - 1:  # the limit may cut an escape
                 return match.end()
             position = match.end()
             yield
@@ -180,7 +182,7 @@ class _JsonWalk:
         return end
 
     def _container(self, position: int) -> Steps[int]:
-        """Return the end of a container, where as many brackets were closed as opened."""
+        """Return the end of a container: the place where all its brackets are closed."""
         data, search = self._data, _TOKEN.search
         flat = _FLAT.match(data, position, position + FLAT_BYTES_MAX)
         if flat is not None:

@@ -1,1 +1,1 @@
-"""A mirror, or any DCP producer, as a data source of PySpark, and the pipelines that are built upon it."""
+"""A mirror, or any DCP producer, as a data source of PySpark; and the pipelines."""

@@ -1,9 +1,9 @@
-"""The process that Spark forks its Python workers from, with all their imports done.
+"""The process from which Spark forks its Python workers. It imports all their modules before the first fork.
 
-Spark runs it by the setting spark.python.daemon.module, with the name of the worker's module as its argument. Knows the
-workers' imports; never their work. PySpark collects garbage after each task. Objects made before the first fork are
-frozen, so a collection costs nothing and their pages stay shared. Invariant: no thread is alive at the first fork,
-except those of the memory allocator, which handles forks.
+The setting spark.python.daemon.module names this module; Spark passes the name of the worker's module as an argument.
+Knows the workers' imports; never their work. PySpark collects garbage after each task. Objects made before the first
+fork are frozen: a collection skips them, and workers share their pages. Invariant: no thread is alive at the first
+fork, except those of the memory allocator, which handles forks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def main() -> None:
 
 
 def work(worker: Any, sock: Any, authenticated: bool) -> int:
-    """Run PySpark's worker, and end without a trace if Spark has stopped listening (a `limit` that is full).
+    """Run PySpark's worker. If Spark has closed the connection, for example because a `limit` is reached, end without a
+    traceback.
 
-    The worker itself reports errors of a task to Spark; a broken pipe behind another error is raised.
+    PySpark's worker reports errors of a task to Spark. If the pipe breaks while it reports one, raise the error.
     """
     try:
         return int(worker(sock, authenticated))

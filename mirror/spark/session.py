@@ -1,8 +1,8 @@
-"""Start a Spark session from pip alone: Java, workers and defaults for a data source in Python.
+"""Start a Spark session with nothing installed but pip's packages: find Java, and set defaults for Python workers.
 
-Knows settings of Spark; must never know jobs. An existing session is used unchanged, and settings of spark-submit or
-the caller stay. Invariant: after `session` the workers run this Python, with this package, over Unix sockets if they
-are on this machine.
+Knows settings of Spark; must never know jobs. An existing session is used unchanged. Settings of spark-submit and of
+the caller precede the defaults. Invariant: workers of a new session run this Python with this package, and on this
+machine use Unix sockets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mirror.errors import ConfigError
 from mirror.spark import java
 
 WORKERS: dict[str, str] = {
-    # A task's worker is forked from a process that has imported everything; talking to it by TCP costs 20 ms a task.
+    # Workers are forked from a process that has done their imports. With TCP instead of Unix sockets, each task takes
+    # 20 ms longer.
     "spark.python.daemon.module": "mirror.spark.daemon",
     "spark.python.unix.domain.socket.enabled": "true",
     # Without this setting Spark refuses a source that takes filters, as ours does with the option pushdown.
@@ -33,15 +34,15 @@ LOCAL: dict[str, str] = {
     "spark.driver.bindAddress": "127.0.0.1",
 }
 GATEWAY = "PYSPARK_GATEWAY_PORT"
-"""Set by spark-submit, which has started Java already."""
+"""A variable that spark-submit sets after it has started Java."""
 
 
 def session(
     name: str = "dcp-mirror", master: str | None = None, settings: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """Return the active session, or a new one on `master`, by default all cores of this machine.
+    """Return the active session, or a new one on `master` (default: all cores of this machine).
 
-    `settings` are Spark's and precede the defaults. Raises ConfigError if there is no Java.
+    `settings` are Spark's, and precede the defaults. Raises ConfigError if there is no Java.
     """
     active = SparkSession.getActiveSession()
     if active is not None:
@@ -75,8 +76,8 @@ def session(
 def register(spark: SparkSession, path: str) -> list[str]:
     """Make a temporary view of each collection with the columns of a sample, and return the views' names.
 
-    The view of `scope.name` is `scope_name`, that of the default collection `documents`. Raises ConfigError if two
-    collections would have one name.
+    The view of `scope.name` is called `scope_name`, and the view of the default collection `documents`. Raises
+    ConfigError if two views would have one name.
     """
     from mirror.sql.read import DEFAULT_COLLECTION, Boundaries
     from storage.read.view import open_view
@@ -94,7 +95,7 @@ def register(spark: SparkSession, path: str) -> list[str]:
 
 @contextmanager
 def lasting(name: str, master: str | None = None) -> Iterator[SparkSession]:
-    """Yield a session, and stop it afterwards unless it existed before. Raises ConfigError if there is no Java."""
+    """Yield the active session, or start one and stop it afterwards. Raises ConfigError if there is no Java."""
     found = SparkSession.getActiveSession()
     used = found or session(name, master)
     try:

@@ -1,7 +1,7 @@
-"""The rows of an answer as JSON, CSV, Parquet and Arrow's stream.
+"""Write the rows of an answer as JSON, CSV, Parquet or an Arrow stream.
 
-Invariants: a number keeps all its digits (a decimal with more than a double keeps becomes text); bytes become base64, a
-time its ISO 8601 text, NaN and infinities null.
+Invariants, for JSON and CSV: a number keeps all its digits (a decimal of more than `DOUBLE_DIGITS` digits becomes
+text); bytes become base64, a time its ISO 8601 text, NaN and infinities null.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def json_text(value: Any) -> str:
 
 
 def up_to(reader: pa.RecordBatchReader, rows_max: int) -> Iterator[pa.RecordBatch]:
-    """Yield batches with one row more than `rows_max` at most, so that a cut shows."""
+    """Yield the first rows in batches: `rows_max`, and one more that shows the caller that there are more."""
     left = rows_max + 1
     for batch in reader:
         yield batch.slice(0, left)
@@ -76,7 +76,7 @@ def up_to(reader: pa.RecordBatchReader, rows_max: int) -> Iterator[pa.RecordBatc
 
 
 def csv_writer(file: IO[str], schema: pa.Schema) -> Callable[[pa.RecordBatch], None]:
-    """Write a head, and return the function that writes rows; nested values as JSON."""
+    """Write the header line and return a function that writes rows. Nested values are written as JSON."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(schema.names)
 
@@ -89,7 +89,7 @@ def csv_writer(file: IO[str], schema: pa.Schema) -> Callable[[pa.RecordBatch], N
 
 @contextmanager
 def parquet_writer(file: IO[bytes], schema: pa.Schema) -> Iterator[Callable[[pa.RecordBatch], None]]:
-    """Yield the function that writes rows. Raises QueryFailed."""
+    """Yield a function that writes batches. Raises QueryFailed."""
     try:
         with pq.ParquetWriter(file, schema) as writer:
             yield writer.write_batch
@@ -98,7 +98,7 @@ def parquet_writer(file: IO[bytes], schema: pa.Schema) -> Iterator[Callable[[pa.
 
 
 class Body:
-    """An answer of bounded size, as JSON or as Arrow's stream."""
+    """An answer of bounded size, as JSON or as an Arrow stream."""
 
     def __init__(self, bytes_max: int) -> None:
         self.pieces: list[bytes] = []
@@ -117,7 +117,7 @@ class Body:
             raise QueryFailed("the answer is too large", hint="ask for fewer rows or columns")
 
     def fill(self, reader: pa.RecordBatchReader, rows_max: int, *, arrow: bool) -> None:
-        """Raises QueryFailed, also above the bound."""
+        """Append the answer to `pieces`. Raises QueryFailed, also for an answer of more than `bytes_max`."""
         if arrow:
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, reader.schema) as writer:

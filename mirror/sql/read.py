@@ -1,7 +1,7 @@
 """Read documents as Arrow batches, at one boundary of each vbucket.
 
-Knows views, pins and leases; never SQL. Invariants: a `Boundaries` chooses the boundary of a vbucket once, at its first
-use, and every later read sees that one; its lease holds them until `release`. Memory holds one batch.
+Knows views, pins and leases; never SQL. Invariants: a `Boundaries` chooses the boundary of a vbucket at the first read,
+and every later read uses the same boundary; a lease holds the boundaries until `release`. Memory holds one batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Boundaries:
         self.vbuckets_done = self.vbuckets_planned = 0
 
     def pins(self, vbids: Sequence[int], *, held: bool) -> list[Pin]:
-        """Return the boundaries of some vbuckets; with `held` they are kept until `release`.
+        """Return the boundaries of some vbuckets. With `held`, a lease keeps them until `release`.
 
         Raises Unavailable, NoSuchBoundary, ViewInvalidated.
         """
@@ -81,7 +81,9 @@ class Boundaries:
                 self._lease = None
 
     def collections(self, vbids: Iterable[int] | None = None) -> set[str]:
-        """Return the collections that some vbuckets know; they learn of one at different times."""
+        """Return the names of all collections of some vbuckets (None: of all). Vbuckets learn of a collection at
+        different times.
+        """
         pins = self.pins(list(self.view.vbids if vbids is None else vbids), held=False)
         return {name for pin in pins for name in bulk.collection_names(self.view, pin).values()}
 
@@ -96,8 +98,8 @@ class Boundaries:
     ) -> Iterator[Any]:
         """Yield record batches of the documents of a collection (None: of all).
 
-        The batches hold every document that has `key`, is in `key_range` and above `after_seqno`, and may hold some
-        that are not above it. Raises ViewInvalidated, DocumentDoesNotFit and what `pins` raises.
+        The batches hold every document that has `key`, is in `key_range` and above `after_seqno`. They may also hold
+        documents at or below `after_seqno`. Raises ViewInvalidated, DocumentDoesNotFit and the errors of `pins`.
         """
         view = self.view
         vbids, rows_max = list(view.vbids), bulk.ROWS_MAX
@@ -137,13 +139,13 @@ def arrow(
     as_of: AsOf = None,
     schema: str | pa.Schema | None = None,
 ) -> pa.RecordBatchReader:
-    """Return a reader of the documents at one boundary of each vbucket, a batch at a time.
+    """Return a reader of the documents, in batches, at one boundary of each vbucket.
 
-    Columns are those of `mirror.typed.rows.DOCUMENTS`, or those of `schema`: fields of JSON documents, as for Spark,
-    and `_key` for the key, and so on. Only the columns in `columns` are read. A text column (`_value string`) is null
-    for bytes that are not UTF-8. The first batch chooses the boundaries; a lease holds them until the last batch or
-    until the reader is closed. Errors are those of `View.scan`, and DocumentDoesNotFit for a number that its integer
-    column cannot hold.
+    The columns are `mirror.typed.rows.DOCUMENTS`, or `schema` as for Spark: fields of JSON documents, and metadata with
+    an underscore (`_key`). Only the columns named in `columns` are read. A text column (`_value string`) is null for
+    bytes that are not UTF-8. The first batch chooses the boundaries; a lease holds them until the last batch or until
+    the reader is closed. Raises the errors of `View.scan`, and DocumentDoesNotFit for a number that its integer column
+    cannot hold.
     """
     fields = DOCUMENTS if schema is None else fields_of(schema) if isinstance(schema, str) else schema
     if columns is not None:
@@ -198,7 +200,7 @@ class Columns:
         return stored
 
     def finished(self, batch: Any) -> Any:
-        """Return a batch of `shape` with the types of `schema`."""
+        """Convert a batch with the columns of `shape` to one with those of `schema`."""
         arrays = []
         for field in self.schema:
             column = batch.column(field.name)
@@ -223,7 +225,7 @@ def utf8_or_null(column: Any) -> Any:
 
 
 def json_texts(values: Any, datatypes: Any) -> Any:
-    """Return values as JSON. A body that is not JSON becomes a JSON string of its text, an unreadable one null."""
+    """Return values as JSON. A body that is not JSON becomes a JSON string, an empty or unreadable body null."""
     texts = values.view(pa.string())
     try:
         if pc.all(pc.equal(datatypes, JSON)).as_py() is not False:

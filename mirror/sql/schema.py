@@ -1,8 +1,8 @@
 """Infer the columns of a collection from a sample of its documents.
 
-Knows JSON and Arrow types. Invariants: each type is one that `mirror.typed` reads, and `Column.ddl` is its name there;
-a field whose values have no common type is text in the schema, and `mixed`. Names that differ only in case are one
-column in SQL, so the first stays and the others are found in the document alone.
+Knows JSON and Arrow types. Invariants: `mirror.typed` can read each type, and parses `Column.ddl`; a field whose values
+have no common type is a text column, and `mixed`. SQL ignores the case of names: of names that differ only in case, the
+first becomes a column, and the others are only in the document.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from storage.read.view import AsOf, View
 
 SAMPLE_DOCUMENTS = 10_000
 COLUMNS_MAX = 1_000
-"""Rarer fields get no column."""
+"""Most columns of a table. The rarest fields get none."""
 NAMES_MAX = 20_000
 FIELDS_MAX = 200
-"""More names within one object are data, not a schema: the object becomes text."""
+"""Most fields of an object inside a document. If it has more, its names are data, and the object becomes text."""
 DEPTH_MAX = 16
 EXAMPLE_LENGTH_MAX = 60
 _CHUNK_ROWS = 128
@@ -43,11 +43,11 @@ class Column:
     """The share of the documents in the sample that have the field, 0 to 1."""
     example: str = ""
     mixed: bool = False
-    """True if the sample has values of types that do not go together."""
+    """True if the field's values in the sample have no common type."""
 
     @property
     def ddl(self) -> str:
-        """The column as `mirror.typed.ddl.fields_of` and Spark take it."""
+        """The column as text for `mirror.typed.ddl.fields_of` and Spark."""
         return f"{_quoted(self.name)} {type_ddl(self.type)}"
 
 
@@ -66,7 +66,7 @@ def type_ddl(kind: Any) -> str:
 
 
 class _Found:
-    """The types seen for one value."""
+    """The values that a sample has for one field: their types, and one example."""
 
     __slots__ = ("count", "element", "example", "fields", "kinds")
 
@@ -131,7 +131,7 @@ def _nameable(name: str) -> bool:
 def sample(view: View, collection: str, documents: int = SAMPLE_DOCUMENTS, *, as_of: AsOf = None) -> list[Column]:
     """Return the columns of a collection's JSON objects, in the order of their first appearance in a sample.
 
-    The sample takes documents from every vbucket, spread over its newest ones. Raises UnknownCollection.
+    The sample takes some of the newest documents of every vbucket. Raises UnknownCollection.
     """
     found = _Found()
     for body in _bodies(view, collection, documents, as_of):
@@ -173,7 +173,7 @@ def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterato
                 left -= len(frames)
                 if left <= 0:
                     break
-        except ViewInvalidated:  # the purger passed: the other vbuckets are sample enough
+        except ViewInvalidated:  # the purger passed the boundary: the other vbuckets are enough
             continue
     if not known:
         raise UnknownCollection(
@@ -184,9 +184,9 @@ def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterato
 def joint_schema(
     view: View, collections: Sequence[str] | None, takes: Callable[[str], bool], as_of: AsOf = None
 ) -> str:
-    """Return the columns of some collections (None: of all) whose names `takes` takes, as a schema.
+    """Return a schema of the columns that some collections (None: all) have. `takes` chooses columns by their names.
 
-    A column that collections have with several types is text. Raises UnknownCollection.
+    A column with different types in two collections is text. Raises UnknownCollection.
     """
     found: dict[str, Column] = {}
     for name in collections or sorted(Boundaries(view, as_of, "schema").collections()):

@@ -1,9 +1,9 @@
 """Answer SQL over a view: each collection is a table of a DuckDB connection that can read nothing else.
 
-Knows DuckDB. A query is read twice: its syntax tree names the tables, which are made if they are collections, and the
-functions, which must be known to be harmless; then DuckDB asks each table for columns and a filter, and `read` gets
-them. Invariants: the connection is locked before the first query; a query reads one `Boundaries`, which is released on
-every way out; an answer that cannot be completed is an error.
+Knows DuckDB. This module reads a query's syntax tree first: it makes a table for each collection that the query names,
+and refuses a table function that is not known to be harmless. Then DuckDB runs the query, and asks each table for
+columns and rows that pass a filter. Invariants: the connection's configuration is locked before the first query; a
+query reads one `Boundaries`, which is released even after an error; an incomplete answer is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from storage.read.bulk import KeyRange
 from storage.read.view import AsOf, View
 
 BATCH_ROWS = 10_000
-"""Rows of an answer's batch."""
+"""Rows in a batch of an answer."""
 VALUE = "value"
 DEFAULT_TABLE = "documents"
 TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "json_each", "json_tree", "repeat"})
@@ -40,16 +40,18 @@ _TERM = re.compile(r'\((_key|_seqno) (>=|>|<=|<|==) (?:"((?:[^"\\]|\\["\\])*)"|(
 _AMBIGUOUS = re.compile(r'[()"\\]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LIST = re.compile(r'value_set=\w+:\[\n(?:  (?:"[^"\n\\]*"|[\w.+-]+),?\n)*\]')
-"""A list of values in an Arrow expression's text, where quotes within a value would not be escaped."""
+"""A list of values in an Arrow expression's text. Arrow does not escape quotes in these values, so the pattern allows
+none.
+"""
 _HINTS = {
     "Out of Memory": "read fewer columns or groups, or give it more memory",
     "Malformed JSON": "json_valid(value) tells which documents are JSON",
     "not found in FROM clause": "a field that the sample lacks is value->>'$.field'",
 }
 FILTER_LENGTH_MAX = 4096
-"""Characters of a filter from which bounds are taken. A longer one costs more to take apart than it saves."""
+"""Most characters of a filter that is parsed for bounds. Parsing a longer filter costs more than the bounds save."""
 NESTED_MAX = 500
-"""Parentheses within each other: DuckDB's parser takes minutes for thousands."""
+"""Most nested parentheses in a query: DuckDB's parser takes minutes for thousands."""
 _CONFIG: dict[str, Any] = {
     "enable_external_access": "false",
     "python_enable_replacements": "false",
@@ -61,7 +63,7 @@ _CONFIG: dict[str, Any] = {
 
 
 class SqlSession:
-    """Queries of one thread at a time, by one connection; `interrupt` and `progress` are for other threads."""
+    """Runs queries on one connection, for one thread at a time. Other threads may call `interrupt` and `progress`."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class SqlSession:
         threads: int | None = None,
         collections_allowed: frozenset[str] | None = None,
     ) -> None:
-        """`collections_allowed` (`scope.collection`): no others exist for the queries."""
+        """Queries see only `collections_allowed` (`scope.collection`; None: all)."""
         try:
             import duckdb
         except ImportError as error:
@@ -90,7 +92,7 @@ class SqlSession:
         self.boundaries: Boundaries | None = None
         """The boundaries of the running query."""
         self.failure: BaseException | None = None
-        """The error that ended the read of a table. DuckDB passes on its text alone."""
+        """The error that ended the read of a table. It is kept here because DuckDB passes on only its text."""
         self._result: Result | None = None
 
     def __enter__(self) -> SqlSession:
@@ -115,14 +117,14 @@ class SqlSession:
         self._connection.interrupt()
 
     def progress(self) -> float | None:
-        """Return the share of the vbuckets that the running query has read; None if it has not begun to."""
+        """Return the share of the vbuckets that the running query has read, 0 to 1; None before its first read."""
         boundaries = self.boundaries
         if boundaries is None or not boundaries.vbuckets_planned:
             return None
         return boundaries.vbuckets_done / boundaries.vbuckets_planned
 
     def tables(self) -> dict[str, list[Column]]:
-        """Return every table with its columns. Takes a sample of each collection."""
+        """Return every table with its columns, from a sample of each collection."""
         names = sorted(self._collections(), key=lambda name: (name != DEFAULT_COLLECTION, name))
         return {DEFAULT_TABLE if name == DEFAULT_COLLECTION else name: self.columns(name) for name in names}
 
@@ -137,9 +139,10 @@ class SqlSession:
         return self._columns[collection]
 
     def run(self, query: str) -> Result:
-        """Answer a query that only reads. Raises QueryFailed, QueryCancelled and what reading a view raises.
+        """Run a query that only reads, and return its answer. Raises QueryFailed, QueryCancelled and the errors of a
+        view.
 
-        The answer of an earlier query ends.
+        This closes the answer of the query before.
         """
         if self._result is not None:
             self._result.close()
@@ -161,7 +164,7 @@ class SqlSession:
         return relation.to_arrow_reader(BATCH_ROWS)
 
     def guarded(self, call: Callable[[], Any]) -> Any:
-        """Call DuckDB, and raise its errors as ours."""
+        """Make a call to DuckDB. Its errors become QueryFailed, QueryCancelled, or the table's `failure`."""
         try:
             return call()
         except (self._duckdb.Error, pa.ArrowException, RuntimeError, OSError) as error:
@@ -204,7 +207,7 @@ class SqlSession:
         return found["statements"][0]["node"]
 
     def _prepare(self, query: str, tree: Any) -> str:
-        """Make the tables that the query names, and return it with the key ranges that its prefixes imply."""
+        """Make the tables that the query names. Return the query with a key range next to each prefix test."""
         nodes = list(_nodes(tree))
         own = {entry["key"].lower() for node in nodes for entry in node.get("cte_map", {}).get("map", ())}
         meant: dict[tuple[str, ...], str] = {}
@@ -215,7 +218,7 @@ class SqlSession:
             if kind == "BASE_TABLE":
                 path = tuple(part.lower() for part in node["qualified_name"]["path"])
                 if not (len(path) == 1 and path[0] in own):
-                    path = path[1:] if path[0] == "main" and len(path) == 2 else path  # DuckDB's name of no schema
+                    path = path[1:] if path[0] == "main" and len(path) == 2 else path  # DuckDB's default schema
                     collection = self._make(path, node["qualified_name"]["path"])
                     if meant.setdefault(path, collection) != collection:
                         hint = f'name one of them "{collection}"'
@@ -229,7 +232,7 @@ class SqlSession:
             return collection
         columns = self.columns(collection)
         table = _Table(self, collection, [each for each in columns if not each.mixed])
-        source = f"source {collection.encode().hex()}"  # not a collection's name, and DuckDB's ignore case
+        source = f"source {collection.encode().hex()}"  # in hex, because DuckDB's names ignore case
         self._connection.register(source, table)
         shown = ", ".join(
             _identifier(each.name) if not each.mixed else f"{_extracted(each.name)} AS {_identifier(each.name)}"
@@ -276,7 +279,7 @@ class Result:
             self.close()
 
     def close(self) -> None:
-        """Release the boundaries of the query."""
+        """End the answer, and release the query's boundaries."""
         with suppress(Exception):
             self._reader.close()
         if self._session.boundaries is self._boundaries:
@@ -289,7 +292,7 @@ class _Table(ds.Dataset):  # type: ignore[misc]
     def __init__(self, session: SqlSession, collection: str, columns: Sequence[Column]) -> None:
         self._session = session
         self._collection = collection
-        # DuckDB reads the first column if a query needs none: that of the vbucket costs least.
+        # DuckDB reads the first column if a query needs none: `_vbid` costs least.
         ordered = sorted(columns, key=lambda each: each.name != "_vbid")
         self._fields = {each.name: pa.field(each.name, each.type) for each in ordered}
 
@@ -322,13 +325,13 @@ class _Table(ds.Dataset):  # type: ignore[misc]
                 yield found.select(names)
         except GeneratorExit:
             raise
-        except BaseException as error:  # also Ctrl-C
+        except BaseException as error:  # Ctrl-C included
             session.failure = session.failure or error
             raise
 
 
 def _overflows(kind: Any) -> bool:
-    """Return True for a type of DuckDB whose upper half of numbers is negative in Arrow."""
+    """Return True for a type of DuckDB with unsigned numbers of 128 bits: large ones become negative in Arrow."""
     if kind.id in ("list", "array", "struct", "map", "union"):
         return any(_overflows(child) for _, child in kind.children if not isinstance(child, int))
     return bool(kind.id == "uhugeint")
@@ -348,8 +351,8 @@ def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:
 def _with_ranges(query: str, nodes: Sequence[Mapping[str, Any]]) -> str:
     """Return the query with `AND column >= 'p' AND column < 'q'` beside each test for a prefix of a `_key`.
 
-    DuckDB passes comparisons to the table, but no prefix tests. The range follows from the test, so the query means the
-    same, unless `_key` has a collation or another type.
+    DuckDB passes comparisons to the table, but no prefix tests. Every key that passes the test is in the range, so the
+    answer stays the same. If `_key` may have a collation or another type, the query stays unchanged.
     """
     if any(map(_changes_keys, nodes)):
         return query
@@ -372,7 +375,7 @@ def _with_ranges(query: str, nodes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _changes_keys(node: Mapping[str, Any]) -> bool:
-    """Return True if a query may have a `_key` that is not a table's, or orders texts by a collation."""
+    """Return True if the query may give the name `_key` to something else, or compare texts by a collation."""
     is_modified_type = node.get("class") == "TYPE" and node["children"]  # such as VARCHAR('nocase')
     given = [node.get(name) for name in ("alias", "name", "key")]
     given += [*node.get("column_name_alias", ()), *node.get("aliases", ())]
@@ -392,16 +395,18 @@ def _prefix_test(node: Mapping[str, Any]) -> tuple[Mapping[str, Any], str] | Non
 
 
 def _following(prefix: str) -> str | None:
-    """Return the smallest text above all that begin with `prefix`."""
+    """Return the smallest text above all texts that begin with `prefix`; None if there is none."""
     code = ord(prefix[-1]) + 1
     code = 0xE000 if code == 0xD800 else code
     return prefix[:-1] + chr(code) if code <= 0x10FFFF else None
 
 
 def _bounds(text: str) -> dict[str, Any]:
-    """Return the keys and seqnos that a filter allows, or more of them. The rows pass through the filter as well.
+    """Return bounds on key and seqno for every row that passes the filter. Other rows may be within them: the caller
+    applies the filter as well.
 
-    An Arrow expression shows its parts only in its text. Its names must have no parenthesis, quote or backslash.
+    The parts of an Arrow expression are known only from its text. Column names and types must have no parenthesis,
+    quote or backslash.
     """
     text = _LIST.sub("", text)
     if "value_set" in text or len(text) > FILTER_LENGTH_MAX:
@@ -425,7 +430,7 @@ def _bounds(text: str) -> dict[str, Any]:
 
 
 def _terms(text: str) -> list[tuple[str, ...]]:
-    """Return the comparisons in an Arrow expression's text that must all hold."""
+    """Return the comparisons that an Arrow expression's text joins by `and`; none if it has another form."""
     if term := _TERM.fullmatch(text):
         return [term.groups()]
     depth = 0

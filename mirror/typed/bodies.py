@@ -1,13 +1,13 @@
-"""Type JSON bodies as the columns of a user's schema: Arrow's JSON reader first, values.py for refused ones.
+"""Read JSON bodies into the columns of a user's schema: with Arrow's JSON reader, or values.py if Arrow refuses them.
 
 Knows bodies and Arrow types; never the origin of bodies. Fields that a document lacks are null, fields that the schema
 does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object, or that has
-a value its column's type cannot take; `Reading.mode` decides its treatment.
+a value which its column's type cannot take. `Reading.mode` decides what becomes of misfits.
 
-Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit. Refused
-bodies are halved until few are left, and these are read one by one. Columns of types that Arrow's reader does not have
-(map, variant) are always read one by one. Invariants: one row of columns for each body, in order; both ways give the
-same values.
+Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit. A refused
+batch is halved again and again, and values.py reads the bodies of small refused batches one by one. It also reads all
+columns whose types Arrow's reader lacks (map, variant). Invariants: each body gives one row, in order; Arrow and
+values.py give the same values.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ _ONE_JSON = bytes((JSON,))
 _BLANKS = b" \t\n\r"
 _LINE_END, _BEHIND_ALL = b"\n", 2**31 - 1
 ONE_BY_ONE_MAX = 16
-"""Reading so few refused bodies one by one costs less than halving them again."""
+"""A refused batch of at most this many bodies is not halved: reading them one by one costs less."""
 DEEP_LENGTH = 1_000
-"""Longer bodies may be nested deeper than Python reads, in fields that Arrow skips. They are halved until each is
-alone, so that the result for a document does not depend on its neighbours."""
+"""A body of more bytes may be nested deeper than Python reads, in a field that Arrow skips. A refused batch with such a
+body is halved to single bodies: Arrow then reads this body whatever its neighbours are.
+"""
 _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
-"""Numbers that Arrow scales beyond 256 bits: it reads a wrong value or ends the process. Their characters may be
-escaped in a string."""
+"""Numbers that Arrow scales beyond 256 bits: it reads a wrong value or ends the process. In a JSON string, such a
+number may be spelled with escapes.
+"""
 _DECIMAL = pa.decimal256(75, 38)
-"""Decimals before rounding: 75 digits, so that their differences have 76, Arrow's limit."""
+"""The type of decimals before rounding. It has 75 digits because a difference has one more, and 76 is Arrow's limit."""
 _NO_TIME = r"^0000|[ T][0-9]{2}[^:]|:[0-9.]*[-+](1[89]|2)"
-"""Years, hours with a zone and offsets that Arrow takes for a time, and values.py refuses or checks again."""
+"""Texts that Arrow reads as times and values.py may refuse: the year 0000, an hour without minutes before a zone, and
+offsets from 18 hours on.
+"""
 
 Mode = Literal["failfast", "permissive", "dropmalformed"]
 MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
@@ -49,15 +53,17 @@ MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
 @dataclass(frozen=True, slots=True)
 class Reading:
     mode: Mode = "failfast"
-    """A misfit becomes an error that names it, nulls in the fields that do not fit, or no row."""
+    """`failfast`: a misfit is an error that names the document. `permissive`: fields that do not fit are null.
+    `dropmalformed`: the row is left out.
+    """
     corrupt_record: str = "_corrupt_record"
-    """The column, if the schema names it, that holds the text of each misfit."""
+    """The name of the column for the text of misfits. A schema need not have this column."""
     time_zone: str | None = None
-    """The zone of times that name none. None: UTC, or the session's in Spark."""
+    """The zone of times without a zone of their own. None: UTC; in Spark, the session's zone."""
     epoch: str | None = None
-    """The unit of times that are numbers. None: times are text; numbers count seconds."""
+    """The unit of times that are numbers. None: most times are texts, and numbers are seconds."""
     keep_numbers: bool = False
-    """A number that its integer column cannot hold is an error in every mode."""
+    """True if a number that its integer column cannot hold is an error in every mode."""
 
 
 AS_DECLARED = Reading()
@@ -85,7 +91,7 @@ def check_misfits(misfits: int, documents: int, share_max: float) -> None:
 class Parsed(NamedTuple):
     columns: list[Any]
     misfits: dict[int, str]
-    """The row of each misfit, in order, and its reason."""
+    """Row of a misfit -> reason, in the order of rows."""
 
 
 class Bodies:
@@ -109,8 +115,9 @@ class Bodies:
         self._arrow = _ArrowReader(fast, self._zone, self._reading.epoch) if len(fast) else None
 
     def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> Parsed:
-        """Return the schema's columns of these documents. Bodies and keys are binary arrays. Raises
-        DocumentDoesNotFit."""
+        """Return the schema's columns of some documents. Bodies and keys are binary arrays; `datatypes` has a byte for
+        each document. Raises DocumentDoesNotFit.
+        """
         problems: dict[int, Problems] = {}
         objects, enclosed = bodies, datatypes == _ONE_JSON * len(bodies) and _enclosed(bodies)
         if not enclosed:
@@ -153,8 +160,9 @@ class Bodies:
         return Parsed(found, misfits)
 
     def _pieces(self, objects: Any, enclosed: bool, first: int, problems: dict[int, Problems]) -> Iterator[list[Any]]:
-        """Yield columns of the bodies, some rows at a time; the first body is row `first`. `enclosed`: all begin and
-        end as objects."""
+        """Yield columns of the bodies, some rows at a time. The first body is row `first`. `enclosed` is True if all
+        bodies begin with `{` and end with `}`.
+        """
         if self._arrow is not None:
             try:
                 if not enclosed and not _enclosed(objects):
@@ -206,13 +214,14 @@ class _ArrowReader:
     def parse(self, objects: Any) -> list[Any]:
         """Return the columns of bodies that are all `_enclosed`. Raises ArrowInvalid, ArrowNotImplementedError.
 
-        If there are as many values as bodies, each body is one value. No damaged body can continue in the next: the
-        line end between them is an error in a string, and so is `{` behind the end of an inner object.
+        Arrow reads all bodies as one text. If it finds as many values as bodies, each body is one value: a damaged body
+        cannot continue in the next one, because a line end in a string is an error, and so is `{` after an inner
+        object.
         """
         if self._has_decimals and pc.any(pc.match_substring_regex(objects, _LARGE_NUMBER)).as_py():
             raise pa.ArrowInvalid("a number that is too large")
         lines = pc.binary_replace_slice(objects, _BEHIND_ALL, _BEHIND_ALL, _LINE_END)
-        lines.view(pa.string()).validate(full=True)  # Arrow would pass on bytes that are not UTF-8
+        lines.view(pa.string()).validate(full=True)  # Arrow's reader accepts bytes that are not UTF-8
         text = lines.buffers()[2]
         options = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
         table = pj.read_json(pa.BufferReader(text), read_options=options, parse_options=self._options)
@@ -259,8 +268,8 @@ class _ArrowReader:
         if self._unit is not None:
             return pc.multiply_checked(found, self._unit).cast(pa.timestamp("us", "UTC"))
         try:
-            return found.cast(pa.timestamp("us", "UTC"))  # each names its zone
-        except pa.ArrowInvalid:  # or none does
+            return found.cast(pa.timestamp("us", "UTC"))  # every text has a zone
+        except pa.ArrowInvalid:  # some text has no zone
             return pc.assume_timezone(found.cast(pa.timestamp("us")), self._zone, ambiguous="earliest")
 
 
@@ -276,7 +285,7 @@ def _one_by_one(kind: Any) -> bool:
 
 def _rounded(found: Any, kind: Any) -> Any:
     """Round decimals half up. Arrow's division is wrong by one or two for some values, such as 4294967295.7 to an
-    integer (pyarrow 26), so each result is compared with its origin. Raises ArrowInvalid.
+    integer (pyarrow 26), so each result is compared with the unrounded number. Raises ArrowInvalid.
     """
     rounded = pc.round(found, kind.scale, "half_towards_infinity").cast(kind)
     farther = pc.subtract(pc.abs(rounded.cast(found.type)), pc.abs(found))

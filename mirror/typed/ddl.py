@@ -1,7 +1,7 @@
 """Parse a schema written as for Spark, `total double, items array<struct<sku:string,count:int>>`, into Arrow types.
 
 Knows the words of Spark's types and needs no Java. Invariant: the same text means the same columns here and in
-`spark.read.schema(text)`; a text that is not understood is refused with its position.
+`spark.read.schema(text)`; an invalid text is an error that gives the position.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Reader:
         )
 
     def _skip(self, token: str) -> bool:
-        """Skip a token, in upper or lower case, if it is here; return True if it was."""
+        """Skip the current token if it is `token`, in upper or lower case, and return True."""
         is_here = self._token is not None and self._token.lower() == token
         if is_here:
             self._go_on()
@@ -76,7 +76,7 @@ class _Reader:
             raise self._wrong(shown or repr(token), self._token)
 
     def _take(self, expected: str, pattern: str) -> str:
-        """Return this token, which must begin as the pattern says, and go to the next."""
+        """Return the current token and go to the next. Raises ConfigError if the beginning does not match `pattern`."""
         token = self._token
         if token is None or not re.match(pattern, token):
             raise self._wrong(expected, token)

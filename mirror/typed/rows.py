@@ -1,10 +1,10 @@
 """Turn stored rows into Arrow columns, many at a time.
 
-Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know their origin. Keys, values
-and numbers are cut out of all rows at once, in C, and only on request: a count inflates no value. Invariants: the
-values are those of `storage.format.records.decode_row`, which also reports an unreadable row. A value that cannot be
-taken apart (more than `VALUE_LENGTH_MAX` when inflated, or with xattrs longer than it) stays as it is stored, and its
-datatype says so: it harms no other document.
+Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know their origin. A column is
+cut out of all rows at once, in C, and only if it is read: a count decompresses no value. Invariants: the values equal
+those of `storage.format.records.decode_row`; this function also raises the error for a damaged row. A value that cannot
+be split (larger than `VALUE_LENGTH_MAX` without compression, or shorter than its xattrs should be) stays as stored,
+with its datatype bits, and stops no other document.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from storage.format.tokens import Pin
 from storage.model import DOCUMENT_FIELDS, Branch
 
 NUMBERS = {each.name: pa.int64() if each.byte_count >= 4 else pa.int32() for each in DOCUMENT_FIELDS if each.is_column}
-"""The columns that are numbers of a document. They have a sign, as Spark knows no others."""
+"""Numbers of a document -> types of their columns. They are signed, because Spark has no unsigned types."""
 DOCUMENTS = pa.schema({"key": pa.string(), "collection": pa.string(), **NUMBERS, "value": pa.binary()})
 HEAD = 55
 """Bytes of a mutation before its key: header and extras."""
@@ -48,16 +48,16 @@ _TYPES = {"B": pa.uint8(), "H": pa.uint16(), "I": pa.uint32(), "Q": pa.uint64()}
 
 
 class Documents:
-    """The mutations of one batch, and the columns made from them once it is closed.
+    """The mutations of one batch. After `close` it makes their columns.
 
-    Laid end to end they are one Arrow array with three parts for each row: the bytes before the key, the key, the
-    value. A checksum behind a value belongs to the bytes before the next key.
+    The joined rows become one Arrow array with three elements for each row: the bytes before the key, the key, the
+    value. A checksum after a value is in the bytes before the next key.
     """
 
     def __init__(self, checksum_size: int = 0) -> None:
         self._checksum_size = checksum_size
         self._frames: list[bytes] = []
-        self._origins: list[tuple[int, str, int, int]] = []  # vbid, collection, bytes of its id before a key, how many
+        self._origins: list[tuple[int, str, int, int]] = []  # vbid, collection, bytes of its id, row count
         self._byte_count = 0
         self._stored_datatypes = b""
         self._lengths: Any = None
@@ -81,7 +81,7 @@ class Documents:
     def close(self) -> None:
         """Check the rows. Raises CorruptedError."""
         count = len(self._frames)
-        # An array out of an iterator grows by one number at a time, which takes twice as long.
+        # `array` would append the numbers of an iterator one by one, which takes twice as long.
         self._lengths = _numbers(array("i", pack(f"{count}i", *map(len, self._frames))), pa.int32())
         self._heads = b"".join([frame[:HEAD] for frame in self._frames])
         if not self._common(self._heads):
@@ -128,7 +128,7 @@ class Documents:
         return self._bodies[1]
 
     def _common(self, heads: bytes) -> bool:
-        """Return True if each row is a whole mutation without old metadata behind its value."""
+        """Return True if each row is a whole mutation without the metadata that old servers put after the value."""
         count = len(self)
         if (
             len(heads) != HEAD * count
@@ -149,7 +149,7 @@ class Documents:
         return all(pc.all(each).as_py() for each in right)
 
     def _rewrite(self) -> None:
-        """Rewrite the rows: one of them has old metadata behind its value, or is damaged."""
+        """Encode the rows again, without metadata after the value. Raises CorruptedError for a damaged row."""
         vbids = (vbid for vbid, *_, count in self._origins for _ in range(count))
         for index, (vbid, frame) in enumerate(zip(vbids, self._frames, strict=True)):
             message = frame[: len(frame) - self._checksum_size]
@@ -212,7 +212,7 @@ def _array(numbers: Any) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The columns of a job: names of `columns.DOCUMENTS`, or fields of the body (`from_body`)."""
+    """The columns of a job: fields of the body where `from_body` is True, otherwise columns of `DOCUMENTS`."""
 
     schema: Any
     from_body: tuple[bool, ...]
@@ -228,8 +228,9 @@ class Counts:
 
 
 class Maker:
-    """Makes few large record batches of the rows of many vbuckets. A row has a checksum of `checksum_size` behind
-    it."""
+    """Makes few large record batches of the rows of many vbuckets. The last `checksum_size` bytes of a row are its
+    checksum.
+    """
 
     def __init__(self, shape: Shape, counts: Counts | None = None, checksum_size: int = 0) -> None:
         self._shape = shape

@@ -1,8 +1,8 @@
 """Read dates and times in JSON documents as days and microseconds since 1970.
 
-Accepted are, as by Spark's from_json without a pattern, a date alone, a time with or without a zone, fractions of a
-second (cut off after microseconds), and zones as offsets or names. The caller gives the zone of texts that name none.
-Unlike Spark it refuses a time without a date, and years other than 0001 to 9999.
+Like Spark's from_json without a pattern, this module accepts a date alone, a date and time with or without a zone,
+fractions of a second (cut off after microseconds), and zones as offsets or names. The caller gives the zone for texts
+without one. Unlike Spark, it refuses a time without a date, and years other than 0001 to 9999.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def machine_zone() -> str:
 
 
 def day_of(text: str) -> int:
-    """Return days since 1970 of a date; text behind it, after a blank or T, is ignored. Raises ValueError."""
+    """Return a date as days since 1970. Text after the date, from a blank or T on, is ignored. Raises ValueError."""
     found = _DAY.fullmatch(text.strip())
     if found is None:
         raise ValueError("no date")
@@ -83,10 +83,11 @@ def day_of(text: str) -> int:
 
 
 def micros_of(text: str, zone: tzinfo | None) -> int:
-    """Return microseconds since 1970 of a time, or of the beginning of a date, in `zone` unless the text names another.
+    """Return a time, or the beginning of a date, as microseconds since 1970. `zone` is for texts without a zone.
 
-    If `zone` is None, the time is local: it counts as if it were UTC, and a text with a zone is refused. A time that
-    clocks skip moves forward by as much; of a time that comes twice the first is taken. Raises ValueError.
+    If `zone` is None, the time is local: it counts as if it were UTC, and a text with a zone is refused. A local time
+    that a clock change skips moves forward by the skipped time; a time that occurs twice means the first. Raises
+    ValueError.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:
@@ -109,7 +110,7 @@ def micros_of(text: str, zone: tzinfo | None) -> int:
 
 
 def micros_of_number(number: int, unit: int) -> int:
-    """Return microseconds since 1970 of a number of units of `unit` microseconds. Raises ValueError."""
+    """Return a time as microseconds since 1970, from a number of units of `unit` microseconds. Raises ValueError."""
     micros = number * unit
     if not -(2**63) <= micros < 2**63:
         raise ValueError("out of range")

@@ -1,10 +1,11 @@
 """Read one JSON document into values of a user's schema, value by value, as Spark's from_json does.
 
-bodies.py uses it for documents that Arrow's reader refuses; Arrow must give the same results. A value that its type
-cannot take is a misfit: it becomes null and the rest of the document stays. In an array or map the whole array or map
-becomes null, unless its elements are structs. Numbers keep the spelling of the document.
+bodies.py uses this module for documents that Arrow's reader refuses; both must give the same results. A value that its
+column's type cannot take is a misfit: it becomes null, and the rest of the document stays. In an array or map the whole
+array or map becomes null, unless its elements are structs. A number in a text column keeps the document's spelling.
 
-tests/typed/differences.md lists the differences from from_json; tests/typed/test_values.py compares both with it.
+tests/typed/differences.md lists the differences from from_json; tests/typed/test_values.py compares both readers with
+from_json.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ class Problems(list[str]):
     """The misfits of one document."""
 
     lost_number = False
-    """True if one is a number that its integer column cannot hold: a sum would lack it."""
+    """True if a misfit is a number that its integer column cannot hold. As null the number would be missing in sums."""
 
 
 Reader = Callable[[Any, Problems], Any]
-"""Turns a JSON value, never null, into Arrow's input for a type. Raises Misfit, and notes misfits within."""
+"""Turns a JSON value other than null into Arrow's input for a type. Raises Misfit if the value does not fit, and adds
+misfits of fields inside it to the Problems.
+"""
 
 SHOWN_LENGTH_MAX = 40
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
@@ -43,7 +46,7 @@ class Misfit(Exception):
 
 
 class Spelled(str):
-    """A number that is no integer, as the document spells it."""
+    """A number with a fraction or exponent, as the document spells it."""
 
 
 _DECODER = json.JSONDecoder(parse_float=Spelled, parse_constant=Spelled)
@@ -94,15 +97,16 @@ def _shown(value: Any) -> str:
 
 
 def is_variant(kind: pa.DataType) -> bool:
-    """Return True for the struct that Spark gives for its type variant."""
+    """Return True for the struct that stands for Spark's type variant in Arrow schemas."""
     if not pa.types.is_struct(kind) or [each.name for each in kind] != ["value", "metadata"]:
         return False
     return (kind.field("metadata").metadata or {}).get(b"variant") == b"true"
 
 
 def struct_reader(fields: Any, zone: str, epoch: str | None, path: str = "") -> Reader:
-    """Return a reader of these fields of a JSON object into a dict with all of them. Raises ConfigError for a type that
-    JSON cannot be read as, and for one that does not take null."""
+    """Return a reader that turns a JSON object into a dict with all `fields`. Raises ConfigError for a field that is
+    NOT NULL, or of a type that JSON cannot be read as.
+    """
     readers = [(field.name, _reader(field, f"{path}{field.name}", zone, epoch)) for field in fields]
 
     def read(value: Any, problems: Problems) -> dict[str, Any]:
@@ -234,7 +238,7 @@ def _text(value: Any, _: Problems) -> str:
 
 
 def _clean(text: str) -> str:
-    """Replace half a surrogate pair, which is no character, by `?`, as Java writes it."""
+    """Replace a lone surrogate, which is no character, by `?`, as Java does."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
@@ -247,6 +251,6 @@ def _variant(value: Any, _: Problems) -> dict[str, bytes]:
 
     try:
         content, names = VariantUtils.parse_json(_clean(text_of(value)))
-    except Exception as error:  # a class of PySpark's for each limit
+    except Exception as error:  # PySpark has a class for each limit
         raise Misfit(f"cannot be a variant: {error}") from None
     return {"value": content, "metadata": names}
