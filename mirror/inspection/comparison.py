@@ -1,21 +1,22 @@
-"""Compares two copies of a vbucket exactly, although each was taken at its own moment.
+"""Compares two copies of a vbucket exactly, although they were taken at different moments.
 
-Knows fingerprints and the seqnos of both copies; must never know how they were read. `here` is the mirror's state at
-its published boundary B, `there` the source's state at the end E of a snapshot, on the same history (the caller checks
-that). For each key it compares the newest versions at or below B and E. L is the lower of B and E.
+Knows fingerprints and the seqnos of both copies; must never know how they were read. `here` is the mirror's copy as of
+its published boundary B. `there` is the source's copy as of the end E of a snapshot. Both are of one history, as the
+caller checks. Per key, the newest versions up to B and up to E are compared. L is the lower of B and E.
 
-- Both sides are complete up to L. So two versions at or below L must be the same version, and a key that one side lacks
-  must be absent on the other.
-- The other side cannot know a version above L yet: the key is `MOVED`, and is compared again once that side is further.
-- Tombstones are purged in time. If only the mirror holds one, the source has purged it or no longer sends it: both say
-  that the document is absent. If only the source holds one, the mirror's purger must have passed it; else a deletion is
-  missing. A *document* that only the mirror holds is a difference, unless B < E and the source has purged above B: its
-  deletion may have come and gone (`excuse_purged`).
-- Versions that differ in their revision alone, by one, are the same (`REV_ONLY`): when a durable delete aborts,
-  kv_engine 7.2.4 raises the revision of the committed version, in memory until it restarts.
-- If a document's collection is gone on the other side, and that side is the later one, the drop or flush came between
-  the two moments. Otherwise it is a difference.
-- Expiry does not matter: an expired document is a version on both sides until its deletion has a seqno.
+- Both copies are complete up to L. So versions at or below L must be equal, and a key that one copy lacks must be
+  absent in the other.
+- The earlier copy cannot have a version above L. The key is `MOVED`: it is compared again after the earlier side has
+  caught up.
+- Tombstones are purged in time. One that only the mirror has is no difference: the source has purged it or no longer
+  sends it. One that only the source has is a missing deletion, except if the mirror's purger has passed it. A
+  *document* that only the mirror has is a difference. But if B < E and the source has purged above B, the document's
+  tombstone may be gone (`excuse_purged`).
+- Versions that differ only in their revision, by one, count as equal (`REV_ONLY`): when a durable delete aborts,
+  kv_engine 7.2.4 raises the revision of the committed version in memory.
+- If the later copy lacks the collection of a document, a drop or flush came between the two moments. If the earlier
+  copy lacks it, that is a difference.
+- Expiry does not matter: an expired document is in both copies until its deletion has a seqno.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from storage.format.digest import Digest, Fingerprint
 from storage.model import Manifest
 
 DIFFERENCES_MAX = 100
-"""Listed differing keys of a vbucket; the rest is counted."""
+"""Differing keys of a vbucket that are listed; all are counted."""
 MOVED_MAX = 20_000
-"""Keys of a vbucket that are remembered to be compared again; with more, the whole vbucket is."""
+"""Limit of moved keys. Above it the whole vbucket is compared again, not only these keys."""
 
 
 class Verdict(Enum):
@@ -55,10 +56,10 @@ class Side:
     seqno: int
     manifest: Manifest
     purge_seqno: Callable[[], int] = lambda: 0
-    """Tombstones at or below it may be gone. Read it after missing one, because it rises."""
+    """Returns the seqno up to which tombstones may be gone. It rises: call this after a tombstone was found missing."""
 
     def has_collection(self, version: Fingerprint) -> bool:
-        """True if the version's collection exists and was not recreated since."""
+        """True if the version's collection exists and began before the version."""
         collection = self.manifest.collections.get(keys.split_key(version.key)[0])
         return collection is not None and version.seqno > collection.begin_seqno
 
@@ -90,33 +91,34 @@ class Difference:
 class VbucketResult:
     vbid: int
     state: str = "equal"
-    """equal; different; rollback: the mirror holds history that the source lost; unreadable; behind: nothing is
-    published; or unfinished."""
+    """equal; different; rollback: the mirror has history that the source lost; unreadable; behind: the mirror has
+    published nothing; unfinished.
+    """
     detail: str = ""
     branch: int = 0
     published_seqno: int = 0
     source_seqno: int = 0
     documents: int = 0
-    """Documents compared on this side."""
+    """Compared documents of the mirror."""
     tombstones: int = 0
     source_documents: int = 0
     source_tombstones: int = 0
     digest: str = ""
-    """Digest of the keys compared at the first look, equal to `source_digest` if they are equal."""
+    """Digest of the keys that the first scan compared; equal to `source_digest` if the keys are."""
     source_digest: str = ""
     missing_here: int = 0
     missing_there: int = 0
     different: int = 0
     rev_only: int = 0
-    """Keys that differ in their revision alone, by one: counted as equal."""
+    """Keys that differ only in their revision, by one; they count as equal."""
     purged_here: int = 0
     purged_there: int = 0
     moved: int = 0
     """Keys that changed during the comparison and were compared again."""
     not_compared: int = 0
-    """Keys that kept changing, or that the source changed after the mirror's position."""
+    """Keys that kept changing, or that the source changed above B."""
     behind_seqnos: int = 0
-    """Seqnos read from the source above the mirror's position: not compared."""
+    """Seqnos by which the source's copy is ahead of the mirror's; not compared."""
     differences: list[Difference] = field(default_factory=list)
 
     @property
@@ -133,7 +135,7 @@ class VbucketResult:
         return self.state in ("different", "rollback", "unreadable")
 
     def excuse_purged(self) -> None:
-        """Do not count keys missing at the source: it purged deletions above the mirror's position."""
+        """Count documents that only the mirror has as not compared: the source has purged above B."""
         if self.published_seqno < self.source_seqno:
             self.not_compared += self.missing_there
             self.documents -= self.missing_there
@@ -195,13 +197,13 @@ def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, sou
 
 
 class OutOfOrder(Exception):
-    """Raised if the mirror's keys do not rise: a row holds another key than its reference."""
+    """The mirror's keys do not rise: a row has another key than its key row."""
 
 
 def pairs(
     here: Iterable[Fingerprint], there: Iterable[Fingerprint]
 ) -> Iterator[tuple[Fingerprint | None, Fingerprint | None]]:
-    """Yield the newest versions of each key from two rising sequences. Raises OutOfOrder if `here` does not rise."""
+    """Yield both versions of each key from two sorted sequences. Raises OutOfOrder if `here` is not sorted."""
     left, right = _rising(here), iter(there)
     mine, theirs = next(left, None), next(right, None)
     while mine is not None or theirs is not None:
@@ -234,9 +236,9 @@ def compare(
     *,
     remember: bool = True,
 ) -> dict[bytes, Fingerprint | None] | None:
-    """Compare two whole copies into `result`. Returns the moved keys with the source's version of each.
+    """Compare two whole copies; count in `result`, and return the moved keys with the source's version of each.
 
-    Returns None if too many moved; then `result` is of no use. Without `remember` they are only counted.
+    Return None if too many keys moved; then `result` is incomplete. Without `remember` moved keys are only counted.
     """
     mine, theirs = Digest(), Digest()
     moved: dict[bytes, Fingerprint | None] = {}

@@ -1,7 +1,7 @@
-"""Examines a source, and the way of a mirror to it, step by step.
+"""Examines a source and the connections of a mirror to it, step by step.
 
-It fetches no document: requested streams end at their start, so the source says if it would resume there and sends
-nothing. Invariants: nothing is changed; each finding is one line with a verdict and, unless `ok`, a remedy; after a
+It fetches no document: it requests streams that end at their start seqno, so the source only says if it would resume
+there. Invariants: nothing is changed; each finding is one line with a verdict and, unless `ok`, a remedy; after a
 failure the steps that depend on it are left out; every connection is closed at the end.
 """
 
@@ -59,11 +59,11 @@ PURGE_DAYS = 3
 """Default metadata purge interval of a bucket."""
 CERTIFICATE_DAYS = 30
 PATIENCE_S = 3.0
-"""A node that answers more slowly is a finding, though the mirror itself may wait for longer."""
+"""A node that takes longer to answer is a finding, even if the mirror's own timeout is longer."""
 DISK_FACTOR = 1.4
-"""Size of a mirror divided by the size of the received data."""
+"""Size of a mirror divided by the size of the bucket's data."""
 FAILED_STEPS = {"tls": (TlsFailed,), "login": (AuthRejected, ConfigError), "bucket": (BucketMissing,)}
-"""Step of the way in -> errors that it ends with; others are of the step `handshake`."""
+"""Step of the login -> errors that it fails with; other errors are of the step `handshake`."""
 
 
 class StepVerdict(StrEnum):
@@ -118,7 +118,7 @@ class Doctor:
         clock: Clock | None = None,
         status: Mapping[str, Any] | None = None,
     ) -> None:
-        """`data` is the directory of a mirror, existing or planned. Raises ConfigError for the connection string."""
+        """`data` is the directory of a mirror, existing or planned. Raises ConfigError for a bad connection string."""
         self.findings: list[Finding] = []
         self.on_finding: Callable[[Finding], None] = lambda _finding: None
         self._settings = replace(settings, connect_timeout_s=min(settings.connect_timeout_s, PATIENCE_S))
@@ -168,7 +168,7 @@ class Doctor:
     def _fail(self, step: str, error: MirrorError) -> None:
         self._say(step, FAIL, error.what, error.hint, error.exit_code)
 
-    # -- the way there --------------------------------------------------------------------------------------------
+    # -- connect and log in ---------------------------------------------------------------------------------------
 
     async def _reach(self) -> bool:
         source = self._access.source
@@ -196,7 +196,7 @@ class Doctor:
     async def _try(self, address: NodeAddress) -> str | None:
         loop = asyncio.get_running_loop()
         if self._access.source.tls:
-            with contextlib.suppress(MirrorError):  # the plain connection or the step `tls` reports it
+            with contextlib.suppress(MirrorError):  # a failure is reported below, or by the step `tls`
                 timeout_s = self._settings.connect_timeout_s
                 tls = Tls.of(self._settings)
                 (await open_link(address, tls=tls, timeout_s=timeout_s, clock=self._clock)).close()
@@ -262,10 +262,10 @@ class Doctor:
         else:
             self._say("tls", OK, f"{version}, verified" + (f", for {days:.0f} days" if days is not None else ""))
 
-    # -- what is there --------------------------------------------------------------------------------------------
+    # -- the cluster and the service ------------------------------------------------------------------------------
 
     def _judge_map(self, found: ClusterMap, view: View | None) -> bool:
-        """Judge the map. Returns True if it belongs to the bucket of the data directory."""
+        """Report on the map; return True if it belongs to the bucket of the data directory."""
         without = [vbid for vbid in range(found.vbucket_count) if found.node_of(vbid) is None]
         text = f"{found.vbucket_count} vbuckets on {len(found.nodes)} nodes"
         if found.vbucket_count == 0:
@@ -286,7 +286,7 @@ class Doctor:
         return True
 
     def _judge_revisions(self, found: Survey, view: View | None) -> None:
-        """Report nodes with an older map, and a map older than the one that the mirror followed."""
+        """Report nodes with an older or contradicting map, and a map older than the mirror's."""
         newest = found.newest
         same_bucket = {at: each for at, each in found.answers.items() if each.bucket_uuid == newest.bucket_uuid}
         older = [str(at) for at, each in same_bucket.items() if each.revision < newest.revision and not each.of_mirror]
@@ -317,7 +317,7 @@ class Doctor:
             self._fail("map", OlderMap.of(newest.revision, maps.floor))
 
     def _judge_service(self) -> None:
-        """Repeat the judgement of the running service, so that no finding contradicts it."""
+        """Report the service's own state, so that the doctor does not contradict it."""
         if self._status is None:
             return
         troubles = self._status["troubles"]
@@ -389,7 +389,7 @@ class Doctor:
         remedy = "grant the privilege SystemCollectionLookup (role Data DCP Reader) if it is needed"
         self._judge("collections", not hidden, text, remedy)
 
-    # -- would it go on? ------------------------------------------------------------------------------------------
+    # -- stream requests ------------------------------------------------------------------------------------------
 
     async def _dry_run(self, found: ClusterMap, view: View | None) -> None:
         states = self._states(view)
@@ -533,7 +533,7 @@ def _size(byte_count: float) -> str:
 
 
 async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:
-    """Return a node's bucket statistics: one answer each, then an empty one."""
+    """Return a node's bucket statistics. Each has an answer of its own; an empty answer ends them."""
     found: dict[str, str] = {}
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     deadline = time.monotonic() + timeout_s
@@ -556,5 +556,5 @@ async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:
 
 
 def _content(found: ClusterMap) -> tuple[list[tuple[int | None, int | None]], tuple[int, ...]]:
-    """Return the content on which maps of one revision must agree; each client names the hosts in its own way."""
+    """Return ports and active nodes. Maps of one revision must agree on these; host names may differ."""
     return [(node.kv_port, node.tls_port) for node in found.nodes], found.active

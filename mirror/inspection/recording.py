@@ -1,18 +1,18 @@
 """Records a DCP session in a file: every frame of every connection in both directions, with its time, without secrets.
 
-Knows the file's format and the secrets in frames; must never know what streams mean. The format, version 1: lines of
-JSON, in the order in which things happened.
+Knows the file's format and the secrets in frames; must never know the meaning of streams. The format, version 1: JSON
+lines in order of time.
 
     {"format": "dcp-mirror-recording", "version": 1, "time_ms": ...}    the first line
-    {"t": seconds, "bucket": ..., "bucket_uuid": ..., "vbuckets": N}    once that is known
-    {"t": seconds, "conn": N, "node": "host:port"}                      a connection; its number is in what follows
-    {"t": seconds, "conn": N, "dir": "c2s" | "s2c", "hex": "..."}       whole frames, as sent (c2s: by us) or received
+    {"t": seconds, "bucket": ..., "bucket_uuid": ..., "vbuckets": N}    once the bucket is known
+    {"t": seconds, "conn": N, "node": "host:port"}                      a new connection and its number
+    {"t": seconds, "conn": N, "dir": "c2s" | "s2c", "hex": "..."}       whole frames: c2s sent by us, s2c received
 
-`t` counts from the start. SASL requests and answers have no value, and the lengths say so. Documents are recorded as
-they are: the file is as secret as the bucket (mode 0600). A crash may cut off the last line. The recordings of real
-engines in the tests have lines of the last kind alone, and their frames may straddle lines.
+`t` counts from the start of the recording. SASL requests and answers are recorded without their values. Documents are
+recorded unchanged, so the file is as secret as the bucket (mode 0600). A crash may cut off the last line. Recordings of
+real servers in the tests have only `hex` lines, and a frame may continue on the next line.
 
-Invariants: the file holds whole frames; a full disk, or `bytes_max`, ends the recording and nothing else.
+Invariants: the file holds whole frames; a full disk, or `bytes_max`, ends the recording, but not the session.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECRETS = frozenset((Opcode.SASL_AUTH, Opcode.SASL_STEP))
 
 
 class Recorder:
-    """Writes a recording as the tap of a reader's connections. `full` means it takes no more."""
+    """Writes a recording, as the tap of a source reader's connections; nothing more once it is `full`."""
 
     def __init__(self, path: Path, clock: Clock, *, bytes_max: int | None = None) -> None:
         """Create the file. Raises ConfigError if it exists or cannot be created."""
@@ -76,7 +76,7 @@ class Recorder:
             buffer.feed(data)
             while (frame := buffer.next_frame()) is not None:
                 whole.append(frame if frame.opcode not in SECRETS else replace(frame, value=b""))
-        except ProtocolError:  # the connection ends by it; the frames before it are whole
+        except ProtocolError:  # it ends the connection, too; earlier frames are recorded
             del self._buffers[number, ours]
         if whole:
             text = b"".join(map(encode, whole))

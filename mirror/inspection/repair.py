@@ -1,7 +1,7 @@
-"""Fetches vbuckets of a mirror again, next to their old copies, through a running service or without one.
+"""Fetches vbuckets of a mirror again, next to their old copies. A running service does it, or else this process.
 
-Invariants: the old copy is served until the new one is complete; a running service keeps its groups; an early end
-leaves each vbucket as it was, or with a resync that the next start continues.
+Invariants: the old copy is served until the new one is complete; a running service keeps its groups; after an early end
+each vbucket is unchanged, or has a resync that the next start of the service continues.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
 
 TIMEOUT_S = 60.0
-"""Longest time without a finished vbucket."""
+"""Longest time between two finished vbuckets."""
 POLL_S = 0.05
 
 Progress = Callable[[int, int], None]

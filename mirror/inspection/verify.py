@@ -1,23 +1,22 @@
-"""Compares every version of every key of the mirror with its source.
+"""Compares the newest version of every key of a mirror with the source.
 
-Knows a view of the mirror, a reader of the source, and when to look again; `comparison` judges two states. It changes
-nothing. Memory is bounded: the source's versions are fingerprints in sorted runs on disk, and the mirror yields its
-versions in the order of keys.
+Reads the mirror and the source, and decides when to compare again; `comparison` has the rules. It changes nothing.
+Memory is bounded: fingerprints of the source's versions are in sorted runs on disk, and the mirror is read in the order
+of keys.
 
-The answer is exact. For each vbucket the source is read from 0 to the end E of a snapshot: `there` is its state at E.
-With a service, verify waits until the mirror has published E on that history. `here` is the mirror's state at its
-published boundary B; a lease holds B during the scan. Keys that changed between the two moments are read on from E
-until each is seen unchanged; a key that keeps changing stays `not_compared`. Without a service B does not move: later
-changes of the source are `not_compared`.
+The answer is exact. Each vbucket is read from the source from 0 to the end E of a snapshot: this is the copy `there`.
+With a service, verify waits until the mirror has published E. The copy `here` is the mirror's at its published boundary
+B, which a lease holds during the scan. Then the source is read on from E, and keys that changed between the two moments
+are compared again; a key that keeps changing is `not_compared`. Without a service B stays, and changes of the source
+above B are `not_compared`.
 
 Three things can interfere:
-- A rollback. At the end, stream requests ask the source if it still has (vbuuid, B) and (vbuuid, E). If not, the
-  vbucket is compared again once the mirror has followed. Without a service its state is `rollback`: the mirror holds
-  history that the source has lost.
-- The source's purge. It removes tombstones, never documents. If B < E and the source has purged above B (the same
-  requests tell), the source may have deleted and forgotten a document that only the mirror holds: it is `not_compared`.
-  Otherwise such a document is a difference.
-- The mirror's purger. The lease keeps the floor below B.
+- A rollback. At the end, stream requests at (vbuuid, B) and (vbuuid, E) show if the source still has both. If not, the
+  vbucket is compared again after the mirror has rolled back, too. Without a service its state is `rollback`: the mirror
+  has history that the source lost.
+- The source's purge, which removes only tombstones. If B < E and the source has purged above B (the same requests show
+  that), a document that only the mirror has is `not_compared`. Otherwise it is a difference.
+- The mirror's purger. The lease stops the floor from passing B.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from storage.read.view import Pin, View
 from storage.read.wait import MutationToken
 
 ATTEMPTS_MAX = 4
-"""Comparisons of a whole vbucket: a rollback or too many changes spoil one."""
+"""Most comparisons of a whole vbucket. A rollback or too many changes make one useless."""
 ROUNDS_MAX = 40
 SCANS_MAX = 5
-"""Scans of the mirror: a rollback or the purger may end one early."""
+"""Most scans of a vbucket of the mirror. A rollback or the purger may end one early."""
 WAIT_S = 60.0
-"""Time for the mirror to publish what was read from the source."""
+"""Longest wait for the mirror to publish the seqno read from the source."""
 IMPATIENT_S = 0.5
-"""`WAIT_S` after a wait without success."""
+"""Longest wait after one wait has failed."""
 
 Progress = Callable[[int, int, int], None]
 
@@ -79,9 +78,9 @@ class Verifier:
         wait_s: float = WAIT_S,
         progress: Progress = lambda _done, _of, _rows: None,
     ) -> None:
-        """`view` was opened with `stale_reads`. With a running `service`, waiting may help.
+        """`view` was opened with `stale_reads`. Only with a running `service` the mirror makes progress.
 
-        `progress` gets the vbuckets done, their total, and the rows read so far.
+        `progress` gets the numbers of compared vbuckets, all vbuckets and read rows.
         """
         self._path = path
         self._view = view
@@ -92,7 +91,7 @@ class Verifier:
         self._rows = 0
 
     def run(self, vbids: Sequence[int]) -> list[VbucketResult]:
-        """Return the results of these vbuckets in that order. Raises MirrorError if the source cannot be read."""
+        """Compare vbuckets; return results in the order of `vbids`. Raises MirrorError if the source cannot be read."""
         done: dict[int, VbucketResult] = {}
         todo = list(vbids)
         for attempt in range(ATTEMPTS_MAX):
@@ -114,7 +113,7 @@ class Verifier:
                 done[vbid].detail = done[vbid].detail or "it changed faster than it could be compared; try again"
         return [done[vbid] for vbid in vbids]
 
-    # -- everything, once -----------------------------------------------------------------------------------------
+    # -- a whole vbucket ------------------------------------------------------------------------------------------
 
     def _compare_all(self, vbids: Sequence[int], of: int) -> dict[int, _Vbucket]:
         looked_at = {vbid: _Vbucket(VbucketResult(vbid), Runs()) for vbid in vbids}
@@ -174,7 +173,7 @@ class Verifier:
             result.not_compared = result.moved
 
     def _wait_for(self, vbucket: _Vbucket) -> str:
-        """Wait until the mirror has published the source's position. Returns the reason if it has not."""
+        """Wait until the mirror has published the seqno read from the source. Return the reason if it does not."""
         position, vbid = vbucket.position, vbucket.result.vbid
         if not position.seqno:
             return ""
@@ -217,7 +216,7 @@ class Verifier:
         vbucket.here = Position(self._vbuuid_at(vbid, mirror.seqno), mirror.seqno)
         return moved
 
-    # -- the mirror's side ----------------------------------------------------------------------------------------
+    # -- reads of the mirror --------------------------------------------------------------------------------------
 
     def _pin(self, vbid: int) -> tuple[Pin, Side]:
         while True:
@@ -244,7 +243,7 @@ class Verifier:
     def _vbuuid_at(self, vbid: int, seqno: int) -> int:
         return int(self._view.state(vbid).failover_log.vbuuid_at(seqno))
 
-    # -- what moved -----------------------------------------------------------------------------------------------
+    # -- moved keys -----------------------------------------------------------------------------------------------
 
     def _settle(self, looked_at: dict[int, _Vbucket]) -> None:
         for _ in range(ROUNDS_MAX):
