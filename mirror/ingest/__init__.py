@@ -1,5 +1,5 @@
-"""The decisions for a vbucket: events in, instructions out. Pure: no I/O, clock, random numbers, LMDB or asyncio.
+"""The decisions for one vbucket. Pure: no I/O, clock, random numbers, LMDB or asyncio.
 
-Import modules by name: `machine` with `events` and `instructions` (its input and output), `state` (its phases),
-`rollback` (the rule of producer and consumer), `topology` and `reactions`. The others serve the machine.
+The entry is `machine`: it takes `events` and returns `instructions`. Other packages also import `state` (the machine's
+phases), `rollback` (the rule of producer and consumer), `reactions`, `selection` and `topology`.
 """

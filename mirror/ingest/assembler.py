@@ -1,23 +1,23 @@
 """Assembles a stream's messages into whole snapshots, which are staged and then published.
 
-Knows the newest complete boundary, the position, the open snapshot and the manifest at the position. Must never know
-requests, answers, connections or retries: those are the machine's.
+Knows the newest complete boundary, the position (the last accepted seqno), the open snapshot, and the manifest at the
+position. Must never know requests, answers, connections or retries.
 
-Invariants: the seqno strictly rises in a vbucket and never passes the open snapshot's end; an open snapshot is
-published only at its end. The rules are those of docs/protocol.md 2.6 and 2.7:
+Invariants: the position only rises, and never passes the open snapshot's end; an open snapshot is published only at its
+end. The rules are those of docs/protocol.md 2.6 and 2.7:
 - a marker's end is trusted, its start is not;
-- any message that carries the end's seqno reaches the end: a row, a system event, a prepare or abort, or SeqnoAdvanced.
-  Below the end, a prepare, an abort or SeqnoAdvanced only moves the position;
-- a marker with the same end continues the open snapshot. One with a later end prolongs it; the snapshot is complete at
-  the later end, because a stream skips no change. One with an earlier end contradicts it;
-- on connections without collections a source sends nothing for filtered changes at the end of a snapshot. No message
-  may then carry the end: the next marker that starts beyond it, or the stream's regular end, closes the snapshot there;
-- after an accepted mid-snapshot request, the first marker replaces the end of the open snapshot and closes nothing. The
-  old end stays if the marker's end is earlier (a source that continues from memory sends one checkpoint at a time). Up
-  to the old end, the source still has to send newer versions of documents that the first part left out;
-- an out-of-order snapshot (OSO) is never requested, so one is a violation.
+- any message with the seqno of the end completes the snapshot: a row, a system event, a prepare, an abort or
+  SeqnoAdvanced. Below the end, a prepare, an abort or SeqnoAdvanced only moves the position;
+- a marker with the open snapshot's end continues that snapshot. A marker with a later end moves the end there, because
+  a stream skips no change. A marker with an earlier end is a violation;
+- on connections without collections a source sends nothing for filtered changes, so perhaps no message has the seqno of
+  the end. The next marker that starts beyond the end, or a regular end of the stream, then completes the snapshot;
+- after an accepted mid-snapshot request, the first marker replaces the end of the open snapshot. If the marker's end is
+  earlier (a source sends one checkpoint at a time from memory), the old end stays: the part already held left out
+  documents whose newer versions may come as late as the old end;
+- an out-of-order snapshot (OSO) is a violation, because no request allows it.
 
-A message that breaks a rule raises Violation; instructions that are already in `out` stay valid.
+A message that breaks a rule raises Violation. The instructions already in `out` must still be executed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mirror.wire.events import Abort, Commit, OsoSnapshot, Prepare, SeqnoAdvance
 from mirror.wire.system_events import decode_system_event
 from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Manifest, Seqno, SnapshotRange, VbucketState
 
-_DISK = int(SnapshotFlag.DISK)  # a plain int: an IntFlag takes a microsecond per test
+_DISK = int(SnapshotFlag.DISK)  # a plain int, because testing an IntFlag takes a microsecond
 
 
 class Violation(Exception):
@@ -47,7 +47,7 @@ class Violation(Exception):
 
 class Assembler:
     def __init__(self, on_publish: Callable[[list[Instruction]], None]) -> None:
-        """`on_publish` is called after each PublishSnapshot, and may append instructions."""
+        """`on_publish` is called after each appended PublishSnapshot, and may append more instructions."""
         self._on_publish = on_publish
         self._collections = True
         self._filter: StreamFilter | None = None
@@ -59,13 +59,13 @@ class Assembler:
         self._held_snapshot: SnapshotRange | None = None
         self._purge_seqno: int | None = None
         self._replaces_end = False
-        self._resumed_end = Seqno(0)  # the snapshot of a mid-snapshot request is complete only here
+        self._resumed_end = Seqno(0)  # the earliest end of the snapshot inside which the request resumed
 
     def load(self, state: VbucketState) -> None:
         self.boundary_seqno = state.staging_published_seqno
         if state.open_snapshot is None and state.staged_seqno > self.boundary_seqno:
-            self.boundary_seqno = state.staged_seqno  # complete, and published as soon as the store has its key rows
-        # If the stored state contradicts itself, only its boundary counts; the rows above the boundary are abandoned.
+            self.boundary_seqno = state.staged_seqno  # complete; the store publishes it once the key rows are written
+        # If the stored state contradicts itself, the rows above the boundary are abandoned.
         self.position_seqno = max(state.staged_seqno, self.boundary_seqno)
         self.manifest = state.manifest
         resumable = is_resumable(self.boundary_seqno, self.position_seqno, state.open_snapshot)
@@ -96,8 +96,8 @@ class Assembler:
             self._resumed_end = self.open_snapshot.end_seqno
 
     def end_stream(self) -> None:
-        """Leave the stream, and keep the range of the last accepted item. Forget a marker without an accepted item,
-        because a request with its range would claim rows that the mirror does not hold.
+        """Go back to the open snapshot as of the last accepted item. A newer marker is forgotten: a request with that
+        marker's range would claim rows that the mirror does not hold.
         """
         self.open_snapshot = self._held_snapshot
         self._purge_seqno = None
@@ -110,7 +110,7 @@ class Assembler:
         end_seqno = Seqno(max(event.end_seqno, self._resumed_end))
         if end_seqno < self.position_seqno:
             raise Violation(f"a snapshot that ends at {end_seqno}, below {self.position_seqno} which is already held")
-        if end_seqno >= SEQNO_MAX:  # requests use it for "without end"; no message can follow it
+        if end_seqno >= SEQNO_MAX:  # in requests, SEQNO_MAX means "without end"
             raise Violation(f"a snapshot that ends at {end_seqno}, which is no seqno")
         current = self.open_snapshot
         start_seqno = Seqno(min(event.start_seqno, end_seqno))
@@ -121,12 +121,12 @@ class Assembler:
                 if not self._collections and event.start_seqno > current.end_seqno:
                     self._close(out)
                     current = None
-            if current is not None:  # the snapshot continues: its first marker's start counts
+            if current is not None:  # the snapshot continues: the lower start counts
                 start_seqno = min(start_seqno, current.start_seqno)
         self._replaces_end = False
         self._purge_seqno = event.purge_seqno or None
         self.open_snapshot = SnapshotRange(start_seqno, end_seqno, event.flags)
-        if end_seqno == self.position_seqno:  # it is complete
+        if end_seqno == self.position_seqno:  # the snapshot is complete
             if end_seqno > self.boundary_seqno:
                 self._publish(out)
             else:
@@ -155,7 +155,7 @@ class Assembler:
         raise Violation(f"a row at {last_seqno}, beyond the end of its snapshot at {end_seqno}")
 
     def seqno_advanced(self, event: SeqnoAdvanced, out: list[Instruction]) -> None:
-        """Move the position to a seqno up to which the source has sent every change. Publish if it ends a snapshot."""
+        """Move the position to the event's seqno, because every change up to there was sent. Publish at the end."""
         seqno = event.seqno
         if seqno < self.position_seqno:
             raise Violation(f"an advance to {seqno}, below {self.position_seqno} which is already held")
@@ -164,8 +164,8 @@ class Assembler:
         if self._replaces_end:
             raise Violation(f"an advance to {seqno} before the first marker")
         if self.open_snapshot is None:
-            # A source may send this message without a marker; the snapshot then ends at its seqno.
-            if seqno >= SEQNO_MAX:  # requests use it for "without end"
+            # A source may send SeqnoAdvanced without a marker; the snapshot then ends at the message's seqno.
+            if seqno >= SEQNO_MAX:  # in requests, SEQNO_MAX means "without end"
                 raise Violation(f"a message at {seqno}")
             self.open_snapshot = SnapshotRange(Seqno(self.position_seqno + 1), Seqno(seqno))
         self._advance(seqno, out)
@@ -189,15 +189,15 @@ class Assembler:
         self._moved_to(seqno, out)
 
     def _manifest_before(self) -> Manifest:
-        """Return the manifest; leave out the default collection, made without an event, if the filter hides it."""
+        """Return the manifest, without the default collection if the filter hides it. No event creates that one."""
         shown = self._filter is None or self._filter.shows_by_itself(DEFAULT_COLLECTION, collections.DEFAULT_SCOPE)
         return self.manifest if shown else collections.without_default(self.manifest)
 
     def sync_write(self, event: Prepare | Commit | Abort, out: list[Instruction]) -> None:
-        """Skip a prepare or an abort: only its seqno counts.
+        """Move the position to the seqno of a prepare or an abort. A COMMIT message is a violation.
 
-        A mirror never requests sync writes, so a source sends a commit as a mutation with the prepare's value
-        (docs/protocol.md 2.6). A COMMIT message has no value, and its prepare was skipped.
+        A mirror never requests sync writes, so a source sends a commit as a mutation (docs/protocol.md 2.6). A COMMIT
+        message has no value, and the prepare with the value was skipped.
         """
         self._check_next(event.seqno)
         if isinstance(event, Commit):
@@ -208,14 +208,14 @@ class Assembler:
         raise Violation(f"an out-of-order snapshot (flags {event.flags:#x}), which was not requested")
 
     def stream_ended_regularly(self, out: list[Instruction]) -> None:
-        """Complete the open snapshot at STREAM_END OK if collections are off: no message may carry its end then."""
+        """Complete the open snapshot if collections are off: perhaps no message has the seqno of its end."""
         if self.open_snapshot is not None and not self._collections and not self._replaces_end:
             self._close(out)
 
     # --- the rules ---
 
     def _check_next(self, seqno: int) -> SnapshotRange:
-        """Refuse a single message whose seqno is not in the open snapshot; return the snapshot."""
+        """Return the open snapshot. Raises Violation if a message with this seqno may not come next in it."""
         if self.open_snapshot is None or self._replaces_end:
             raise Violation(f"a message at {seqno} outside any snapshot")
         if seqno <= self.position_seqno:
@@ -233,7 +233,7 @@ class Assembler:
         self._moved_to(seqno, out)
 
     def _close(self, out: list[Instruction]) -> None:
-        """Complete the open snapshot: all changes are here, and no message will carry its end."""
+        """Complete the open snapshot, all of whose changes are here; no message has the seqno of its end."""
         assert self.open_snapshot is not None  # the callers checked it
         end_seqno = self.open_snapshot.end_seqno
         if end_seqno > self.position_seqno:

@@ -3,11 +3,11 @@
 Knows decoded system events and `storage.model.Manifest`; must never know frames, streams or documents.
 
 Invariants:
-- an event never changes a manifest: it makes a new one, whose uid is not lower;
-- a collection's `begin_seqno` never falls, and documents at or below it are not of the collection. (A begin for a known
-  collection is a flush. A drop or a flush sends no deletions, docs/protocol.md 2.11);
-- events may be missing because later ones replaced them: an end without a begin, or a scope's end without its
-  collections' ends, is no error.
+- manifests are never changed in place: an event makes a new manifest, with the same or a higher uid;
+- a collection's `begin_seqno` never falls. Documents at or below it do not belong to the collection: a flush creates a
+  known collection again, and the source sends no deletions for a drop or a flush (docs/protocol.md 2.11);
+- an event may be missing because a later one replaced it. So a drop without a creation is no error, nor is the drop of
+  a scope without drops of its collections.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from storage.model import DEFAULT_COLLECTION, Collection, Manifest, ManifestChan
 
 DEFAULT_SCOPE = 0
 NAMES_MAX = 10_000
-"""Scopes and collections of one vbucket. A bucket has a thousand of each at most; each event copies the names."""
+"""Limit of a manifest's scopes and collections together, since each event copies them. A bucket has 1,000 of each."""
 
 
 def apply(
@@ -37,7 +37,7 @@ def apply(
 ) -> Manifest:
     """Return the manifest as it stands from `seqno` on.
 
-    `scope_names` are for streams of single collections, which bring no scope's events.
+    `scope_names`: names by scope id, for streams of single collections, which carry no scope events.
     """
     changed = _RULES[type(content)](manifest, content, seqno)
     if scope_names and isinstance(content, (CollectionCreated, CollectionModified)):
@@ -48,7 +48,7 @@ def apply(
 
 
 def change_by(content: SystemEventContent, before: Manifest, after: Manifest) -> ManifestChange:
-    """Return an event's change of a manifest; compare only the scope and collection that the event names."""
+    """Return the change from `before` to `after` in the scope and the collection that the event names."""
     named = () if isinstance(content, (ScopeCreated, ScopeDropped)) else (content.collection_id,)
     return ManifestChange.between(before, after, (content.scope_id,), named)
 
@@ -71,7 +71,7 @@ def _created(manifest: Manifest, content: CollectionCreated, seqno: Seqno) -> Ma
 
 
 def _modified(manifest: Manifest, content: CollectionModified, _seqno: Seqno) -> Manifest:
-    # The settings changed, the documents did not. Ids are never used twice, so 0 can stand for an unknown begin.
+    # The settings changed, the documents did not. If the begin is unknown, 0 will do: an id is never used twice.
     known = manifest.collections.get(content.collection_id)
     return _with_collection(manifest, content, Seqno(0) if known is None else known.begin_seqno)
 

@@ -1,8 +1,8 @@
-"""The events of a vbucket: the input of `VbucketMachine.handle` besides wire events.
+"""The events that `VbucketMachine.handle` takes, besides wire events.
 
 Wire events of a stream (SnapshotMarker, SeqnoAdvanced, SystemEvent, OsoSnapshot, StreamEnd, Prepare, Commit, Abort) are
-handed to the machine as `mirror.wire` decoded them. Opaques must be unique over all connections that a machine ever
-sees (one counter per consumer): the machine ignores messages with another opaque than its stream's.
+handed to the machine as `mirror.wire` decoded them. The machine ignores messages with another opaque than its stream's.
+So a consumer must never use an opaque twice, even on another connection.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Row = tuple[bytes, bytes]
 class Start:
     """A connection to the active node is ready (DCP opened, controls sent): streams may be requested.
 
-    Start also ends the phase REFUSED. A machine that still has a stream closes it first.
+    Start also ends the phase REFUSED. If a stream is still open, the machine closes that stream first.
     """
 
     collections: bool = True
-    """HELLO Collections was granted: keys carry their collection id and snapshots always reach their end."""
+    """True if HELLO granted Collections: keys carry a collection id, and a message carries each snapshot's end."""
     sends_purge_seqno: bool = False
-    """V2.2 markers were granted (8.0): a mid-snapshot request may name its snapshot's purge seqno."""
+    """True if V2.2 markers were granted (8.0): a mid-snapshot request may name the snapshot's purge seqno."""
     by_mirror: bool = False
-    """The node is a mirror: it may be behind this one, and will catch up."""
+    """True if the node is a mirror: it may be behind this mirror for a while."""
     end_seqno: int = SEQNO_MAX
     filter: StreamFilter | None = None
     scope_names: Mapping[int, str] = field(default_factory=dict)
-    """Names by scope id, for streams of single collections, which bring no scope's events."""
+    """Names by scope id, for streams of single collections, which carry no scope events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ConnectionLost:
 
 @dataclass(frozen=True, slots=True)
 class NoActiveNode:
-    """The cluster map names no active node for the vbucket; a later map brings Start."""
+    """The cluster map names no active node for the vbucket. Start follows once a map names one."""
 
     text: str = "the cluster map names no active node; waiting for a map that does"
 
@@ -76,7 +76,7 @@ class HighSeqno:
 
 @dataclass(frozen=True, slots=True)
 class StreamRequested:
-    """RequestStream was sent with this opaque. The host hands this in before anything that carries the opaque."""
+    """RequestStream was sent with this opaque. The host hands in this event before any message with the opaque."""
 
     opaque: int
 
@@ -150,14 +150,14 @@ class ResyncOpened:
 
 @dataclass(frozen=True, slots=True)
 class ResyncRefused:
-    """BeginResync was not executed (too little free space, say): the old copy is kept."""
+    """BeginResync was not executed, perhaps for lack of space. The old copy is kept."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class StagingRefused:
-    """The store refused rows (seqnos not rising inside a run): the rest of that list of instructions was dropped."""
+    """The store refused rows whose seqnos do not rise inside a run. The rest of the instructions was dropped."""
 
     state: VbucketState
     text: str
@@ -182,7 +182,7 @@ Answer = (
     | ResyncRefused
     | StagingRefused
 )
-"""The answers that an executed instruction can give at once."""
+"""The events that the execution of an instruction can return at once."""
 
 FromTheSource = StreamAccepted | StreamRollback | StreamRefused | FailoverLogReceived | FailoverLogRefused | KeyRefused
 LocalEvent = Start | Stop | NoActiveNode | RetryDue | HighSeqno | FromTheSource | Answer

@@ -1,11 +1,11 @@
-"""The handshake: from a stream request to its acceptance, with rollbacks, resyncs and the store's answers between.
+"""The handshake: stream requests until the source accepts one, with the rollbacks and resyncs on the way.
 
-A handshake is a chain of requests until one is accepted. Each ROLLBACK must name a seqno below the requested one. If it
-does not, or names 0, the machine asks once for the source's failover log, looks for common history in it, and requests
-a stream there. Only then does it begin a resync, next to the old copy (docs/protocol.md 2.5).
+A ROLLBACK must name a seqno below the requested one. If it does not, or if it names 0, the machine gets the source's
+failover log, once in a handshake, and requests a stream from the newest common history. If there is none, or if that
+fails too, the machine begins a resync next to the old copy (docs/protocol.md 2.5).
 
 Each function takes the machine's state and an event, appends instructions, and returns the next phase. Invariants: a
-request names exactly the store's position; the failover log is saved before the first row of its stream is staged.
+request names exactly the stored position; the failover log of a stream is saved before its first row is staged.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from mirror.ingest.state import HandshakeState, MachineState, Phase
 from storage.model import SEQNO_MAX, Seqno, SourceFacts
 
 ROLLBACK_ROUNDS_MAX = 64
-"""Rollback answers in one handshake. Servers keep 25 histories, so more rounds mean a faulty source."""
+"""Limit of rollback answers in one handshake. Servers keep 25 histories, so a source that exceeds it is faulty."""
 
 
 def begin(machine: MachineState, out: list[Instruction]) -> Phase:
-    """Request a stream from the store's position, after dropping rows that cannot be continued."""
+    """Request a stream from the stored position. First abandon staged rows that no stream can continue."""
     if not machine.connected:
         return machine.idle(out)
     continues = _filter_continues(machine)
@@ -50,7 +50,7 @@ def _filter_continues(machine: MachineState) -> bool:
         return True
     if requested is None:
         return stored is None
-    if machine.assembler.holds_part:  # perhaps rows of a collection that the manifest does not know yet
+    if machine.assembler.holds_part:  # the manifest may not name all collections of the staged rows yet
         return requested.text == stored
     return requested.continues(stored, machine.assembler.manifest.collections)
 
@@ -69,7 +69,7 @@ def _request(machine: MachineState, out: list[Instruction]) -> Phase:
     purge_seqno = None
     if offset.inside_snapshot:
         end_seqno = max(end_seqno, offset.snap_end_seqno)
-        # Only here: between snapshots a consumer below the purge seqno lacks deletions in any case.
+        # Never between snapshots: there, a consumer below the purge seqno lacks deletions and needs the ROLLBACK.
         if machine.features.sends_purge_seqno:
             purge_seqno = int(machine.stored.source_purge_seqno) or None
     machine.offset = offset
@@ -97,7 +97,7 @@ def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruct
     machine.handshake = HandshakeState()
     features, stored = machine.features, machine.stored
     facts = SourceFacts(failover_log=event.failover_log or stored.failover_log)
-    if not machine.assembler.boundary_seqno:  # the first snapshot begins or goes on
+    if not machine.assembler.boundary_seqno:  # no snapshot is complete yet
         earlier = stored.missing_seqno if machine.offset.start_seqno else 0
         facts["missing_seqno"] = earlier if features.sends_purge_seqno else SEQNO_MAX
     if features.filter is not None:
@@ -173,19 +173,19 @@ def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Pha
 def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list[Instruction]) -> Phase:
     newest = event.failover_log.newest_vbuuid
     if machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.stored.failover_log[1:]]:
-        # The source is behind: the consumer knows all of its histories.
+        # The source is behind: this mirror already has a newer history.
         text = "the source, a mirror, has not heard of the newest failover yet; asking again"
         return machine.retry(Reaction(Action.RETRY, text), out)
     machine.handshake.common_tried = True
     boundary_seqno = machine.assembler.boundary_seqno
-    # The polled high seqno may be older than held rows and would undo them. The answer to the next request, which
-    # names the common vbuuid, has the true seqno.
+    # Ignore the polled high seqno: held rows may be newer, and would be rolled back. If the source really has less, it
+    # answers the next request with the true seqno.
     common = common_history(machine.stored.failover_log, boundary_seqno, event.failover_log)
     if common is None:
         return _resync(machine, "no common history with the source", out)
     machine.handshake.next_vbuuid = common.vbuuid
-    # Roll back before the log is cut. In the other order, a crash would leave rows under a wrong history, and the
-    # source would accept them.
+    # Roll back first, then cut the failover log. In the other order, a crash in between would leave rows under a wrong
+    # history, which the source would accept.
     if common.seqno < boundary_seqno:
         return _roll_back(machine, common.seqno, f"common history {common.vbuuid:#x} up to {common.seqno}", out)
     if machine.assembler.holds_part:
@@ -196,7 +196,7 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
 
 def log_refused(machine: MachineState, event: ev.FailoverLogRefused, out: list[Instruction]) -> Phase:
     reaction = on_refusal(event.status)
-    if reaction.action is Action.GO_BACK:  # a rollback is no reaction to a refused failover log
+    if reaction.action is Action.GO_BACK:  # the refusal of a failover log does not call for a rollback
         reaction = Reaction(Action.RETRY, reaction.text)
     return machine.react(reaction, b"", out)
 
@@ -238,7 +238,7 @@ def resync_opened(machine: MachineState, event: ev.ResyncOpened, out: list[Instr
 
 
 def resync_refused(machine: MachineState, event: ev.ResyncRefused, out: list[Instruction]) -> Phase:
-    """Keep the old copy, and retry from time to time: space may be free by then."""
+    """Keep the old copy and retry later, when there may be more free space."""
     if not machine.connected:
         return machine.idle(out)
     machine.handshake = HandshakeState()

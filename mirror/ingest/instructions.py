@@ -1,14 +1,14 @@
-"""Instructions: the values that `VbucketMachine.handle` returns, one for each action.
+"""Instructions: the values that `VbucketMachine.handle` returns, one class for each action.
 
-Defines the instructions, and the guarantees of their host (`feed.host`); must never know their execution.
+Defines the instructions and the guarantees of a host (`feed.host`); must never know how a host executes them.
 
 A host guarantees:
-- the instructions of one list are executed in list order. If one fails, the rest of the list is dropped, and the
-  machine gets StagingRefused. If the store itself failed, a new machine made from the stored state replaces this one;
-- an instruction that says "answered by" is followed by that event; until then nothing is sent for the vbucket;
-- durable before acknowledged: AnswerMarker is only returned for a snapshot whose Published was handed in.
+- it executes the instructions of one list in list order. If the store refuses rows, the host drops the rest of the list
+  and hands in StagingRefused. If the store itself fails, a new machine, made from the stored state, replaces this one;
+- after an instruction that says "answered by", it hands in that event;
+- it hands in Published only after the snapshot is durable. The machine returns AnswerMarker only after that.
 
-The instances are not frozen, for speed (each live snapshot makes two). Do not change one.
+Instances are never changed. They are not frozen, because that makes them slower to create (two for each live snapshot).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VbucketStatus(StrEnum):
 
 
 class RetryReason(StrEnum):
-    """The reason for a later request; `reactions.delay_s` has a schedule for each."""
+    """The reason to delay the next request; `reactions.SCHEDULES` has the delays."""
 
     STREAM_ENDED = "stream-ended"
     SOURCE_BUSY = "source-busy"
@@ -50,7 +50,7 @@ class RetryReason(StrEnum):
 
 @dataclass(slots=True)
 class RequestStream:
-    """Send STREAM_REQ with a fresh opaque; hand in StreamRequested, later the answer."""
+    """Send STREAM_REQ with a fresh opaque. Hand in StreamRequested at once, and the source's answer later."""
 
     offset: StreamOffset
     end_seqno: int
@@ -60,7 +60,7 @@ class RequestStream:
 
 @dataclass(slots=True)
 class CloseStream:
-    """Send CLOSE_STREAM for the vbucket. Later messages with `opaque` are dropped, and acked."""
+    """Send CLOSE_STREAM for the vbucket. Drop later messages with `opaque`, but acknowledge their bytes."""
 
     opaque: int | None
 
@@ -72,26 +72,26 @@ class GetFailoverLog:
 
 @dataclass(slots=True)
 class AnswerMarker:
-    """Answer the snapshot marker that requested it, with its opaque. Its snapshot is durable."""
+    """Answer the snapshot marker that has this opaque: its snapshot is durable."""
 
     opaque: int
 
 
 @dataclass(slots=True)
 class RefreshMap:
-    """Get a new cluster map; a `config` that is not empty is one."""
+    """Follow the cluster map in `config`. If it is empty or not newer, fetch a map."""
 
     config: bytes = b""
 
 
 @dataclass(slots=True)
 class RefreshCollections:
-    """Get the source's current manifest. A changed filter comes with a new Start."""
+    """Fetch the source's current manifest. If it changes the filter, a new Start follows."""
 
 
 @dataclass(slots=True)
 class Reconnect:
-    """Close the connection and log in again: its authentication or bucket is no longer good."""
+    """Close the connection and log in again: the login or the selected bucket is no longer valid."""
 
     text: str
 
@@ -101,7 +101,7 @@ class Reconnect:
 
 @dataclass(slots=True)
 class StageRows:
-    """Accept rows above the staged position, hidden until a publish. Their bytes may then be acked."""
+    """Stage rows above the staged position. Their bytes may then be acknowledged."""
 
     rows: list[Row]
     byte_count: int
@@ -123,14 +123,14 @@ class StageSystemEvent:
     manifest: Manifest
     open_snapshot: SnapshotRange
     change: ManifestChange | None = None
-    """The change of the manifest; None: not known."""
+    """The event's change of the manifest; None: unknown."""
 
 
 @dataclass(slots=True)
 class PublishSnapshot:
-    """A snapshot is complete at `seqno`: make everything staged up to it visible. Answered, once durable, by Published.
+    """Publish everything staged up to `seqno`, the end of a complete snapshot. Answered by Published once durable.
 
-    Seqno 0: the source's vbucket is empty, in a first fill or a resync.
+    Seqno 0 publishes an empty vbucket, in a first fill or a resync.
     """
 
     seqno: Seqno
@@ -140,16 +140,16 @@ class PublishSnapshot:
 
 @dataclass(slots=True)
 class SaveFacts:
-    """Save the given facts, no later than the first row of their stream; keep the others."""
+    """Save the given facts before or with the next staged row; keep all other facts."""
 
     facts: SourceFacts
 
 
 @dataclass(slots=True)
 class RollbackTo:
-    """Go back to the newest kept boundary at or below `seqno`, staged rows included. Answered by RolledBack.
+    """Go back to the newest kept boundary at or below `seqno`, and drop the staged rows. Answered by RolledBack.
 
-    Answered by NoBoundary, with no change, if no boundary above 0 is kept there.
+    If no such boundary above 0 is kept, change nothing. Answered by NoBoundary then.
     """
 
     seqno: Seqno
@@ -157,12 +157,12 @@ class RollbackTo:
 
 @dataclass(slots=True)
 class AbandonStaged:
-    """Drop the staged rows of the open snapshot; a complete one before it stays. Answered by Abandoned."""
+    """Drop the staged rows of the open snapshot; keep complete snapshots. Answered by Abandoned."""
 
 
 @dataclass(slots=True)
 class BeginResync:
-    """Open a branch without a parent next to the served one. Answered by ResyncOpened or ResyncRefused."""
+    """Open a branch without a parent next to the served branch. Answered by ResyncOpened or ResyncRefused."""
 
     text: str
 
@@ -172,7 +172,7 @@ class BeginResync:
 
 @dataclass(slots=True)
 class RetryAfter:
-    """Hand in RetryDue after `reactions.delay_s` of the reason and the attempt (0 is the first)."""
+    """Hand in RetryDue after the delay of `reactions.delay_s` for the reason and the attempt (0 is the first)."""
 
     reason: RetryReason
     attempt: int

@@ -1,9 +1,8 @@
 """The state machine of one vbucket: takes events, returns instructions. No I/O, no clock, no random numbers.
 
-Knows the connection and, by TRANSITIONS, which events are legal in a phase and which phases may follow. An event that
-is not in its phase's row is stale or comes from a peer that breaks the rules; it is counted and ignored, so the machine
-accepts any input. Must never know the making of connections and opaques, delays, or the store. The decisions are
-functions over `MachineState`: `handshake` until a stream is accepted, `streaming` from then on.
+TRANSITIONS lists the legal events of each phase, and the phases that may follow. Any other event is stale, or its
+sender breaks the rules: the machine counts and ignores it. Must never know how connections and opaques are made, nor
+delays, nor the store. The functions that decide are in `handshake` until a stream is accepted, then in `streaming`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from mirror.wire.events import (
 
 
 class VbucketMachine(MachineState):
-    """Decides for one vbucket. It is made from the stored state, and made again after the store dropped its batch."""
+    """The machine of one vbucket, made from the stored state. After a failure of the store a new one replaces it."""
 
     def handle(self, event: ev.LocalEvent | Event) -> list[Instruction]:
         """Take one event; return the instructions that follow, in order."""
@@ -63,7 +62,7 @@ def _start(machine: MachineState, event: ev.Start, out: list[Instruction]) -> Ph
     machine.no_node = False
     machine.features = event
     if machine.phase in STORE_PHASES:
-        return machine.phase  # goes on when the store has answered
+        return machine.phase  # the store's answer starts the request
     machine.handshake = HandshakeState()
     return handshake.begin(machine, out)
 
@@ -79,7 +78,7 @@ def _disconnected(
     machine.idle_text = event.text
     machine.forget_stream()
     if machine.phase in STORE_PHASES:
-        return machine.phase  # goes to IDLE when the store has answered
+        return machine.phase  # the store's answer leads to IDLE
     machine.handshake = HandshakeState()
     machine.attempt = 0
     if machine.phase in (Phase.REFUSED, Phase.FINISHED) and not machine.no_node:
@@ -105,7 +104,7 @@ _BROKEN = (Phase.ABANDONING, Phase.WAITING)
 
 
 def _always(phase: Phase) -> dict[type, Move]:
-    """Return the events that are legal in every phase. A store phase ends only with the store's answer."""
+    """Return the moves for the events that are legal in every phase. Only the store's answer ends a store phase."""
     stays = phase in STORE_PHASES
     idle = Move(_disconnected, (phase,) if stays or phase in (Phase.REFUSED, Phase.FINISHED) else (Phase.IDLE,))
     return {
@@ -158,4 +157,4 @@ _ROWS: Mapping[Phase, Mapping[type, Move]] = {
 TRANSITIONS: Mapping[Phase, Mapping[type, Move]] = {
     phase: {**_always(phase), **_ROWS.get(phase, {})} for phase in Phase
 }
-"""The legal events by phase, each with its decision and the phases that may follow. Others are ignored."""
+"""The legal events by phase, each with its decision and the phases that may follow. Other events are ignored."""

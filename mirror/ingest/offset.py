@@ -1,17 +1,16 @@
-"""The point from which a stream is requested, and its rule.
+"""The point from which a stream is requested, derived from the stored state.
 
-Knows the position in a stream request and its derivation from the stored state. Must never know streams, answers or
-rows.
+Must never know streams, answers or rows.
 
-Invariant, held by construction: snap_start_seqno <= start_seqno <= snap_end_seqno (a producer answers anything else
-with ERANGE; docs/protocol.md 2.4). Of the three kinds of offset:
-- fresh: all zero and no vbuuid;
-- between snapshots: E,E,E where E is the newest complete boundary. The range of a marker whose first item was not yet
-  accepted is never part of an offset;
-- inside a snapshot: start is the last staged seqno X, the range is [E, end of the open snapshot]. The range begins at
-  our own boundary and not at the marker's start, which is not reliable (2.6). With the marker's start, start could
-  equal snap_start after the first item. The producer would then assume that the snapshot has not begun. It might accept
-  on another history, which never sends the items that were deduplicated below.
+Invariant, checked by the constructor: snap_start_seqno <= start_seqno <= snap_end_seqno (a producer answers anything
+else with ERANGE; docs/protocol.md 2.4). There are three kinds of offset:
+- fresh: all zero, without a vbuuid;
+- between snapshots: E,E,E, where E is the newest complete boundary. The range of a marker is not used before its first
+  item is accepted;
+- inside a snapshot: start is the last staged seqno, the range is [E, end of the open snapshot]. The range begins at E
+  and not at the marker's start, because that is unreliable (2.6) and could equal the last staged seqno. The producer
+  would then assume that the consumer has nothing of the snapshot, and might accept the request on another history,
+  which never sends the documents that the staged part left out.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class OffsetInvalid(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StreamOffset:
-    """The point from which a stream is requested: everything up to `start_seqno` is held, on the history `vbuuid`."""
+    """The point from which a stream is requested: the mirror holds the history `vbuuid` up to `start_seqno`."""
 
     vbuuid: Vbuuid
     start_seqno: Seqno
@@ -42,7 +41,7 @@ class StreamOffset:
 
     @property
     def inside_snapshot(self) -> bool:
-        """True if part of a snapshot is held, so that only its continuation makes it whole."""
+        """True if the mirror holds part of the snapshot, and requests the rest."""
         return self.snap_start_seqno != self.snap_end_seqno
 
     @staticmethod
@@ -57,18 +56,18 @@ class StreamOffset:
 def resume_offset(
     boundary_seqno: Seqno, staged_seqno: Seqno, open_snapshot: SnapshotRange | None, failover_log: FailoverLog
 ) -> StreamOffset:
-    """Return the offset after the newest complete boundary and, if resumable, the staged part of the next snapshot.
+    """Return the offset after the staged part of the open snapshot if that is resumable, else after the boundary.
 
-    Inside a snapshot the history is that of its *end*, from which the rows came. The source would answer an older
-    history with a rollback to its branch point, although no change was lost.
+    Inside a snapshot, `vbuuid` is the history at the snapshot's *end*, because the rows came from that history. If the
+    request named an older one, the source would answer with a rollback, although no change was lost.
     """
     if not is_resumable(boundary_seqno, staged_seqno, open_snapshot):
         return StreamOffset.between_snapshots(boundary_seqno, failover_log.vbuuid_at(boundary_seqno))
-    assert open_snapshot is not None  # is_resumable said so
+    assert open_snapshot is not None  # checked by is_resumable
     end_seqno = open_snapshot.end_seqno
     return StreamOffset(failover_log.vbuuid_at(end_seqno), staged_seqno, boundary_seqno, end_seqno)
 
 
 def is_resumable(boundary_seqno: Seqno, staged_seqno: Seqno, open_snapshot: SnapshotRange | None) -> bool:
-    """Return True if the staged rows may be continued: part of a snapshot is held and its end is known and ahead."""
+    """Return True if a stream can continue the staged rows: they end inside a snapshot whose end is known."""
     return open_snapshot is not None and boundary_seqno < staged_seqno < open_snapshot.end_seqno

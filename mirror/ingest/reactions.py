@@ -1,11 +1,11 @@
-"""Reactions to the end of a stream and to a refused request (docs/protocol.md 2.4 and 2.10), and the pauses after them.
+"""Reactions to the end of a stream and to a refused request (docs/protocol.md 2.4 and 2.10), and the delays after them.
 
 Knows codes, the reaction to each, and a text with the remedy. Must never know the state of a vbucket.
 
-Invariants: every code has a reaction, unknown ones included; only codes named here stop a vbucket, and each is
-reported. Any end of a stream may hide a rollback, so the machine always resumes by a full stream request. A delay never
-exceeds its schedule's cap, never falls with the attempt (at equal jitter), and is at least half of the full delay, so
-that a thousand vbuckets refused at once do not come back at once. The caller brings the jitter.
+Invariants: every code has a reaction, even an unknown code. Only codes named here stop a vbucket, and each stop is
+reported. Any end of a stream may hide a rollback, so the machine always resumes by a full stream request. At equal
+jitter a delay never falls with the attempt, and it never exceeds its schedule's cap. The caller's jitter spreads it
+between half and all of the full delay: a thousand vbuckets that were refused together do not retry together.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Action(Enum):
     RETRY = auto()
     REFRESH_MAP = auto()
     REOPEN = auto()
-    """Close the stream that the source believes to be open, and ask again after a delay."""
+    """Close the stream that the source reports as open, and request it again after a delay."""
     RECONNECT = auto()
     REFRESH_COLLECTIONS = auto()
     WAIT_FOR_COLLECTIONS = auto()
-    """Wait until there are collections to ask for."""
+    """Wait until a selected collection exists."""
     GO_BACK = auto()
-    """Drop the open snapshot, or without one search common history: the source cannot continue from there."""
+    """The source cannot continue from the position. Drop the open snapshot or, without one, search common history."""
     REFUSED = auto()
-    """Report it and ask again after up to a minute: an administrator may grant the privilege."""
+    """Report the refusal and retry within a minute, because an administrator may grant the privilege."""
     STOP = auto()
-    """Report it and stop: only a person can help."""
+    """Report the refusal and stop, because only a person can help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ REFUSALS: dict[int, Reaction] = {
 
 
 def on_stream_end(reason: int) -> Reaction:
-    """Return the reaction to an end code; an unknown one is retried."""
+    """Return the reaction to an end code; unknown codes are retried."""
     known = STREAM_ENDS.get(reason)
     return known or Reaction(Action.RETRY, f"the source ended the stream with code {reason}; asking again", _ENDED)
 
@@ -134,20 +134,20 @@ def on_refusal(status: int) -> Reaction:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The full delay doubles from `first_s` to `cap_s`."""
+    """The full delay doubles with each attempt, from `first_s` up to `cap_s`."""
 
     first_s: float
     cap_s: float
 
     def full_delay_s(self, attempt: int) -> float:
-        doublings = min(max(attempt, 0), 32)  # 2**32 times any first delay is beyond every cap; bounds the power
+        doublings = min(max(attempt, 0), 32)  # bounds the power: 2**32 times any `first_s` exceeds every cap
         return min(self.first_s * 2.0**doublings, self.cap_s)
 
 
 SCHEDULES: dict[RetryReason, Schedule] = {
-    RetryReason.STREAM_ENDED: Schedule(0.05, 10.0),  # a failover is over within a second; lag counts
+    RetryReason.STREAM_ENDED: Schedule(0.05, 10.0),  # short, for low lag: a failover takes less than a second
     RetryReason.SOURCE_BUSY: Schedule(0.2, 10.0),  # warmup and memory pressure last seconds to minutes
-    RetryReason.NOT_MY_VBUCKET: Schedule(0.05, 5.0),  # the map is fetched again meanwhile
+    RetryReason.NOT_MY_VBUCKET: Schedule(0.05, 5.0),  # a new map arrives soon
     RetryReason.COLLECTION_UNKNOWN: Schedule(1.0, 60.0),  # manifests spread in seconds, or the collection is gone
     RetryReason.VIOLATION: Schedule(1.0, 300.0),  # a source that breaks the protocol will do so again
     RetryReason.REFUSED_FOR_NOW: Schedule(1.0, 60.0),

@@ -1,11 +1,11 @@
-"""The rollback rule of both roles: a producer's answer to a stream request, and a consumer's common history with it.
+"""The rollback rule of both roles: a producer's answer to a stream request, and a consumer's search of common history.
 
 Knows seqnos, failover logs and purge seqnos as plain values. Must never know rows, streams, time or the store: every
 function here is pure and total.
 
-Producer (`producer_answer`): the numbered rule of docs/protocol.md 2.5, which compares the purge seqno with the *start*
-seqno. It gives the recorded answer of two real engines in all cases of tests/recordings (`rollback_answers_*`).
-Consumer (`common_history`): the part of the data that need not be fetched again.
+`producer_answer` follows the numbered cases of docs/protocol.md 2.5, which compare the purge seqno with the *start*
+seqno. It agrees with two real engines in all cases recorded in tests/recordings (`rollback_answers_*`).
+`common_history` finds the data that a consumer need not fetch again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Accept: ...
 
 @dataclass(frozen=True, slots=True)
 class RollbackAnswer:
-    """The consumer has changes that the producer lacks: it must go back to `seqno` or below and ask again."""
+    """The consumer has changes that the producer lacks. The consumer must go back to `seqno` or below and ask again."""
 
     seqno: int
 
@@ -52,20 +52,20 @@ def producer_answer(
     """Answer a stream request as kv_engine does; case numbers are those of docs/protocol.md 2.5.
 
     `failover_log` is the producer's, newest first. `strict_vbuuid` and `ignore_purged_tombstones` are the stream
-    request flags 0x20 and 0x80; `client_purge_seqno` is the request's `purge_seqno` (8.0); `holds_whole_filter` is for
-    a filtered stream whose client already has all there is of its collections.
+    request flags 0x20 and 0x80; `client_purge_seqno` is the request's `purge_seqno` (8.0); `holds_whole_filter` is True
+    if the client of a filtered stream already holds every document of its collections.
     """
     if start_seqno > end_seqno or not snap_start_seqno <= start_seqno <= snap_end_seqno:  # case 0
         return OutOfRange()
     if start_seqno == 0 and (not strict_vbuuid or vbuuid == 0):  # case 1
         return Accept()
     purge_matters = not ignore_purged_tombstones and not holds_whole_filter and client_purge_seqno != purge_seqno
-    if start_seqno != 0 and start_seqno < purge_seqno and purge_matters:  # case 2: deletions were lost in between
+    if start_seqno != 0 and start_seqno < purge_seqno and purge_matters:  # case 2: deletions after start were purged
         return RollbackAnswer(0)
     upper_seqno = failover_log.end_of(vbuuid, high_seqno)
     if upper_seqno is None:  # case 3: an unknown history
         return RollbackAnswer(0)
-    # Case 4. At its start the consumer has none of the snapshot, at its end all: only that edge counts.
+    # Case 4. At the snapshot's start the consumer has none of it, at the end all of it: the range shrinks to that edge.
     if start_seqno == snap_start_seqno:
         snap_end_seqno = start_seqno
     if snap_end_seqno <= upper_seqno:
@@ -80,20 +80,20 @@ def producer_answer(
 
 @dataclass(frozen=True, slots=True)
 class CommonHistory:
-    """The newest history that consumer and producer share, and its end in both."""
+    """The newest history that consumer and producer share, and the seqno up to which they share it."""
 
     vbuuid: Vbuuid
     seqno: Seqno
     failover_log: FailoverLog
-    """The consumer's log from that history on; the source does not share newer entries."""
+    """The consumer's log without the newer entries, which the source does not share."""
 
 
 def common_history(own_log: FailoverLog, own_seqno: int, source_log: FailoverLog) -> CommonHistory | None:
-    """Find the newest common history by the logs alone before a rollback to 0 is accepted (docs/protocol.md 2.5).
+    """Return the newest history that is in both logs; None if no seqno above 0 is shared (docs/protocol.md 2.5).
 
-    The newest own entry is tried first, also among entries of one seqno: after a failover without loss the newest one
-    starts at our position, and a source that does not know it still shares the one before. A history is shared up to
-    the lower of its ends in the two logs. None if no seqno above 0 is shared.
+    The newest own entry is tried first, even if the one before has the same seqno: after a failover without loss the
+    newest entry starts at our position. A source that lacks that entry may share the one before. A history is shared up
+    to the lower of its ends in the two logs.
     """
     for index, entry in enumerate(own_log):
         source_end_seqno = source_log.end_of(entry.vbuuid, SEQNO_MAX)

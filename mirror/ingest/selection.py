@@ -1,9 +1,9 @@
-"""The part of a bucket that is mirrored: all of it, one scope, or collections by name; and its ids at the source today.
+"""The mirrored part of a bucket (all of it, one scope, or collections), by name and by the source's current ids.
 
 Knows names, ids and the source's manifest (GET_COLLECTIONS_MANIFEST; kv_engine docs/Collections.md). Must never know
-connections, nor a vbucket's position. People choose names, and names identify a mirror; streams request ids, and a name
-that is dropped and made again has another id. Invariants: a selection and a filter have one canonical text each; a
-filter names only parts of the manifest, because a source refuses any others.
+connections or a vbucket's position. Names identify a mirror, but streams request ids: a collection that is dropped and
+created again has the same name and another id. Invariants: a selection and a filter have one canonical text each; a
+filter names only ids of the manifest, because a source refuses others.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from storage.model import DEFAULT_COLLECTION
 
 _NAME = re.compile(r"[A-Za-z0-9_%-]{1,251}")
 COLLECTIONS_MAX = 1000
-"""Collections that one mirror selects by name; a bucket holds no more."""
+"""Limit of selected collections; a bucket has no more."""
 SYSTEM_SCOPE = "_system"
-"""The scope of the server's own services, since 7.6 in every bucket."""
+"""The scope of the server's own services. Since 7.6 every bucket has it."""
 
 
 FilterFields = dict[str, str | list[str]]
 """The JSON value of a stream request: `scope` or `collections`, as hex ids."""
 
 MANIFEST_BYTES_MAX = 4 * 1024 * 1024
-"""Bytes of a source's manifest: ten times a full bucket with the longest names. Reading it takes some 50 ms."""
+"""Limit of a source's manifest: ten times a full bucket's with the longest names. Parsing that takes 50 ms."""
 
 
 class MalformedManifest(Exception): ...
@@ -93,21 +93,21 @@ class StreamFilter:
         return {"collections": [f"{each:x}" for each in self.collection_ids]}
 
     def shows_by_itself(self, collection_id: int, scope_id: int) -> bool:
-        """Return True if the filter shows a collection that exists without an event."""
+        """Return True if the filter includes a collection that no event creates (the default collection)."""
         return self.scope_id == scope_id if self.scope_id is not None else collection_id in self.collection_ids
 
     def within(self, other: StreamFilter | None) -> bool:
-        """Return True if the other filter shows everything that this one shows."""
+        """Return True if the other filter includes everything that this one does."""
         if other is None or self.scope_id is not None or other.scope_id is not None:
             return self == other
         return set(self.collection_ids) <= set(other.collection_ids)
 
     def continues(self, before: str | None, held_ids: Iterable[int]) -> bool:
-        """Return True if this filter can continue a stream that was filtered to `before`.
+        """Return True if a stream with this filter can continue one with the filter text `before`.
 
-        It must show each collection in `held_ids`, whose end would never come otherwise. It must not add a collection,
-        whose earlier rows would never come. Even an equal filter can lack a held collection, after the staged rows with
-        the collection's end were abandoned.
+        This filter must include each collection in `held_ids`: otherwise the source would not send its drop. It must
+        not add a collection: the source would not send its earlier rows. Even an equal filter can lack a held
+        collection, if the staged rows with the collection's drop were abandoned.
         """
         old = None if before is None else StreamFilter.parse(before)
         if old is None or old.scope_id is not None or self.scope_id is not None:
@@ -115,7 +115,7 @@ class StreamFilter:
         old_ids, ids = set(old.collection_ids), set(self.collection_ids)
         left_out = set(held_ids) - ids
         if DEFAULT_COLLECTION not in old_ids:
-            left_out.discard(DEFAULT_COLLECTION)  # every manifest begins with it, whatever is streamed
+            left_out.discard(DEFAULT_COLLECTION)  # in every manifest, even if no stream includes it
         return ids <= old_ids and not left_out
 
 
@@ -123,10 +123,10 @@ class StreamFilter:
 class Resolved:
     uid: int
     filter: StreamFilter | None
-    """None: the whole bucket, or with `missing` no existing collection."""
+    """None: the whole bucket; or, if `missing` is not empty, nothing that exists."""
     missing: tuple[str, ...] = ()
     collection_ids: tuple[int, ...] = ()
-    """The collections whose high seqnos bound the streams."""
+    """Ids of the selected collections that exist. Their high seqnos are polled."""
     scope_names: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -136,14 +136,14 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The scope or collections that users requested, by name; neither: the whole bucket."""
+    """The names of the mirrored scope or collections; the whole bucket if there are none."""
 
     scope: str | None = None
     collections: tuple[str, ...] = ()
 
     @staticmethod
     def of(scope: str | None, collections: Iterable[str] | None) -> Selection:
-        """Judge names. Raises ConfigError."""
+        """Check the names, and return the selection. Raises ConfigError."""
         names = tuple(sorted(set(collections or ())))
         if scope is not None and names:
             raise ConfigError(
@@ -169,7 +169,7 @@ class Selection:
 
     @staticmethod
     def parse(text: str) -> Selection:
-        """Read `text`. Raises ConfigError."""
+        """Parse the canonical text. Raises ConfigError."""
         kind, _, names = text.partition(" ")
         if kind == "scope":
             return Selection.of(names, None)

@@ -1,7 +1,7 @@
-"""The state of one vbucket's machine, and the ways in which the handling of an event ends.
+"""The state of one vbucket's machine, and the methods that end the handling of an event.
 
 Knows the vbucket's stored position, its stream, and its requests to the source. `handshake` and `streaming` decide, and
-`machine` calls them. A function that ends the handling appends its instructions and returns the next phase.
+`machine` calls them. A method that ends the handling appends instructions and returns the next phase.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Phase(StrEnum):
     IDLE = auto()  # no connection: waiting for Start
     REQUESTING = auto()  # a stream was requested: waiting for its answer
     STREAMING = auto()  # the stream is open: waiting for its messages
-    ASKING_LOG = auto()  # rolled back to 0: waiting for the source's failover log, to look for common history first
+    ASKING_LOG = auto()  # waiting for the source's failover log, to search common history before a resync
     ROLLING_BACK = auto()  # waiting for the store, as in the next two
     ABANDONING = auto()
     OPENING_RESYNC = auto()
     WAITING = auto()  # waiting for RetryDue
-    REFUSED = auto()  # waiting for people: a new Start
-    FINISHED = auto()  # a stream with an end has reached it
+    REFUSED = auto()  # waiting for a new Start, after a person has removed the cause
+    FINISHED = auto()  # the stream has reached the requested end
 
 
 STORE_PHASES = frozenset((Phase.ROLLING_BACK, Phase.ABANDONING, Phase.OPENING_RESYNC))
-"""The store is at work and will answer, whatever happens to the connection."""
+"""The phases that only the store's answer ends, even if the connection is lost."""
 
 
 @dataclass(slots=True)
@@ -67,9 +67,9 @@ class Shown:
 class HandshakeState:
     rollback_rounds: int = 0
     common_tried: bool = False
-    """True after the one search of the source's failover log for common history."""
+    """True if common history was searched in the source's failover log, which happens once."""
     next_vbuuid: Vbuuid | None = None
-    """The common history that was found; the next request names it."""
+    """The common history that was found, for the next request."""
 
 
 class MachineState:
@@ -77,7 +77,7 @@ class MachineState:
         self.vbid = vbid
         self.phase = Phase.IDLE
         self.shown = Shown()
-        # The connection, and the conversation over it.
+        # The connection and its requests.
         self.connected = False
         self.no_node = False
         self.idle_text = self.shown.text
@@ -85,16 +85,16 @@ class MachineState:
         self.handshake = HandshakeState()
         self.offset = StreamOffset.fresh()
         self.attempt = 0
-        """Tries since the last progress."""
+        """Retries since the last progress."""
         self.retry_reason: RetryReason | None = None
-        """The reason for a delay before the next request, once the staged rows are abandoned; None: no delay."""
+        """The reason to delay the request that follows AbandonStaged; None: no delay."""
         # The stream.
         self.opaque: int | None = None
         self.assembler = Assembler(self.progressed)
         self.marker_acks: list[tuple[int, int]] = []
-        """End and opaque of each marker that waits to be answered."""
+        """(End, opaque) of each marker that is answered once its snapshot is durable."""
         self.marker_purge_seqno = 0
-        """The newest marker's purge seqno, until its first item arrives."""
+        """The newest marker's purge seqno until it is saved, then 0."""
         self.high_seqno: int | None = None
         # The stored position.
         self.durable_seqno = state.staging_published_seqno
@@ -103,9 +103,9 @@ class MachineState:
     def load(self, state: VbucketState) -> None:
         self.assembler.load(state)
         self.stored = state
-        """The state as loaded, with the facts that were saved since."""
+        """The loaded state, with the facts that were saved since."""
         self.resyncing = state.staging_branch != state.branch and not self.assembler.boundary_seqno
-        self.empty_reported = bool(state.failover_log) and not self.resyncing  # matters only while nothing is held
+        self.empty_reported = bool(state.failover_log) and not self.resyncing  # read only while nothing is held
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 
     def save(self, out: list[Instruction], **facts: Unpack[SourceFacts]) -> None:
@@ -152,7 +152,7 @@ class MachineState:
         self.marker_purge_seqno = 0
         self.assembler.end_stream()
 
-    # --- ends of a turn ---
+    # --- ends of the handling of an event ---
 
     def idle(self, out: list[Instruction]) -> Phase:
         status = VbucketStatus.NO_ACTIVE_NODE if self.no_node else VbucketStatus.WAITING
@@ -169,13 +169,13 @@ class MachineState:
         return self.wait(reaction.reason, out)
 
     def abandon(self, reason: RetryReason | None, out: list[Instruction]) -> Phase:
-        """Drop the staged rows; then ask again at once, or after the delay for `reason`."""
+        """Drop the staged rows. The next request then follows at once, or after the delay for `reason`."""
         self.retry_reason = reason
         out.append(AbandonStaged())
         return Phase.ABANDONING
 
     def react(self, reaction: Reaction, config: bytes, out: list[Instruction]) -> Phase:
-        """React to a refusal or a stream's end. Action.GO_BACK is the handshake's."""
+        """React to a refusal or a stream's end. The caller handles Action.GO_BACK."""
         action = reaction.action
         if action in (Action.STOP, Action.REFUSED, Action.WAIT_FOR_COLLECTIONS):
             self.forget_stream()
@@ -204,7 +204,7 @@ class MachineState:
 
     @property
     def waits_for_end(self) -> bool:
-        """True while part of a snapshot from the source's memory is held. Such a snapshot is sent at once, so its end
-        should be near. Without collections perhaps no message carries the end (docs/protocol.md 2.6).
+        """True while the mirror holds part of a snapshot from the source's memory, whose end should arrive soon. False
+        on a connection without collections, where perhaps no message has the end (docs/protocol.md 2.6).
         """
         return self.features.collections and self.assembler.holds_part and not self.assembler.from_disk

@@ -1,8 +1,8 @@
 """An open stream: its messages, the answers to its markers, and its end.
 
-The functions of the table take the machine's state and an event, append instructions, and return the next phase. A
-marker is answered only after its snapshot is durable. If the source breaks the rules, the machine drops the open
-snapshot and requests the stream again after a delay.
+The functions in `machine.TRANSITIONS` take the machine's state and an event, append instructions, and return the next
+phase. A marker is answered only after its snapshot is durable. If the source breaks the rules, the machine drops the
+open snapshot and requests the stream again after a delay.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from mirror.wire.events import (
 from storage.model import SEQNO_MAX, Seqno, SourceFacts
 
 _ACK = int(SnapshotFlag.ACK)
-"""As a plain int: an IntFlag takes a microsecond per test, and markers come by the hundred thousand."""
+"""A plain int, because testing an IntFlag takes a microsecond."""
 
 MARKER_ACKS_MAX = 1024
-"""Markers that wait for their answer. One snapshot is open at a time, so more than a few mean a faulty source."""
+"""Limit of markers that wait for an answer. Only one snapshot is open at a time, so a source that exceeds it is
+faulty.
+"""
 
 _ASSEMBLE: dict[type, Callable[[Assembler, Any, list[Instruction]], None]] = {
     SnapshotMarker: Assembler.marker,
@@ -92,7 +94,7 @@ def _marked(machine: MachineState, event: SnapshotMarker, out: list[Instruction]
 
 
 def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
-    """Save the marker's purge seqno before its first item or its end: a request after a restart sends it."""
+    """Save the newest marker's purge seqno before its first item, for a mid-snapshot request after a restart."""
     purge_seqno, machine.marker_purge_seqno = machine.marker_purge_seqno, 0
     facts = SourceFacts(source_purge_seqno=Seqno(purge_seqno))
     if not machine.assembler.boundary_seqno:
@@ -103,7 +105,7 @@ def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
 def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Phase:
     if machine.is_stale(event.opaque):
         return Phase.STREAMING
-    # A stream without end cannot reach its end, so OK then means no more than the other codes.
+    # A stream that was requested without an end cannot reach one: OK is then handled like the other codes.
     regular = event.reason == StreamEndReason.OK and machine.features.end_seqno != SEQNO_MAX
     if regular:
         if machine.marker_purge_seqno:
@@ -118,7 +120,7 @@ def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Ph
 def published(machine: MachineState, event: ev.Published, out: list[Instruction]) -> Phase:
     """Answer the markers whose snapshots are durable now."""
     if event.seqno > machine.assembler.boundary_seqno:
-        return machine.phase  # was rolled back meanwhile
+        return machine.phase  # rolled back since
     machine.durable_seqno = Seqno(event.seqno)
     if machine.marker_acks:
         due = [opaque for end_seqno, opaque in machine.marker_acks if end_seqno <= event.seqno]
@@ -133,12 +135,12 @@ def high_seqno(machine: MachineState, event: ev.HighSeqno, out: list[Instruction
         if event.seqno == 0:
             _perhaps_empty(machine, out)
         if machine.caught_up:
-            machine.attempt = 0  # an idle stream has no other way to show that it is well
+            machine.attempt = 0  # an idle stream has no publish that would reset it
     return machine.phase
 
 
 def _perhaps_empty(machine: MachineState, out: list[Instruction]) -> None:
-    """Publish an empty snapshot once if the source's vbucket is empty, because the source sends none."""
+    """Publish seqno 0 once if nothing is held: the source sends no snapshot of an empty vbucket."""
     assembler = machine.assembler
     if machine.empty_reported or assembler.holds_part or assembler.boundary_seqno or assembler.open_snapshot:
         return
@@ -157,7 +159,7 @@ def staging_refused(machine: MachineState, event: ev.StagingRefused, out: list[I
 
 
 def violated(machine: MachineState, text: str, out: list[Instruction]) -> Phase:
-    """Drop the open snapshot, and request the stream again later. A snapshot published before it stays."""
+    """Drop the open snapshot, and request the stream again later. Complete snapshots stay."""
     shown = machine.shown
     shown.violation_count += 1
     shown.failing_text = (

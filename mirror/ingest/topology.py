@@ -1,14 +1,14 @@
-"""The cluster map: reads from a node's JSON which node serves which vbucket, and decides which of two maps is followed.
+"""The cluster map: parses a node's JSON into the nodes of each vbucket, and decides which of two maps to follow.
 
 Knows the JSON of a cluster configuration (bucket or cluster level). Must never know sockets or name look-ups. A missing
-field, or one of the wrong type, is a MalformedClusterMap that names it.
+field, or a field of the wrong type, raises a MalformedClusterMap that names the field.
 
-Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), epoch first, both
-unbounded ints; a map never replaces a newer one (`NewestMap` and `newest_of` alone compare maps). Nodes differ by host
+Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), both unbounded
+ints; a map never replaces a newer one; only `NewestMap` and `newest_of` compare maps. A node is identified by its host
 and ports.
 
-The reason for "never": a node that was failed over and comes back (or was partitioned) still has its old map and data,
-and believes that it is active. Only the revision tells its map from the cluster's.
+A map never replaces a newer one, because a node that returns after a failover or a partition still has its old map and
+data, and acts as if it were active. Only the revision shows that its map is older than the cluster's.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ NO_NODE = -1
 """In `active`: the map names no active node for the vbucket."""
 
 HOST_PLACEHOLDER = "$HOST"
-"""Stands for the address that the map was requested from."""
+"""Stands for the host that sent the map."""
 
 VIEWS = "couchapi"
 """The capability of buckets with views. Only persistent buckets have it."""
 SYSTEM_CAPABILITIES = frozenset(("querySystemCollection", "mobileSystemCollection"))
-"""Capabilities of buckets that have a scope `_system`, as all have since 7.6."""
+"""Capabilities of buckets with a scope `_system`; since 7.6 every bucket has one."""
 
 _T = TypeVar("_T")
 _NOUNS: dict[type, str] = {dict: "an object", list: "a list", int: "a whole number", str: "a text"}
 
 VBUCKET_COUNT_MAX = 65_536
-"""A vbucket id has 16 bits on the wire; more rows than that cannot be a map."""
+"""Limit of the rows of a map, because a vbucket id has 16 bits on the wire."""
 
 
 Revision = tuple[int, int]
-"""(epoch, revision), the order of maps. Servers before 7.0.2 send no epoch, which counts as epoch 0."""
+"""(epoch, revision), which orders maps. The epoch is 0 in maps of servers before 7.0.2, which send none."""
 
 
 class MalformedClusterMap(ValueError):
@@ -50,7 +50,7 @@ class MalformedClusterMap(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A data node's KV service. A port (plain or TLS) that is not offered is None."""
+    """A data node's KV service. The port is None if the node does not offer it (plain or TLS)."""
 
     host: str
     kv_port: int | None
@@ -75,19 +75,19 @@ class ClusterMap:
     active: tuple[int, ...]
     cluster_uuid: str | None = None
     replicas: tuple[tuple[int, ...], ...] = ()
-    """By vbucket, the replicas that have a node, as indexes into `nodes`."""
+    """By vbucket, the indexes in `nodes` of its replicas that have a node."""
     ephemeral: bool = False
-    """The bucket lives in memory and is never persisted."""
+    """True if the source keeps the bucket in memory only."""
     system_collections: bool = False
-    """The bucket has the server's own collections, which only privileged users see."""
+    """True if the bucket has the server's own collections, which only privileged users see."""
     network: str = "default"
-    """The network of the nodes' addresses; later maps of the source are read with the same."""
+    """The network of the nodes' addresses, also used for later maps of the source."""
     network_offered: bool = True
-    """True if some node has addresses of that network. If none has, all keep their own addresses."""
+    """False if no node has an address in `network`: then `nodes` has the nodes' own addresses."""
     replaces: bool = False
     """True if this map replaces a map of equal revision (`NewestMap.instead`)."""
     of_mirror: bool = False
-    """The map of a mirror's DCP port, which names itself alone: its revisions are not those of the cluster's maps."""
+    """True if a mirror's DCP port sent the map. It names that mirror only, and has revisions of its own."""
 
     @property
     def revision(self) -> Revision:
@@ -103,7 +103,7 @@ class ClusterMap:
         return None if index == NO_NODE else self.nodes[index]
 
     def copies_of(self, vbid: int) -> list[Node]:
-        """Return the nodes that hold the vbucket now, the active one first; empty when there is no active one."""
+        """Return the nodes that hold the vbucket, the active node first; empty if there is no active node."""
         active = self.node_of(vbid)
         if active is None:
             return []
@@ -133,26 +133,26 @@ class MapVerdict(Enum):
     NEWER = "newer"
     KNOWN = "known"
     OLDER = "older"
-    """Older than one that was followed before, perhaps by another process or before a restart."""
+    """Older than a map that was followed, perhaps by another process or before a restart."""
     OTHER_BUCKET = "other bucket"
     """A map of another bucket, whose revisions do not compare."""
 
 
 class NewestMap:
-    """The newest map of one bucket, and the rule by which it is replaced: by a newer one, never by an older.
+    """The newest map of one bucket. Only a newer map replaces it.
 
-    Maps of the cluster are ordered by revision, over restarts too (`floor`). A map of equal revision is the same map,
-    unless it names other nodes and those that it does not name are away: the cluster was restarted with other ports. A
-    mirror that serves as the source numbers its maps by its own starts: such a map is accepted only while none of the
-    cluster's is followed, and sets no floor.
+    Maps of the cluster are ordered by revision, even after a restart (`floor`). A map of equal revision is normally the
+    same map. It replaces the followed map only if it leaves out nodes and all of these are away: the cluster was
+    restarted with other ports. A mirror that serves as the source numbers its maps by its own starts. Such a map sets
+    no floor, and is accepted only while no map of the cluster is followed.
     """
 
     def __init__(self, bucket_uuid: str | None = None, floor: Revision | None = None) -> None:
-        """`bucket_uuid`: None or empty to accept any bucket's first map. `floor`: the newest revision so far."""
+        """`bucket_uuid`: None or empty to accept the first map of any bucket."""
         self.current: ClusterMap | None = None
         self.bucket_uuid = bucket_uuid
         self.floor = floor
-        """The newest revision of the cluster's maps that was ever followed."""
+        """The newest revision that was ever followed. Revisions of mirrors do not count."""
 
     def judge(self, found: ClusterMap) -> MapVerdict:
         current = self.current
@@ -172,8 +172,8 @@ class NewestMap:
         return MapVerdict.KNOWN
 
     def instead(self, found: ClusterMap, away: Callable[[Node], bool]) -> ClusterMap:
-        """Return the map. Mark it as a replacement if the followed map has the same revision and names nodes that are
-        away.
+        """Return the map, marked as a replacement if the followed map has the same revision, and names nodes that
+        `found` leaves out and that are all away.
         """
         current = self.current
         if current is None or current.of_mirror or found.revision != current.revision:
@@ -205,9 +205,9 @@ def check_bucket(mirrored: Identity, uuid: str | None, vbucket_count: int) -> No
 
 
 def newest_of(maps: Sequence[ClusterMap], bucket_uuid: str | None = None) -> ClusterMap:
-    """Return the newest of the maps that several nodes sent, the first one if several are equal.
+    """Return the newest map, or the first of several that are equal.
 
-    Maps of another bucket count only if there is no other; without `bucket_uuid` the first map names the bucket.
+    Maps of another bucket than `bucket_uuid` (None: than the first map's) count only if there are no others.
     """
     expected_uuid = bucket_uuid or maps[0].bucket_uuid
     ours = [each for each in maps if each.bucket_uuid == expected_uuid] or maps
@@ -217,9 +217,9 @@ def newest_of(maps: Sequence[ClusterMap], bucket_uuid: str | None = None) -> Clu
 
 
 def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default") -> ClusterMap:
-    """Read a cluster configuration that was sent by `host`.
+    """Parse a cluster configuration that `host` sent. Raises MalformedClusterMap.
 
-    `network` picks alternate addresses by name ("external"); a node without that network keeps its own address.
+    `network` names the alternate addresses to use ("external"). A node without that network keeps its own address.
     """
     config = _load(text)
     nodes_ext = [_NodeExt.parse(item, host, network) for item in _checked(config.get("nodesExt", []), list, "nodesExt")]
@@ -249,8 +249,8 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
 def _is_ephemeral(config: Mapping[str, object]) -> bool:
     """Return True for an ephemeral bucket.
 
-    Newer maps have `bucketType` (ns_server, bucket_info_cache). In older maps an ephemeral bucket lacks `couchapi`; in
-    newer ones a Magma bucket lacks it, too.
+    Newer maps have `bucketType` (ns_server, bucket_info_cache). In older maps only ephemeral buckets lack `couchapi`;
+    in newer maps Magma buckets lack it, too.
     """
     if isinstance(config.get("bucketType"), str):
         return bool(config["bucketType"] == "ephemeral")
@@ -265,10 +265,10 @@ def _capabilities(config: Mapping[str, object]) -> list[str]:
 
 
 def network_of(text: bytes | str, contacted_host: str, contacted_port: int | None = None) -> str:
-    """Return the network that has the contacted address, as SDKs choose it.
+    """Return the network that has the contacted address, as SDKs choose it; "default" if no network has it.
 
-    A match of host and port precedes a match of the host alone, which all nodes of a test cluster may share. An address
-    of no network gives "default".
+    A match of host and port is preferred to a match of the host alone, because all nodes of a test cluster may share
+    one host.
     """
     config = _load(text)
     found: list[tuple[bool, str]] = []
@@ -288,7 +288,7 @@ def network_of(text: bytes | str, contacted_host: str, contacted_port: int | Non
 
 @dataclass(frozen=True, slots=True)
 class _NodeExt:
-    """One row of nodesExt: the node's reachable address, and the own address by which serverList names it."""
+    """One row of nodesExt. `node` has the address to connect to; `own_address` is the node's name in serverList."""
 
     node: Node
     own_address: tuple[str, int | None]
@@ -306,7 +306,7 @@ class _NodeExt:
         if network in alternates:
             alternate = _checked(alternates[network], dict, f"alternateAddresses.{network}")
             alternate_host = _host(alternate.get("hostname", own_host), contacted_host, "alternateAddresses.hostname")
-            # A network without ports of its own uses the same ones.
+            # A network that lists no ports has those of the node's own address.
             ports = _checked(alternate["ports"], dict, "alternateAddresses.ports") if "ports" in alternate else services
             node = _node(alternate_host, ports)
         serves_kv = "kv" in services or "kvSSL" in services
@@ -316,7 +316,7 @@ class _NodeExt:
 def _parse_server_map(
     server_map: dict[str, Any], nodes_ext: Sequence[_NodeExt], contacted_host: str
 ) -> tuple[tuple[Node, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the nodes in the order of serverList, and by vbucket the indexes of its active node and its replicas."""
+    """Return the nodes in serverList's order, and for each vbucket the index of its active node and of its replicas."""
     by_address: dict[tuple[str, int | None], list[Node]] = {}
     for ext in nodes_ext:
         if ext.serves_kv:
@@ -325,7 +325,7 @@ def _parse_server_map(
     for server in _checked(server_map.get("serverList"), list, "serverList"):
         host, port = _host_and_port(server, contacted_host)
         found = by_address.get((host, port))
-        # If only TLS is offered, serverList still has a port that nodesExt lacks, so host and order decide.
+        # If nodes offer TLS only, nodesExt lacks the port that serverList has. Match by host and order then.
         unported = by_address.get((host, None))
         nodes.append(found[0] if found else unported.pop(0) if unported else Node(host, port))
     rows = _checked(server_map.get("vBucketMap"), list, "vBucketMap")
