@@ -1,7 +1,7 @@
 """The commands of the control socket.
 
-Each client has a task on the service's event loop; `stop` and `reload` go through its queue of events. Invariants: a
-refused command changes nothing; all workers concerned hold a lease, or none does.
+Each client has a task on the service's event loop; `stop` and `reload` are queued as signals. Invariants: a refused
+command changes nothing; a lease is held by all workers that own a part of it, or by none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mirror.supervise.processes.table import Processes
 from mirror.supervise.reports.collector import Reports
 
 OWNER_TIMEOUT_S = 25.0
-"""Less than the control socket's own limit."""
+"""Less than `ANSWER_TIMEOUT_S` of the control socket."""
 
 
 class Commands:

@@ -1,8 +1,8 @@
-"""Values that the parts of one service share: its settings, data directory, and knowledge of its mirror.
+"""Values that the parts of one service share: settings, data directory, identity, cluster maps, leases.
 
-Each value has one writer: a reload writes `settings`, the setup `identity`, `maps` and `leases`, the supervisor
-`stopping`. Invariants: `maps` is known if `identity` is; a map is on the disk before workers follow it, unless writing
-fails; no map older than the record is followed.
+Each value has one writer: a reload writes `settings`, the setup `identity` and `maps`, the supervisor `leases` and
+`stopping`. Invariants: `maps` is set if `identity` is; a map's revision is recorded on disk before workers follow the
+map, except if that fails; no map older than the record is followed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ServiceContext:
     data: Path
     clock: Clock
     identity: Identity | None = None
-    """None until the data directory is made."""
+    """None until the data directory is created."""
     maps: MapBook | None = None
     leases: LeaseBook | None = None
     """None until the service has workers."""
@@ -49,7 +49,7 @@ log = get_logger("supervisor")
 
 class MapBook:
     def __init__(self, data: str, bucket_uuid: str, *, accept_older: bool = False) -> None:
-        """Read the record; with `accept_older` overwrite it unread. Raises StorageError if it is damaged."""
+        """Read the recorded revision, or with `accept_older` ignore it. Raises StorageError if it is damaged."""
         self._data = data
         self._bucket_uuid = bucket_uuid
         record = None if accept_older else directory.load_map(data, bucket_uuid)
@@ -65,7 +65,7 @@ class MapBook:
         return self._maps.floor
 
     def check(self, found: ClusterMap) -> None:
-        """Raise OlderMap for a map that must not be followed."""
+        """Raise OlderMap if the map is older than the record."""
         if self._maps.judge(found) is MapVerdict.OLDER and self._maps.floor is not None:
             raise OlderMap.of(found.revision, self._maps.floor)
 

@@ -1,8 +1,8 @@
-"""The book of leases: the readers that hold positions of the mirror's history, and until when.
+"""The book of leases: the readers that hold positions in history, and the end of each lease.
 
-The book is written to `<data>/leases.json` before a grant is answered and read at the start of the service, so a
-restart takes nothing from a job that still renews. Invariants: a lease lasts `lease_max_s` at most and is renewed until
-`lease_age_max_s` at most; an unreadable book counts as empty, which costs jobs their leases and no data.
+The book is written to `<data>/leases.json` before a grant is answered, and read at the start of the service, so leases
+survive a restart. Invariants: a lease ends at most `lease_max_s` after its last renewal, and `lease_age_max_s` after
+its grant; an unreadable book counts as empty: leases are lost, but no data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LeaseRecord:
     positions: list[Position]
 
     def order(self, groups: tuple[int, ...], group_count: int) -> HoldPositions | None:
-        """The command for a worker of `groups`; None if it owns no part."""
+        """Return the command for the worker of `groups`; None if the lease has no position in them."""
         theirs = [list(position) for position in self.positions if position[0] % group_count in groups]
         return HoldPositions(self.id, self.until_ms, theirs) if theirs else None
 
@@ -66,7 +66,7 @@ class LeaseBook:
         return [record for record in self._records.values() if record.until_ms > now_ms]
 
     def orders(self, groups: tuple[int, ...], group_count: int, now_ms: int) -> list[HoldPositions]:
-        """The leases that a starting worker of `groups` must hold."""
+        """Return the commands for the leases that a starting worker of `groups` must hold."""
         found = (record.order(groups, group_count) for record in self.active(now_ms))
         return [order for order in found if order is not None]
 
@@ -77,7 +77,7 @@ class LeaseBook:
         return found
 
     def requested(self, request: GrantLease, vbucket_count: int, now_ms: int) -> LeaseRecord:
-        """Return the requested lease, new or renewed. It counts once it is `enter`ed. Raises ConfigError."""
+        """Return the requested lease, new or renewed. `enter` grants it. Raises ConfigError."""
         seconds, name = request.seconds, request.name
         if not SECONDS_MIN <= seconds <= self._seconds_max:
             raise ConfigError(
@@ -112,7 +112,7 @@ class LeaseBook:
         return record
 
     def _write(self) -> None:
-        """Write the book if the disk has space: a full disk must not stop a reader."""
+        """Write the book. A failure is only logged: a full disk must not stop a reader."""
         unfinished = self._path.with_suffix(".new")
         try:
             unfinished.write_text(json.dumps([asdict(record) for record in self._records.values()]))

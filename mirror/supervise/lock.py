@@ -1,7 +1,7 @@
 """One service per data directory: an exclusive lock that the kernel releases when its holder dies.
 
-Invariant: a second supervisor on this machine cannot take the lock. The file stays behind; only the lock on it counts,
-and the process id in it is for people.
+Invariant: a second supervisor on this machine cannot take the lock. The file is never removed; only the lock on it
+counts. Its process id is for messages and `is_served`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from storage.env import directory
 LOCK_NAME = "service.lock"
 _RECORDS = (directory.FILE, directory.MAP_FILE)
 OURS = (*_RECORDS, *(f"{name}.new" for name in _RECORDS), LOCK_NAME, "control.sock", EVENTS_FILE, "lost+found")
-"""Traces of an interrupted start, allowed in a directory that is to become a mirror, besides group folders."""
+"""Files of an interrupted start. They, and group folders, may be in a directory that becomes a mirror."""
 
 
 class ServiceLock:
@@ -62,7 +62,7 @@ class ServiceLock:
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def check_place(self, *, made: bool) -> None:
-        """Raise SupervisionError if the path no longer leads to the locked directory or, if `made`, to no mirror."""
+        """Raise SupervisionError if the locked directory or, if `made`, the mirror in it is no longer at its path."""
         try:
             there = os.path.samestat(os.stat(self.directory), os.fstat(self._place))
             if made:

@@ -1,8 +1,8 @@
-"""Compares `kv_nodes` with the answers of the mirrors that it names, over their KV ports.
+"""Compares `kv_nodes` with the mirrors that it names, over their KV ports.
 
-Asks each named mirror, as the source's user, for its map and for the seqnos of the first and the last vbucket of its
-range. Invariants: a mirror that is away or refuses the login is not judged; one that refused is not asked again until
-the list changes, so that no failed logins add up there.
+Logs in to each mirror as the source's user, and asks for its map and for the seqnos of the first and last vbucket of
+its range. Invariants: an unreachable mirror or a refused login is no contradiction; after a refused login a mirror is
+not asked again until the list changes, so that failed logins do not add up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTERVAL_S = 2.0
 
 
 async def ask_mirrors(context: ServiceContext) -> None:
-    """Ask all mirrors at intervals until cancelled, and note contradictions."""
+    """Ask all mirrors at intervals until cancelled; keep contradictions in `mirror_troubles`."""
     listed: str | None = None
     refused: set[MapNode] = set()
     while True:
@@ -36,7 +36,7 @@ async def ask_mirrors(context: ServiceContext) -> None:
 
 
 async def _ask(context: ServiceContext, node: MapNode, refused: set[MapNode]) -> str | None:
-    """Return the contradiction between a mirror and the list; None if there is none, or if it is unknown."""
+    """Return a mirror's contradiction of the list; None if there is none, or no answer."""
     settings, identity = context.settings, context.identity
     port = node.kv_port or node.tls_port
     assert settings.source is not None

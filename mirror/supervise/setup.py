@@ -1,4 +1,4 @@
-"""Setup before there are workers: finds the bucket at the source, and creates or compares its data directory.
+"""Setup before workers start: finds the bucket at the source, and creates or checks the data directory.
 
 Creating a directory creates its LMDB environments; afterwards this process opens none of them. Invariants: a directory
 of another bucket, selection, range or number of groups is refused and left as it is; a cluster map older than the
@@ -36,8 +36,8 @@ log = get_logger("supervisor")
 
 class LookUp(Protocol):
     def __call__(self, settings: Settings, bucket_uuid: str | None = None) -> Awaitable[Source]:
-        """Return the bucket. With `bucket_uuid`, maps of other buckets count only if no node has that one. Raises
-        ClusterError.
+        """Return the source's bucket. With `bucket_uuid`, a map of another bucket counts only if no node has this one.
+        Raises ClusterError.
         """
         ...
 
@@ -85,7 +85,7 @@ class Setup:
     async def find_source(self, limit_s: float, unreachable: Callable[[str], None]) -> Source:
         """Ask the source for its bucket until it answers. Pass each failure to `unreachable`.
 
-        Raise the last failure after `limit_s`, unless that is 0. Raises ClusterError, BucketChanged, OlderMap.
+        Raises ClusterError (after `limit_s` the last failure; 0: no limit), BucketChanged, OlderMap.
         """
         context = self._context
         began = context.clock.monotonic()
@@ -122,7 +122,7 @@ class Setup:
 
     @staticmethod
     def check_nodes(settings: Settings, identity: Identity | None) -> None:
-        """Raise ConfigError if the list of mirrors contradicts this one."""
+        """Raise ConfigError if `kv_nodes` contradicts this mirror."""
         if settings.kv_nodes is not None and identity is not None:
             addresses = parse_addresses(settings.kv, "kv") if settings.kv is not None else []
             ports = {each.port for each in addresses if each.path is None}
@@ -168,7 +168,7 @@ def look_up_with(clock: Clock) -> LookUp:
 
 
 async def set_aside_another_bucket(settings: Settings, look_up: LookUp) -> str | None:
-    """Rename the data directory if it mirrors another bucket than the source's. Returns its new name.
+    """Rename the data directory if it mirrors another bucket than the source's; return the new name, or None.
 
     Raises ClusterError if the source cannot be reached, SupervisionError while a service runs, StorageError.
     """

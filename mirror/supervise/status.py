@@ -1,7 +1,7 @@
 """The rows and sums of a status in the shape of cli/JSON.md, from workers' reports or from the store alone.
 
-Invariants: an unknown figure is None, never 0; totals are sums of the shown rows; the total lag, or count of rollbacks,
-is unknown while that of one row is unknown.
+Invariants: an unknown figure is None, never 0; totals are sums of the shown rows; the totals of documents, lag,
+rollbacks and the source's seqnos are unknown while one row's figure is.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class VbucketRow(TypedDict):
 
 class ProcessFigures(TypedDict):
     cpu_percent: float | None
-    """Share of one core since the previous look."""
+    """Share of one core since the previous measurement."""
     private_bytes: int | None
     resident_bytes: int | None
-    """Includes shared pages, so also the part of the store that is in memory."""
+    """Includes shared pages, so also those of the store that are in memory."""
     threads: int | None
     open_files: int | None
 

@@ -1,10 +1,11 @@
-"""One service: a loop over one queue of events, and the parts that own its state.
+"""One service: handles a queue of events, and connects the parts that own the service's state.
 
-`Setup` finds the source and creates the data directory, `Processes` runs workers and servers as `plan` says, `Reports`
-collects and judges their reports, `Commands` answers the control socket. Signals, messages, exits and ticks are events,
-handled one after the other; the source look-up, reports and commands are tasks on the same event loop, so they
-interleave with events only at an `await`. Invariants: data is never deleted here; a clean stop waits for the last
-commit of every worker; processes that do not exit in time are killed and reaped before the lock is released.
+`Setup` finds the source and creates the data directory, `Processes` runs workers and servers by `plan`, `Reports`
+collects and assesses their reports, `Commands` answers the control socket. Signals, ticks, and the messages and exits
+of processes are events, handled one after the other. The source look-up, reports and commands are tasks on the same
+event loop, so they interleave with events only at an `await`. Invariants: data is never deleted here; a clean stop
+waits for the last commit of every worker; processes that do not exit in time are killed and reaped before the lock is
+released.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TICK_S = 0.2
 """Interval between checks of deadlines and restart pauses."""
 COMPLAINT_INTERVAL_S = 60.0
 SOURCE_PATIENCE_S = 0.5
-"""Servers start after this long without an answer from the source; for a new mirror HTTP alone."""
+"""Servers start after this long without an answer from the source; for a new mirror only those of HTTP."""
 CATCH_UP_SOURCE_LIMIT_S = 60.0
 """With `--until-caught-up`, give up on an unreachable source after this long, because a caller waits."""
 
@@ -91,7 +92,7 @@ class Supervisor:
         """`progress` gets each new status; `announce` gets a line for each address that is open to readers.
 
         With `required_groups`, an existing directory must have that many groups. With `accept_older_map`, the first map
-        found is followed however old it is.
+        found is followed even if it is older than the recorded one.
         """
         data = required_data(settings)
         required_source(settings)
@@ -137,7 +138,7 @@ class Supervisor:
         self._next_complaint_s = float("-inf")
         self._had_terminal = has_terminal()
 
-    # the service's life
+    # start and stop
 
     async def run(self) -> ExitCode:
         """Serve until stopped or, with `until_caught_up`, caught up. Raises the error that ended the service."""
@@ -189,7 +190,7 @@ class Supervisor:
             self._reports.set_health(of_mirror(STOPPING, "the service stops"))
             self._notifier.stopping()
             workers = sum(kind_of(child.slot) is None for child in self._processes.alive())
-            if self._failure is None or workers:  # else the error alone says all
+            if self._failure is None or workers:  # else the error is enough
                 log.info("stopping", workers=workers)
 
     def status_document(self) -> Status:
@@ -204,7 +205,7 @@ class Supervisor:
             self.stop(error)
 
     def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """Log once a minute that connections cannot be accepted; the event loop retries every second."""
+        """Log, at most once a minute, that connections cannot be accepted. The event loop retries every second."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             loop.default_exception_handler(context)
@@ -273,7 +274,7 @@ class Supervisor:
                 self._finished(event.task)
 
     def _feed_watchdog(self) -> None:
-        """Feed the watchdog from the event loop, so that systemd notices a loop that hangs."""
+        """Feed the watchdog here, so that systemd notices a hanging event loop."""
         interval_s = self._notifier.watchdog_interval_s()
         now_s = self._clock.monotonic()
         if interval_s is not None and now_s >= self._fed_watchdog_s + interval_s:
@@ -350,7 +351,7 @@ class Supervisor:
     # a reload
 
     def _reload_settings(self) -> None:
-        """Read the settings again. If one is refused, all stay as they are."""
+        """Read the settings again. If one is refused, none changes."""
         if self._reload is None or self._context.stopping:
             return
         self._notifier.reloading(self._clock.monotonic())
@@ -400,7 +401,7 @@ class Supervisor:
 
 
 def has_terminal() -> bool:
-    """True if the process has a controlling terminal. Closing it also sends SIGHUP, which then means stop."""
+    """True if the process has a controlling terminal. A SIGHUP after that was closed means stop, not reload."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

@@ -44,13 +44,9 @@ class ProtocolError(Exception):
 
 
 class LocalProtocolError(ProtocolError):
-    """The protocol does not allow our message or action now; the connection is unaffected."""
-
     hint: ClassVar[str] = "A defect of this program: report it with the lines before it in the log."
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke the protocol; close the connection and start again."""
-
     retryable: ClassVar[bool] = True
     hint: ClassVar[str] = "Is a Couchbase data service listening there, on the data port (11210, or 11207 for TLS)?"

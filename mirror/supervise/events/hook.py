@@ -3,7 +3,7 @@
 Invariants:
 - the service never waits for the command;
 - at most `RUNNING_MAX` commands run at once, each for `TIMEOUT_S`, and `WAITING_MAX` events wait;
-- a failure or a dropped event is logged once until the next success;
+- a failure is logged if the run before succeeded; dropped events are logged once until the queue is empty;
 - the command gets no password of the service.
 """
 

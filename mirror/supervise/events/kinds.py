@@ -1,7 +1,7 @@
 """The kinds of events: each is a type with its name, level and sentence.
 
 The log, `dcp-mirror events`, the status page, the hook `on_event` and docs/operations.md show these names. Invariants:
-vbuckets with the same news are one event, which counts them all and names the first; an event holds no content of a
+vbuckets with the same news are one event, which counts all and names the first ones; an event has no content of a
 document.
 """
 
@@ -36,7 +36,7 @@ class _Kind:
 
     @property
     def text(self) -> str:
-        """The sentence with this event in it: `{0.why}`."""
+        """The sentence, formatted with this event: `{0.why}`."""
         return self.sentence.format(self)
 
 
@@ -64,7 +64,7 @@ class VbucketsRolledBack(_OfVbuckets, name="rollback", level="warning"):
     seqnos: int
     """Retracted seqnos of all vbuckets."""
     from_seqno: int | None
-    """Of a single vbucket; None for several."""
+    """None for several vbuckets."""
     to_seqno: int | None
 
     @property
@@ -109,7 +109,7 @@ class SourceReached(_Kind, name="source-reached", sentence="the source has answe
 @dataclass(frozen=True, kw_only=True)
 class SourceLost(_OfVbuckets, name="source-lost", level="error"):
     nodes: tuple[str, ...]
-    """The nodes that streamed them."""
+    """The nodes that streamed the vbuckets."""
     why: str
 
     @property
@@ -188,12 +188,12 @@ class SettingsRefused(
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnded(_Kind, name="worker-ended", level="error"):
     process: str
-    """`worker 0`, `http 1`."""
+    """For example `worker 0` or `http 1`."""
     pid: int
     exit: str
     why: str | None
     pause_ms: int
-    """Pause before its replacement starts."""
+    """Pause before the replacement starts."""
 
     @property
     def text(self) -> str:

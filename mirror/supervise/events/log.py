@@ -1,8 +1,8 @@
 """The events of the service: logged, appended to a file next to the data, and read back.
 
-Invariants: each event is one line in the log, at its level; numbers rise through restarts, and a slow reader sees a gap
-in them; the two files together hold at most about twice `FILE_BYTES_MAX`; an event that cannot be written is still
-logged.
+Invariants: each event is one line in the log, at its level; numbers rise, even across restarts, and a reader that is
+too slow finds a gap; the two files together have at most about twice `FILE_BYTES_MAX`; an event that cannot be written
+is still logged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mirror.supervise.events.kinds import Event, ShownEvent, fields_of, to_json
 
 EVENTS_FILE, OLDER_EVENTS_FILE = "events.jsonl", "events.1.jsonl"
 FILE_BYTES_MAX = 1024 * 1024
-"""About 4,000 events; a full file replaces the older one."""
+"""About 4,000 events; a full file is renamed to `OLDER_EVENTS_FILE`."""
 EVENTS_KEPT = 50
 """Events kept in memory for the status."""
 
@@ -29,7 +29,7 @@ log = get_logger("events")
 
 class EventLog:
     def __init__(self, clock: Clock, data: Path, forward: Callable[[ShownEvent], None]) -> None:
-        """`forward` gets each new event in the shape of cli/JSON.md."""
+        """`forward` gets each new event."""
         self._clock = clock
         self._data = data
         self._forward = forward
@@ -53,7 +53,7 @@ class EventLog:
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # a crash or a full disk cut the last one
+                line = b"\n" + line  # a crash or a full disk cut the last line
             os.write(descriptor, line)
         finally:
             os.close(descriptor)

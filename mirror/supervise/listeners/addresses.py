@@ -1,8 +1,8 @@
 """The readers' addresses, and the slots of the processes that serve them.
 
-A server's slot is a worker's slot without groups, numbered above all workers. Invariants: an address is held from
-before the first process until after the last, or until a reload drops it; addresses change together or not at all; a
-setting that concerns only readers restarts no worker, and a setting of workers restarts no server.
+A server has a slot like a worker, but without groups, and with a higher number. Invariants: an address is open from
+before its first process starts until after its last ends, or until a reload drops the address; a reload changes all
+addresses or none; settings of readers restart no worker, and settings of workers no server.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ SLOTS_PER_KIND = 1000
 """Slots 0 to 999 are workers, 1000 to 1999 KV processes, and so on."""
 
 Held = dict[str, dict[Address, Reserved]]
-"""Kind -> each configured address -> the socket that holds it."""
+"""Kind -> configured address -> the open socket."""
 
 
 class Listeners:
     def __init__(self, settings: Settings, revision: int) -> None:
-        """Check the addresses without opening them. `revision` rises with each start. Raises ConfigError."""
+        """Check the addresses without opening them. `revision` is that of the served cluster map, and must rise with
+        each start. Raises ConfigError.
+        """
         self._addresses = check_servers(settings)
         self._held: Held = {}
         self._announced: set[tuple[str, Address]] = set()
         self._revision = revision
         self._login_secret = secrets.token_bytes(16)
-        """Makes the salts of unknown users, equal in all processes."""
+        """The secret from which all processes derive the same salts for unknown users."""
 
     def reserve(self) -> None:
         self._held = self._taken(self._addresses)
@@ -45,7 +47,7 @@ class Listeners:
     def change(self, settings: Settings) -> None:
         """Open new addresses and close those no longer configured; the others stay open throughout.
 
-        Raises ConfigError if one is taken; then nothing has changed.
+        Raises ConfigError, without a change, if a new address is taken.
         """
         desired = check_servers(settings)
         fresh = self._taken(desired)
@@ -167,7 +169,7 @@ def check_servers(settings: Settings) -> dict[str, list[Address]]:
     if found:
         users_of(settings)
         server_tls(settings)
-        raise_descriptor_limit(settings, settings.groups)  # which the processes inherit
+        raise_descriptor_limit(settings, settings.groups)  # the processes inherit it
     if settings.sql and find_spec("duckdb") is None:
         raise ConfigError("sql needs the package duckdb", hint="pip install 'dcp-mirror[sql]'", setting="sql")
     if settings.kv_nodes is not None:

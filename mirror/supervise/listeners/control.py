@@ -1,8 +1,8 @@
-"""The control socket `<data>/control.sock`: one JSON object a line in, one a line out.
+"""The control socket `<data>/control.sock`: a command is a line with a JSON object, and so is its answer.
 
-The socket has mode 0600 in the data directory, so a user who may read the data may send commands; `mirror.client` is
-the other end. Invariants: every line gets exactly one line back, errors included; a client that sends garbage or too
-much, or takes no answers, harms only itself: after one untaken answer it is disconnected.
+The socket has mode 0600, so only the service's user may send commands; `mirror.client` is the other end. Invariants:
+every line gets exactly one line back, errors included; a client that sends garbage or too much affects no other; a
+client that does not take an answer is disconnected.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mirror.errors import MirrorError, SupervisionError
 from mirror.messages import Reply
 
 REQUEST_LENGTH_MAX = 1024 * 1024
-"""A command is a name and a few numbers."""
+"""Bytes of the longest command."""
 CLIENTS_MAX = 64
 """More than operators, scripts and a status page need."""
 ANSWER_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
 """Limit for a client to take an answer."""
 REQUEST_TIMEOUT_S = 60.0
-"""Limit for a whole request, counted from the connection or the answer before it."""
+"""Limit for a client to send a command, from its connection or previous answer on."""
 
 Handler = Callable[[Reply], Awaitable[Reply]]
 
@@ -40,7 +40,7 @@ class ControlServer:
         self._clients: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen. Replace the socket of a dead service: the caller holds the service's lock."""
+        """Listen. Replace an existing socket: its service is dead, because the caller holds the lock."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with socket_address(self._directory) as address:

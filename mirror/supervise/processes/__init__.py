@@ -1,1 +1,1 @@
-"""Child processes, workers and servers: both ends of their pipe, the plan, and the table of those that run."""
+"""Child processes, workers and servers: both ends of their pipe, the plan, and the table of processes."""

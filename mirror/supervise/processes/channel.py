@@ -1,7 +1,8 @@
-"""The pipe between the supervisor and one process: whole messages in order, either way.
+"""The pipe between the supervisor and one process: whole messages, in order, in both directions.
 
 A frame is a length (u32) and a message of `mirror.messages` in msgpack. The end of the pipe means that the other side
-is gone. Invariants: a message arrives whole or not at all; one above the limit is an error before it is read or sent.
+is gone. Invariants: a message arrives whole or not at all; a message above the limit is an error, and is neither sent
+nor read.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Channel:
         return self._writer.transport.get_write_buffer_size()
 
     async def flush(self) -> None:
-        """Wait until the other side took the queue, or is gone."""
+        """Wait until the other side has taken the queued messages, or is gone."""
         try:
             await self._writer.drain()
         except ConnectionError:

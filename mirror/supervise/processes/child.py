@@ -1,8 +1,8 @@
 """A child process from the supervisor's side: spawns it, sends it messages, kills and reaps it.
 
-The child opens the store itself: an LMDB environment must not cross a fork. Invariants: its messages, and its death
-after them, become events in one queue; its command line contains no secrets; no decision depends on its figures, which
-are None once it is gone, or on a system without /proc.
+The child opens the store itself: an LMDB environment must not cross a fork. Invariants: the child's messages, and its
+exit after them, become events in one queue; its command line contains no secrets; its figures (`Gauge`) are only shown,
+and are None after its exit or without /proc.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mirror.supervise.processes.quarantine import GroupMark
 from mirror.supervise.status import ProcessFigures
 
 WAITING_BYTES_MAX = 8 * 1024 * 1024
-"""A child that lets commands queue up to here is stuck; its heartbeat will say so."""
+"""A child with more bytes of queued commands gets no further ones: it is stuck, as its heartbeat will show."""
 
 
 class WorkerRefused(SupervisionError):
@@ -71,13 +71,13 @@ class Child:
         self.phase = ProcessPhase.STARTING
         self.stopping_since_ms = 0
         self.outdated = False
-        """True if it runs with settings that are no longer in force."""
+        """True if the child runs with old settings."""
         self.exit_report: ExitReport | None = None
-        """Its last report before it exited."""
+        """The reason of its exit, from the child or from the supervisor that kills it."""
         self.status: ProcessReport = {}
         self.gauge = Gauge(process.pid)
         self.mark: GroupMark | None = None
-        """The group that it works in; None for a server."""
+        """Shows the group that a worker works in; None for a server."""
         self._process = process
         self._channel = channel
         self._answers: dict[int, asyncio.Future[Reply]] = {}
@@ -188,7 +188,7 @@ class Gauge:
                     threads=self._process.num_threads(),
                     open_files=self._process.num_fds(),
                 )
-        except (psutil.Error, OSError):  # perhaps no descriptor is left for the look
+        except (psutil.Error, OSError):  # e.g. no file descriptor is free
             return UNKNOWN
 
 

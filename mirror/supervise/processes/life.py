@@ -1,7 +1,7 @@
-"""A child's side of the pipe: a worker or server from its first message to its last.
+"""The life of a worker or server process, from its first message to its last.
 
 Invariants: this process exits when its supervisor is gone; the supervisor alone handles a terminal's Ctrl-C; this
-module imports nothing of the work, so that a server starts without a worker's modules.
+module imports neither workers nor servers, so that a server starts without a worker's modules.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Make = Callable[[StartMessage, Send], Awaitable[Work]]
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, even while it is stopped."""
+    """Have the kernel kill this process when its parent dies, even if this process is stopped then."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

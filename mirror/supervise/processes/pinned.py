@@ -1,8 +1,8 @@
-"""Readers that hold pages of a group's file: the process, the time, and the file's growth meanwhile.
+"""Long read transactions on a group's file: their process, their age, and the file's growth meanwhile.
 
-LMDB reuses a page only when no reader can see it, so a long read transaction makes the file grow with every commit.
-This program reads in transactions of milliseconds; a long one belongs to a process that was stopped in the middle, or
-to another program. LMDB does not record its beginning, so its age counts from the first look here. Invariant: looking
+LMDB reuses a page only if no reader can see it, so during a long read transaction the file grows with every commit.
+This program's read transactions last milliseconds. A long one belongs to a process that was stopped during a read, or
+to another program. LMDB does not record its beginning, so its age counts from the first `look`. Invariant: `look`
 changes nothing; the writer removes dead readers.
 """
 
@@ -30,12 +30,12 @@ class PinnedPages:
         self._now_s = now_s
         self._limit_s = limit_s
         self._seen: dict[tuple[int, int, int], _Seen] = {}
-        """(group, process, transaction) of each reader behind the newest commit."""
+        """(group, process, transaction) -> first look, for each reader behind the newest commit."""
         self._sizes: dict[int, int] = {}
         self._warned: set[tuple[int, int, int]] = set()
 
     def look(self, group: int, readers: Iterable[tuple[int, int]], file_bytes: int) -> None:
-        """Note the readers that hold pages of a group's file: (process, transaction) each."""
+        """Note the readers behind a group's newest commit, each as (process, transaction)."""
         self._sizes[group] = file_bytes
         now = {}
         for process, transaction in readers:

@@ -1,7 +1,7 @@
-"""The plan: which processes to start, stop or kill now, and when. Pure.
+"""The plan: the processes to start, stop or kill now. Pure.
 
 Compares the desired with the actual processes by slot, group and phase. The service calls `plan` after every event and
-executes the result. A worker's beat comes from its event loop, so a stopped or stuck worker is silent.
+executes the result. A process sends heartbeats from its event loop, so a stopped or stuck process sends none.
 
 Invariants:
 - A slot gets a group only if no living process holds the group; a killed process is reaped first.
@@ -31,10 +31,10 @@ class WorkerFacts:
     groups: tuple[int, ...]
     phase: ProcessPhase
     overdue: bool = False
-    """Silent beyond its deadline."""
+    """True if the process has sent no heartbeat in time."""
     stopping_since_ms: int = 0
     outdated: bool = False
-    """Runs with settings that are no longer in force."""
+    """True if the process runs with old settings."""
     not_before_ms: int = 0
     """End of the restart pause of an absent process."""
 
@@ -71,7 +71,7 @@ Action = StartProcess | StopProcess | KillProcess
 
 
 def assign(group_count: int, worker_count: int) -> dict[int, tuple[int, ...]]:
-    """Divide the groups evenly. There are never more slots than groups."""
+    """Divide the groups evenly among at most `worker_count` slots, each with at least one group."""
     assert group_count >= 1, "a directory has at least one group"
     assert worker_count >= 1, "at least one worker"
     slots = min(group_count, worker_count)
@@ -86,9 +86,9 @@ def plan(
     stop_grace_ms: int,
     stopping: bool = False,
 ) -> list[Action]:
-    """Return the actions that bring `actual` closer to `desired`; while `stopping`, nothing is desired.
+    """Return the actions that bring `actual` closer to `desired`, or while `stopping` to no processes.
 
-    A process that takes longer than `stop_grace_ms` to commit and close is killed, at no cost of data.
+    A process that takes longer than `stop_grace_ms` to commit and close is killed, which loses no data.
     """
     target = {} if stopping else dict(desired)
     actions: list[Action] = []
@@ -118,10 +118,10 @@ def plan(
 BEAT_INTERVAL_MS = 500
 
 DEADLINE_MS = 15_000
-"""Allowed silence: thirty beats, because a slow disk sync blocks the loop that beats."""
+"""Longest time without a heartbeat: thirty intervals, because a slow disk sync blocks the event loop."""
 
 START_DEADLINE_MS = 60_000
-"""Allowed time to the first beat: opening a large store on a cold disk takes long."""
+"""Longest time to the first heartbeat: opening a large store on a cold disk takes long."""
 
 
 @dataclass(slots=True)
@@ -147,14 +147,14 @@ RESTART_FIRST_MS = 200
 """Long enough for locks and sockets to be released, short enough to add little lag."""
 
 RESTART_LIMIT_MS = 30_000
-"""The longest wait of an operator who has fixed the cause."""
+"""After the cause is fixed, an operator waits no longer than this."""
 
 PROVEN_MS = 60_000
-"""A worker that lived this long is not in a crash loop; the count starts again."""
+"""A worker that ran this long is not in a crash loop: its failures are counted anew."""
 
 
 def restart_delay_ms(failures: int) -> int:
-    """The pause before start number `failures` + 1, doubled with each failure; none before the first."""
+    """Return the pause after so many failures in a row: doubled with each; 0 without a failure."""
     assert failures >= 0, "failures are counted from 0"
     if failures == 0:
         return 0
@@ -162,5 +162,5 @@ def restart_delay_ms(failures: int) -> int:
 
 
 def failures_after(failures: int, lived_ms: int) -> int:
-    """The number of failures in a row after the death of a worker that lived for `lived_ms`."""
+    """Return the number of failures in a row after the death of a worker that ran for `lived_ms`."""
     return 1 if lived_ms >= PROVEN_MS else failures + 1

@@ -1,9 +1,9 @@
-"""Groups in which workers died, and the decision to leave one alone.
+"""Groups in which workers died repeatedly: no worker opens them any more.
 
-A damaged page can end the process by a signal inside LMDB, which no exception handler sees, and the next worker would
-die in the same way, with all its groups. So a worker notes its current group in shared memory, and the supervisor reads
-that after a death. Invariants: only deaths by `SIGNALS` count; a group is left alone until the service starts again;
-nothing is deleted.
+A damaged page can end the process by a signal inside LMDB, which no exception handler can catch. The next worker would
+die in the same way, and none of its groups would be written. So a worker notes its current group in shared memory, and
+the supervisor reads that after a death. Invariants: only deaths by `SIGNALS` count; a quarantine lasts until the
+service starts again; nothing is deleted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from storage.errors import CorruptedError
 SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 """Effects of damaged pages: bad pointers, pages beyond the file's end, LMDB's own assertions."""
 DEATHS = 3
-"""Deaths in one group within WINDOW_MS before it is quarantined. A single one may have another cause."""
+"""Deaths within WINDOW_MS that quarantine a group. A single death may have another cause."""
 WINDOW_MS = 3_600_000
 
 _BYTES = 8
 
 
 class GroupMark:
-    """Memory shared by two processes: the group that a worker works in."""
+    """The group that a worker works in, in memory that it shares with the supervisor."""
 
     def __init__(self, descriptor: int) -> None:
         try:

@@ -102,7 +102,7 @@ class DcpServing(KvServing):
         return {}
 
     def _first_map(self, _settings: Settings, revision: int) -> ServedMap:
-        return self._map(None, revision)  # the addresses of `kv_nodes` are KV's
+        return self._map(None, revision)  # `kv_nodes` has addresses of KV only
 
 
 async def open_server(start: StartMessage, _send: Send) -> Work:
@@ -119,7 +119,7 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
         except OSError as error:
             raise ConfigError(f"{kind}: cannot listen at {address}: {error.strerror or error}", setting=kind) from error
     if kind == "http":
-        # imported here: a KV process has no use for the HTTP stack's memory
+        # imported here, because the HTTP stack would cost KV processes memory
         from mirror.serve.http.server import HttpServer
         from mirror.supervise.status import stored_status
 
@@ -133,7 +133,7 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
         await serving.start()
         work = serving
     gc.collect()
-    gc.freeze()  # a collection of all that was imported and opened is a step of 10 to 40 ms
+    gc.freeze()  # else each full collection takes 10 to 40 ms for what was imported
     return work
 
 

@@ -1,8 +1,8 @@
-"""The table of the worker and server processes of one service: desired, running and ended ones.
+"""The table of the worker and server processes of one service: desired, running and ended.
 
-Executes the actions of `plan`. The state of a slot outlives its processes. Invariants: at most one living process owns
-a group; an unexpected exit is one event and leads to a restart after a growing pause; every process is reaped before
-`reap_all` returns.
+Executes the actions of `plan`. A slot keeps its record when its process ends. Invariants: at most one living process
+owns a group; an unexpected exit is one event and leads to a restart after a growing pause; every process is reaped
+before `reap_all` returns.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Processes:
         self.replan()
 
     def serve_readers(self) -> None:
-        """Plan the servers before the source has answered; for a new mirror HTTP alone, which shows its state."""
+        """Plan the servers before the source has answered; for a new mirror only HTTP, which shows its state."""
         self.serves_readers = True
         self.replan()
 
@@ -249,7 +249,7 @@ class Processes:
                     child.send(NewClusterMap(found.to_wire()))
 
     def map_found(self, child: Child, found: ClusterMap) -> None:
-        """Compare a worker's map: the newer one goes to all workers, or back to this one."""
+        """Send a worker's map to all workers if it is newer, else the newest map to this worker."""
         self.follow_map(found)
         current = self._context.maps.current if self._context.maps is not None else None
         if current is not None and current is not found:

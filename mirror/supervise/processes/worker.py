@@ -1,7 +1,8 @@
 """A worker process: the stores of its groups, and a consumer over them.
 
-It has one Python thread, because a second busy one slows LMDB writes tenfold: heartbeats, commands and the consumer
-share one event loop, and a stuck loop sends no heartbeat. Invariant: stores are opened after the process was spawned.
+It has one Python thread, because a second busy one slows LMDB writes to a fraction. Heartbeats, commands and the
+consumer share one event loop, so a stuck loop sends no heartbeat. Invariant: stores are opened after the process was
+spawned.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from storage.write.writer import GroupWriter, WriterOptions
 LOOK_S = 0.1
 """Interval between checks for news."""
 BEHIND_S = 1.0
-"""Catching up after this long is news: with live writes a vbucket is behind for a moment all the time."""
+"""Time behind after which catching up is news: under live writes some vbucket is always behind for a moment."""
 
 log = get_logger("worker")
 
 
 class News:
-    """Decides if a worker's report is news: all its streams opened, one ended, or it caught up."""
+    """Decides if the worker has news: all streams are open, one has ended, or all have caught up."""
 
     def __init__(self) -> None:
         self._streaming = False
@@ -79,7 +80,7 @@ class News:
 class MirrorWork:
     """A consumer over the stores of some groups.
 
-    A group that cannot be opened harms only itself: its vbuckets are reported as damaged.
+    If a group cannot be opened, its vbuckets are reported as damaged; the others work.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class MirrorWork:
 
 
 def restore_missing(data: str, identity: Identity, group: int, now_ms: int) -> None:
-    """Create a missing group's folder, empty: operators give up a damaged group by removing it."""
+    """Create an empty group if its folder is missing: operators remove the folder of a damaged group."""
     path = directory.group_path(data, group)
     if os.path.isdir(path):
         return
@@ -258,17 +259,17 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
 
 
 NEW_CONTAINERS_MAX = 100_000
-"""New containers between two collections of the youngest generation; about 10 MB at 100 bytes each."""
+"""New containers that start a collection of the youngest generation; about 10 MB."""
 OLDER_EVERY = 10
-"""Collections of one generation for one of the next, as by default."""
+"""Collections of a generation per collection of the next older one: Python's default."""
 
 
 def settle_collector() -> None:
-    """Set the collector's policy once everything long-lived exists.
+    """Set the garbage collector's thresholds after all long-lived objects were made.
 
-    By default it runs after 700 new containers, and each waiting row is one: 8 % of a first fill went into looking for
-    cycles among rows, which have none. Reference counting frees rows; cycles come from exceptions, tasks and closed
-    connections. A whole batch (`batch_bytes_max`) has fewer than 100,000 rows unless documents are below 80 bytes.
+    By default it runs after 700 new containers, and each waiting row is one. So 8 % of a first fill went into the
+    search for cycles among rows, which have none: reference counting frees rows. Cycles come from exceptions, tasks and
+    closed connections. A batch (`batch_bytes_max`) of documents of 80 bytes or more has fewer than 100,000 rows.
     """
     gc.collect()
     gc.freeze()

@@ -1,1 +1,1 @@
-"""Reports of the processes: collected, compared over time, and passed on as state, events and notices to systemd."""
+"""Reports of the processes: collected, compared over time, and turned into status, events and notices to systemd."""

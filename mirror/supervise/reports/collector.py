@@ -1,7 +1,7 @@
-"""The reports of all processes, once a second or on a command: collected, judged and shown.
+"""Collects the reports of all processes, once a second or on a command, and makes the status from them.
 
-Owns the rows of all vbuckets and the state of the service. Invariants: rows and state are shown as of one moment; a
-process that does not answer keeps its previous rows; vbuckets without a worker have no lag.
+Owns the rows of all vbuckets and the state of the service. Invariants: rows and state of a status are of one moment;
+the rows of a process that does not answer stay; vbuckets without a worker have no lag.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mirror.supervise.status import VbucketRow, reported_row, status_document, t
 REPORT_INTERVAL_S = 1.0
 """Shortest interval between full reports."""
 VBUCKETS_PER_REPORT_S = 256
-"""The interval per vbucket: each costs the supervisor 0.1 ms and its worker less."""
+"""With more vbuckets the interval is longer: each costs the supervisor 0.1 ms, and its worker less."""
 TURN_PAUSE_S = 0.1
-"""Pause between a worker's news and the next report, because other workers mostly have the same news."""
+"""Pause between a worker's news and the next report, because other workers mostly get the same news."""
 VBUCKETS_PER_NEWS_S = 1000
-"""The same pause per vbucket."""
+"""With many vbuckets the pause is longer."""
 REPORT_TIMEOUT_S = 10.0
 REPORTS_AWAITED_S = 2.0
-"""A collection waits this long for reports; later ones count at the next."""
+"""A collection waits this long for reports; the next collection counts later ones."""
 
 log = get_logger("supervisor")
 
@@ -83,10 +83,10 @@ class Reports:
         self._started = context.clock.monotonic()
         self._gauge = Gauge(os.getpid())
         self.was_ready = False
-        """True once all workers have run at the same time."""
+        """True once all planned processes have run at the same time."""
 
     def set_health(self, health: Health, figures: str = "") -> None:
-        """Show this judgement here and to systemd; `figures` is the message of a mirror without trouble."""
+        """Show this health in the status and to systemd; `figures` is the message if there is no trouble."""
         if health.state != self._health.state:
             self._since_ms = self._context.clock.wall_ms()
         message = health.message or figures
@@ -102,7 +102,7 @@ class Reports:
         self._observer.fill_begins()
 
     def source_answered(self, error: str | None) -> None:
-        """Note the answer of the source at the start: why it failed, or None."""
+        """Note the result of a look-up of the source: its error, or None."""
         self._source_error = error
         for event in self._observer.source_answers(error, self._context.now_ms()):
             self._event_log.add(event)
@@ -110,7 +110,7 @@ class Reports:
             self._judge([], [])
 
     def add_due_events(self, *, at_once: bool = False) -> None:
-        """Report the events that were collected for long enough; with `at_once`, all."""
+        """Log the events that were collected for long enough; with `at_once`, all."""
         for event in self._observer.due(self._context.now_ms(), at_once=at_once):
             self._event_log.add(event)
 
@@ -142,7 +142,7 @@ class Reports:
                 requested_s = float("-inf")
 
     async def _news(self) -> bool:
-        """Return False after the interval, or True sooner if a worker has news."""
+        """Return True soon after a worker has news, or False after the interval."""
         try:
             async with asyncio.timeout(REPORT_INTERVAL_S):
                 await self._turned.wait()
@@ -158,7 +158,7 @@ class Reports:
         self._turned.set()
 
     async def collect(self) -> None:
-        """Ask every running process for a report and judge the result. Do not wait for silent workers."""
+        """Collect a report from every running process, except silent ones, and assess the result."""
         now_ms = self._context.now_ms()
         children = [each for each in self._processes.running() if each.heartbeat.age_ms(now_ms) <= HEARD_S * 1000]
         requests = [asyncio.create_task(self._ask_for_report(child)) for child in children]
@@ -187,7 +187,7 @@ class Reports:
             self._event_log.add(event)
 
     def _note_ages(self) -> None:
-        """Write the age of its worker's report into each row; the lag of a silent worker's rows is unknown."""
+        """Write the age of the worker's report into each row. The lag in a silent worker's rows becomes unknown."""
         owners = {group: child for child in self._processes.running() for group in child.groups}
         now_ms = self._context.now_ms()
         for row in self._rows.values():
@@ -216,7 +216,7 @@ class Reports:
     # judging
 
     def _judge(self, rows: list[VbucketRow], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Set the state, and end a service that runs until it has caught up."""
+        """Set the state; stop the service if it has caught up and was to run until then."""
         if self._context.stopping:
             return
         running = len(self._processes.running())

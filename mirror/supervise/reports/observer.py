@@ -1,8 +1,8 @@
-"""Events found by comparing each report with the one before. Pure.
+"""Finds events by comparing each report with the previous one. Pure.
 
-The caller gives rows and moments. News of vbuckets is collected for a second, so that a node's failover is one event.
-Invariants: in the first reports only damage is news; repeated reports after the replacement of a worker are no news;
-nor is contact lost for less than a second (a moving vbucket).
+The caller passes rows and times. News of vbuckets is collected for a second, so that a node's failover is one event.
+Invariants: in a vbucket's first report only damage is news; repeated reports after the replacement of a worker, and
+contact lost for less than a second (a moving vbucket), are no news.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from mirror.supervise.status import VbucketRow
 VbucketNews = VbucketsRolledBack | ResyncBegun | ResyncDone | SourceLost | SourceBack | DamageFound
 
 VBIDS_NAMED = 10
-"""Vbuckets that an event names; it counts the others."""
+"""Vbuckets that an event names; the others are only counted."""
 FORGOTTEN_MS = 60_000
 COLLECT_MS = 1_000
 """News of one kind are collected for this long."""
 CONTACT_LOST_MS = 1_000
-"""A vbucket has lost contact after this long."""
+"""A vbucket without contact for this long has lost it."""
 
 
 def _rose(known: int | None, count: int | None) -> bool:
@@ -49,10 +49,10 @@ class _Known:
     rollback_count: int | None
     resync_count: int | None
     resyncs_begun: int | None
-    """Counted by its worker; None after a restart of that."""
+    """Counted by the vbucket's worker; None after the worker has restarted."""
     damaged: bool
     node: str | None = None
-    """Its last node while the worker lives."""
+    """The last node from which the present worker streamed the vbucket."""
     silent_since_ms: int | None = None
     lost_since_ms: int | None = None
 
@@ -75,13 +75,13 @@ class Observer:
         self._unreachable_since_ms: int | None = None
         self._filling: bool | None = None
         self._troubles: dict[str, tuple[int, int, bool]] = {}
-        """Per trouble: the times of its beginning and last sight, and True once it was reported."""
+        """Trouble -> (time when it began, time when it was last seen, True if it was reported)."""
 
     def fill_begins(self) -> None:
         self._filling = True
 
     def forget(self, groups: Iterable[int], rows: Iterable[VbucketRow]) -> None:
-        """Forget the counters and contacts of a worker that ended: the next one begins at 0."""
+        """Forget the counters and contacts of a worker that ended: the next worker counts from 0."""
         gone = set(groups)
         for row in rows:
             known = self._known.get(row["vbid"])
@@ -105,12 +105,12 @@ class Observer:
         return [*self._fill(rows, held_count), *self._disk(groups), *self.due(now_ms)]
 
     def troubles(self, found: Sequence[Trouble], now_ms: int) -> list[Event]:
-        """Return the troubles to be reported: those that last for a second and were not there in the last minute."""
+        """Return events for new troubles older than a second. After a minute's absence a trouble is new again."""
         new: list[Event] = []
         for trouble in found:
             if trouble.state != DEGRADED or trouble.what in REPORTED:
                 continue
-            kind = trouble.what.partition(",")[0]  # the rest may be a figure
+            kind = trouble.what.partition(",")[0]  # a figure may follow the comma
             since_ms, seen_ms, reported = self._troubles.get(kind, (now_ms, now_ms, False))
             if now_ms - seen_ms > FORGOTTEN_MS:
                 since_ms, reported = now_ms, False
@@ -121,7 +121,7 @@ class Observer:
         return new
 
     def due(self, now_ms: int, *, at_once: bool = False) -> list[Event]:
-        """Return the news that were collected for long enough; with `at_once`, all."""
+        """Return events for the news that were collected for long enough; with `at_once`, for all."""
         found = {kind: news for kind, news in self._news.items() if at_once or now_ms - news.since_ms >= COLLECT_MS}
         for kind in found:
             del self._news[kind]
@@ -135,7 +135,7 @@ class Observer:
             known = _Known(row["rollback_count"], row["resync_count"], begun, damaged=False)
             self._known[vbid] = known
         if row["state"] == "starting":
-            return  # its worker has not reported it
+            return  # no worker has reported it yet
         if _rose(known.rollback_count, row["rollback_count"]):
             self._add(VbucketsRolledBack, vbid, now_ms).rollbacks.append(row["last_rollback"] or (0, 0))
         if begun is not None and begun > (known.resyncs_begun or 0):

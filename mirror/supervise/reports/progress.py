@@ -1,6 +1,6 @@
-"""Reports compared over time: lag in seconds, rates, and the progress of a first fill. Pure.
+"""Compares reports over time: lag in seconds, rates, and the progress of a first fill. Pure.
 
-The caller gives the moments; an unknown figure is None, never 0.
+The caller passes the times; an unknown figure is None, never 0.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Trend:
             return
         self._contact_ms[row["vbid"]] = now_ms - (row["silent_ms"] or 0)
         if waits and high < waits[-1][1]:
-            waits.clear()  # the source itself went back: a failover lost the seqnos that were waited for
+            waits.clear()  # a failover at the source lost the seqnos that were waited for
         if high > published and (not waits or high > waits[-1][1]):
             if len(waits) == waits.maxlen:
-                waits.pop()  # the oldest dates the lag and stays; the new entry replaces the newest
+                waits.pop()  # the lag counts from the oldest entry, so replace the newest
             waits.append((now_ms, high))
 
     def fill(self, rows: Sequence[VbucketRow], now_ms: int) -> None:
@@ -73,7 +73,7 @@ class Trend:
         return last_ms - first_ms, first, last
 
     def counter_rate(self, name: str) -> float | None:
-        """The rise of a counter per second. The reset of a replaced worker's counter is left out."""
+        """Return the rise of a counter per second. A fall, after a worker was replaced, counts as 0."""
         if len(self._reports) < 2:
             return None
         risen = 0
@@ -91,10 +91,10 @@ LEFT_KNOWN_S = 1.0
 
 
 class CatchUp:
-    """The progress of catching up. A vbucket is done once it has published its mark.
+    """The progress of catching up. A vbucket is done once it has published up to its mark.
 
-    A vbucket's mark is the high seqno in the first report with an open stream. A rollback removes the mark, and the
-    next report sets it again. A vbucket with mark 0 is done once its stream is accepted.
+    The mark is the source's high seqno in the first report with an open stream. A rollback removes the mark until the
+    next such report. A mark of 0 is reached at once.
     """
 
     OPEN_STATES = frozenset({"streaming", "backfilling"})
@@ -106,7 +106,7 @@ class CatchUp:
         self._published: dict[int, int] = {}
         self._received: dict[int, int] = {}
         self._began: tuple[int, float] | None = None
-        """Time and share done when all marks were known."""
+        """(time, share done) when all marks were known."""
         self._now_ms = 0
 
     def observe(self, rows: Sequence[VbucketRow], now_ms: int = 0) -> None:
@@ -151,7 +151,7 @@ class CatchUp:
         return sum(min(seqnos.get(vbid, 0), mark) for vbid, mark in self._marks.items())
 
     def _share(self) -> float:
-        """The share of the work that is done: receiving, then publishing."""
+        """Return the share of the work that is done: receiving, then publishing."""
         target = sum(self._marks.values())
         if not target:
             return 1.0 if self.done else 0.0
