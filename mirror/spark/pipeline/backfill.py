@@ -1,11 +1,11 @@
-"""`backfill`: many tasks pull a bucket, a group of vbuckets each, into files that a mirror continues from.
+"""`backfill`: many tasks copy a bucket into files, one group of vbuckets each. A mirror continues from these files.
 
-Knows the tasks, the files and the end of a backfill. The consumer of the service's workers pulls a group into a
-GroupWriter on the disk of the task's machine, with histories, collections and rollbacks as always. A group that is
-caught up is closed and handed over as one compacted file; no LMDB environment is ever open on a possible network file
-system. Invariants: the target is a mirror (`mirror.json`) only once every group is there. Until then its name is
-`<target>.incomplete`, and the next run for the same bucket pulls the missing groups. A vbucket is caught up when it has
-published the source's high seqno at the start of its task.
+Knows the tasks, the files and the end of a backfill. A task runs the same consumer as the service's workers, which
+writes a group to LMDB on the disk of the task's machine. When the group has caught up, the task closes it and copies it
+to the target as one compacted file: the target may be on a network file system, where no LMDB environment must be open.
+Invariants: the target becomes a mirror (`mirror.json`) when it has every group. Until then its name is
+`<target>.incomplete`, and the next run for the same bucket pulls the missing groups. A vbucket has caught up when it
+has published the high seqno that the source had at the start of the task.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SILENCE_S = 120.0
 
 class BackfillTask(NamedTuple):
     settings: Values
-    """Without the password, which the task finds on its own machine."""
+    """They lack the password: the task reads it on its own machine."""
     identity: Identity
     group: int
     scratch: str | None
@@ -122,7 +122,7 @@ def backfill(
 
 
 def _begin(folder: Path, identity: Identity) -> None:
-    """Keep the groups of an earlier run of the same identity; otherwise begin again."""
+    """Keep the groups of an earlier run with the same identity. Remove all groups of another identity."""
     note = folder / IDENTITY_FILE
     expected = json.dumps(asdict(identity), sort_keys=True)
     try:
@@ -131,7 +131,7 @@ def _begin(folder: Path, identity: Identity) -> None:
                 if each.is_dir():
                     shutil.rmtree(each)
             note.write_text(expected)
-        for left in folder.glob("*.new"):  # of attempts that were killed during the hand-over
+        for left in folder.glob("*.new"):  # left by attempts that were killed during the copy
             shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         raise LocalFolder(folder).error(error) from error
@@ -143,7 +143,7 @@ def _finish(folder: Path, target: Path, identity: Identity) -> None:
         for name in (IDENTITY_FILE, LOCK_FILE):
             (folder / name).unlink()
         if target.exists():
-            target.rmdir()  # it was empty
+            target.rmdir()  # `backfill` has checked that it is empty
         folder.rename(target)
         directory.sync_directory(str(target.parent))
     except OSError as error:
@@ -151,7 +151,7 @@ def _finish(folder: Path, target: Path, identity: Identity) -> None:
 
 
 def backfill_task(task: BackfillTask) -> Pulled:
-    """Pull a group and hand it over. Any Runner calls it."""
+    """Pull a group and copy it to the target. A Runner calls this function."""
     quiet_logs()
     settings = from_wire(task.settings)
     clock = SystemClock()
@@ -203,7 +203,7 @@ async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> 
                 running.result()
                 raise MirrorError(f"group {task.group}: the consumer ended by itself")
             for vbid, seqno in consumer.source_high_seqnos().items():
-                marks[vbid] = min(seqno, marks.get(vbid, seqno))  # lower after a failover that lost writes
+                marks[vbid] = min(seqno, marks.get(vbid, seqno))  # a failover that lost writes lowers it
             if len(marks) == len(writer.vbids) and consumer.caught_up(marks):
                 break
             report = status.report()

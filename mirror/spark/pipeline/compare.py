@@ -1,8 +1,8 @@
-"""`compare`: compare the mirror with its source, by tasks that each compare some vbuckets.
+"""`compare`: compare a mirror with its source, in tasks that compare some vbuckets each.
 
-Deals the vbuckets to tasks, and combines their results. Each task runs `inspection.verify`, which explains why its
-answer is exact although both sides change. A task reads the source through its own connections, and the mirror on its
-own machine; only results travel. Invariants: a vbucket has one result; neither side is changed.
+This module deals vbuckets to tasks and joins the results. A task runs `inspection.verify`; its docstring explains why
+the result is exact although both sides change. A task reads the source through its own connections, and the mirror on
+its own machine; the driver gets only results. Invariants: a vbucket has one result; neither side is changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CompareTask(NamedTuple):
     data: str
     source: str
     settings: Values
-    """Without the password, which the task finds on its own machine."""
+    """They lack the password: the task reads it on its own machine."""
     vbids: list[int]
     bucket_uuid: str
     wait_s: float

@@ -1,16 +1,16 @@
 """`export`: the documents of a mirror as Parquet files or a Delta table, every vbucket at one boundary.
 
 Knows the tasks, the files and the end of an export; never a command line, nor Spark: a Runner runs the tasks. Each task
-reads its vbuckets and writes its own files on its machine. The driver gets a few hundred bytes for each file, and makes
-them one export at the end. Invariants:
+reads its vbuckets and writes its own files on its machine. The driver gets a few hundred bytes for each file, and at
+the end makes one export of the files. Invariants:
 
-- The boundaries are pinned and leased before the first task, so a long export is as consistent as a short one, while
-  the service publishes, rolls back and purges.
-- Delta: one commit, the next version of the table, with the boundaries as tokens in its metadata. Parquet: the files
-  are written into `<target>.incomplete`, which one rename makes the target, with `_SUCCESS` (the same facts as JSON) in
-  it. A killed export leaves no version and no `_SUCCESS`; the next run removes its files.
-- An object store has no rename: Parquet files are written in place, and `_SUCCESS`, which also names them, is the last
-  object. Until then a reader must not take the prefix for an export. `overwrite` removes `_SUCCESS` first.
+- The boundaries are pinned and leased before the first task, so a long export is as consistent as a short one, even if
+  the service publishes, rolls back and purges meanwhile.
+- Delta: one commit makes the table's next version. Its metadata has the boundaries as tokens. Parquet: tasks write the
+  files to `<target>.incomplete`, and `_SUCCESS` has the metadata as JSON. Then one rename makes the folder the target.
+  A killed export leaves no version and no `_SUCCESS`; the next run removes its files.
+- An object store has no rename: Parquet files are written in place. `_SUCCESS` is the last object, and names them. A
+  prefix without `_SUCCESS` is not a complete export. `overwrite` removes `_SUCCESS` first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from storage.env.directory import sync_directory
 from storage.read.view import open_view
 
 TASKS_PER_CORE = 4
-"""More tasks than cores: the last ones to finish are small, and there is progress to show."""
+"""More tasks than cores, so that tasks are small: cores wait little for the last task, and progress is visible."""
 
 SUCCESS_FILE = "_SUCCESS"
 
@@ -83,8 +83,8 @@ class Exported:
 
 
 def shape_of(fields: pa.Schema | None, reading: Reading = AS_DECLARED) -> Shape:
-    """Return the columns of an export. `fields` of the body replace `value` and follow the other columns, whose names
-    are then marked as in the data source. Raises ConfigError for a type that JSON cannot be read as.
+    """Return the columns of an export. `fields` of the body replace the column `value`, and follow the other columns,
+    whose names then begin with an underscore. Raises ConfigError for a type that JSON cannot be read as.
     """
     if fields is None:
         return Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
@@ -112,9 +112,9 @@ def export(
 ) -> Exported:
     """Write the documents of the mirror at `data` into `target`: a path or a URL (places.py).
 
-    `fields` are columns that replace `value`, read from JSON documents as `reading` says. If more than a share of
-    `misfits_max` of the documents does not fit, nothing is exported. `overwrite_schema` allows other columns in a Delta
-    table. Raises MirrorError and the store's errors.
+    `fields` are columns that replace `value`. `reading` says how they are read from JSON documents. If the share of
+    documents that do not fit exceeds `misfits_max`, nothing is exported. `overwrite_schema` allows changes of a Delta
+    table's columns. Raises MirrorError and the store's errors.
     """
     start_s = time.monotonic()
     data, folder = data.absolute(), folder_at(target)
@@ -163,7 +163,7 @@ def export(
 
 
 def export_task(task: ExportTask) -> Written:
-    """Write the documents of a task's vbuckets. Any Runner calls it."""
+    """Write the documents of a task's vbuckets. A Runner calls this function."""
     counts = Counts()
     with PartWriter(task.folder, task.prefix, task.shape.schema) as parts:
         for batch in read(task.job, task.vbids, task.shape, counts):
@@ -172,8 +172,8 @@ def export_task(task: ExportTask) -> Written:
 
 
 class _Target(ABC):
-    """The place of the files, from the lock to the last step. Making one raises ConfigError or MirrorError; leaving it
-    after an error removes its files.
+    """The destination of the files, locked until the context ends. The constructor raises ConfigError or MirrorError.
+    After an error the context removes its files.
     """
 
     version: int | None = None
@@ -184,7 +184,7 @@ class _Target(ABC):
         self.run = run_name()
 
     def check(self, parts: Sequence[Part]) -> None:
-        """Raise MirrorError for a reported file that is not here: an executor may have written to its own folder."""
+        """Raise MirrorError for a reported file that the driver cannot see: an executor may have its own disk."""
         try:
             for part in parts:
                 if self.folder.size(part.name) != part.size:
@@ -195,7 +195,7 @@ class _Target(ABC):
         except OSError as error:
             raise self.folder.error(error) from error
 
-    def check_schema(self, schema: pa.Schema) -> None:  # noqa: B027 - files have no past
+    def check_schema(self, schema: pa.Schema) -> None:  # noqa: B027 - only Delta tables have a schema
         ...
 
     def __enter__(self) -> _Target:
@@ -263,7 +263,7 @@ class _Delta(_Target):
 
 
 class _Folder(_Target):
-    """A folder of Parquet files, made next to its place and moved there."""
+    """A folder of Parquet files, which gets its name when it is complete."""
 
     def __init__(self, target: Path, overwrite: bool) -> None:
         self._target = target
@@ -290,7 +290,7 @@ class _Folder(_Target):
         return [each for each in self._incomplete.iterdir() if each.name != delta.LOCK_FILE]
 
     def _may_go(self, overwrite: bool) -> bool:
-        """Return True for an export or an empty folder: no other folder is replaced."""
+        """Return True for a target that may be replaced: an empty folder, or with `overwrite` an export."""
         if not self._target.is_dir():
             return False
         return not any(self._target.iterdir()) or (overwrite and (self._target / SUCCESS_FILE).is_file())
@@ -315,8 +315,8 @@ class _Folder(_Target):
 
 
 class _Prefix(_Target):
-    """Parquet files under a prefix of an object store. If removing them after an error fails, the next run with
-    `overwrite` does it.
+    """Parquet files under a prefix of an object store. They are removed after an error; if that fails, the next run
+    with `overwrite` removes them.
     """
 
     def __init__(self, target: ObjectFolder, overwrite: bool) -> None:
@@ -339,7 +339,7 @@ class _Prefix(_Target):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             with contextlib.suppress(OSError):
-                self.folder.remove(SUCCESS_FILE)  # can only be of this run
+                self.folder.remove(SUCCESS_FILE)  # this run wrote it: `__init__` removed an older one
                 for each in self.folder.names():
                     if run_of(each) == self.run:
                         self.folder.remove(each)

@@ -1,7 +1,7 @@
 """Figures of a stream, batch by batch, from Spark's query listener.
 
-Knows Spark's progress events; never the display of figures. Invariant: a listener never ends a stream: it omits
-unreadable figures.
+Knows Spark's progress events; never the display of figures. Invariant: a listener raises no error, which would end the
+stream: it omits unreadable figures.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class BatchFigures:
     events: int
     events_per_s: float
     duration_ms: int
-    """From the trigger to the end of the batch."""
+    """Time from the trigger to the end of the batch."""
     inserted: int | None = None
     updated: int | None = None
     deleted: int | None = None
     misfits: int | None = None
     lag_seqnos: int | None = None
-    """Seqnos of the source that the batch did not reach, if known."""
+    """Number of published seqnos after the end of the batch; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MergeFigures:
     deleted: int
     misfits: int
     rewritten_bytes: int
-    """Bytes of the files that it wrote."""
+    """Bytes of the files that the merge wrote."""
     duration_ms: int
 
 
@@ -59,7 +59,7 @@ class Listener(StreamingQueryListener):
             del self._applied[next(iter(self._applied))]
 
     def onQueryStarted(self, event: Any) -> None:
-        """No figures yet."""
+        """Do nothing: there are no figures yet."""
 
     def onQueryProgress(self, event: Any) -> None:
         progress = event.progress

@@ -1,9 +1,9 @@
-"""Run tasks on this machine's cores or on a Spark cluster: a function, a list of arguments, results.
+"""Call a function for each task of a list, on this machine's cores or on a Spark cluster, and return the results.
 
 Knows processes and Spark's job API; must never know the work of a task. A task gets its input as an argument, opens its
-own files and connections, and returns little. Invariants: each task's result counts once, even if Spark ran it again
-after losing an executor; results come in the order of the tasks; the first failure that no retry fixes ends the run; it
-is raised as the task's own error, without Spark's traceback.
+own files and connections, and returns little. Invariants: each task has one result, even if Spark runs it twice because
+an executor was lost; results are in the order of the tasks; the first failure that no retry fixes ends the run, and is
+raised as the task's own error, without Spark's traceback.
 """
 
 from __future__ import annotations
@@ -35,29 +35,33 @@ POLL_INTERVAL_S = 0.5
 
 _MARK = "dcp-mirror-error:"
 _REPORTED = re.compile(r"MirrorSourceError: (.+?)(?: SQLSTATE: \w+)?$", re.MULTILINE)
-"""A foreseen error of the data source (failures.py) among Spark's own words."""
+"""Finds a foreseen error of the data source (failures.py) in the text of Spark's error."""
 
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(mirror|storage|pyarrow|lmdb|deltalake)\b")
-"""The error of an executor without this package, or of workers that do not start."""
+"""Finds the error of an executor or worker that lacks this package or one it needs."""
 
 
 class Runner(Protocol):
     parallelism: int
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """Call `function`, which a module defines, with each task. Raises a task's error."""
+        """Call `function` with each task, and return the results. A module must define `function`, because it is
+        pickled. Raises a task's error.
+        """
         ...
 
 
 class LocalRunner:
-    """Runs processes of this machine, by default one for each core. Each calls `prepare`, which a module defines."""
+    """Runs tasks in processes of this machine, by default one for each core. A process calls `prepare` first, a
+    function that a module defines.
+    """
 
     def __init__(self, processes: int | None = None, prepare: Callable[[], None] | None = None) -> None:
         self.parallelism = processes or len(os.sched_getaffinity(0))
         self._prepare = prepare
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """Processes are spawned, never forked: LMDB's environments must not cross a fork."""
+        """Processes are spawned, never forked: an LMDB environment must not be used after a fork."""
         if self.parallelism == 1 or len(tasks) <= 1:
             return self._run_here(function, tasks, progress)
         results: list[Any] = [None] * len(tasks)
@@ -77,7 +81,7 @@ class LocalRunner:
                     progress(done, len(tasks))
         except BaseException as error:
             for process in set(multiprocessing.active_children()) - before:
-                process.kill()  # their results are not needed
+                process.kill()  # the run has failed: no result is needed
             if isinstance(error, BrokenProcessPool):
                 raise MirrorError(
                     "a process of this job died", hint="look for a kill or short memory; no data was committed"
@@ -98,7 +102,7 @@ class LocalRunner:
 
 
 def _begin(parent: int, prepare: Callable[[], None] | None) -> None:
-    """End a process whose parent has died already: it would wait for tasks for ever."""
+    """Prepare a new process. If its parent has died, end it: it would wait for tasks for ever."""
     if prepare is not None:
         prepare()
     if os.getppid() != parent:
@@ -107,7 +111,7 @@ def _begin(parent: int, prepare: Callable[[], None] | None) -> None:
 
 @contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Keep a terminal's Ctrl-C from processes that start here: their parent ends them."""
+    """Make processes that start in this block ignore a terminal's Ctrl-C: their parent ends them."""
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -116,7 +120,7 @@ def _no_interrupt() -> Iterator[None]:
 
 
 class SparkRunner:
-    """Runs tasks on the executors of a classic session: Spark Connect has no jobs of Python functions."""
+    """Runs tasks on the executors of a classic session. Spark Connect cannot run Python functions as jobs."""
 
     def __init__(self, spark: Any) -> None:
         self._context = spark.sparkContext
@@ -162,10 +166,10 @@ class SparkRunner:
 
 
 class _Guarded:
-    """A task function whose own errors come back unchanged.
+    """A task function whose own errors pass through Spark unchanged.
 
-    It returns an error that no retry fixes: Spark would try it four times and print four traces. It raises an error
-    that a retry may fix, as text that `error_of` finds again.
+    It returns an error that no retry fixes: if it raised the error, Spark would try four times and print four
+    tracebacks. It raises an error that a retry may fix, as text from which `error_of` restores it.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -181,7 +185,7 @@ class _Guarded:
 
 
 def quiet_logs() -> None:
-    """Log errors only, on stderr: tasks return or raise the rest, and stdout may belong to data."""
+    """Log only errors, to stderr. Tasks return or raise all else, and a command may print data to stdout."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
@@ -189,12 +193,12 @@ def quiet_logs() -> None:
 
 
 def as_text(error: BaseException) -> str:
-    """Return an error of ours as text that survives any wrapping."""
+    """Return a MirrorError or StorageError as text. `error_of` restores it, also out of a longer text."""
     return f"{_MARK}{pickle.dumps(error).hex()};"
 
 
 def error_of(error: BaseException) -> BaseException:
-    """Return a task's error from Spark's wrapping, or an error with the first line of Spark's own."""
+    """Return the task's error that Spark's error contains, or else an error with the first line of Spark's text."""
     text = str(error)
     start = text.find(_MARK)
     if start >= 0:

@@ -1,9 +1,9 @@
-"""Write a data frame as parts (parts.py) by Spark's own means, without pandas and without collecting a row.
+"""Write a data frame as parts (parts.py) on the executors. Rows stay out of pandas and out of the driver.
 
-Knows Spark's interface for writers in Python; never the use of the parts. Executors write them. Spark hands the
-messages of the successful tasks to `commit`, in a Python process of the driver's machine, which leaves them in a file
-for the driver. `write_parts` does all of this in one call. Invariant: parts of failed or duplicate attempts are not
-reported.
+Knows Spark's interface for writers in Python; never the use of the parts. Each task returns a message that names its
+parts. Spark passes the messages of the successful tasks to `commit`, in another Python process on the driver's machine.
+`commit` writes them to a file, and `write_parts`, which starts all of this, reads the file. Invariant: parts of failed
+or duplicate attempts are not reported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Writer(DataSourceArrowWriter):
         self._result_file = result_file
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> PartsWritten:
-        """An error is reported, not raised: trying four times would not fix it."""
+        """Write a task's parts. An error is returned: if it were raised, Spark would try the task four times."""
         try:
             with PartWriter(self._folder, self._prefix, CHANGES) as parts:
                 for batch in iterator:
@@ -65,7 +65,7 @@ class Writer(DataSourceArrowWriter):
         Path(self._result_file).write_text(json.dumps({"problem": problem, "parts": parts}))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Remove the parts of other tasks after one has failed for good."""
+        """Remove the parts of the other tasks when a task has failed for good."""
         folder = folder_at(self._folder)
         for message in messages:
             for part in message.parts if isinstance(message, PartsWritten) else ():

@@ -1,11 +1,11 @@
 """`sync`: run a stream of changes into the tables of a lake, and restart it from its checkpoint.
 
-Knows Spark's streaming queries and their batches; lake.py argues for exactly-once. Spark's part in it: a batch's
-offsets are written (`offsets/N` in the checkpoint) before the batch runs and its end (`commits/N`) after it. So after a
-crash only the newest batch runs again, under the same number with the same offsets. Nothing is collected: executors
-write the events of their vbuckets into the folder of `changes` and return names, sizes and statistics. Invariants: no
-stop, between batches or in the middle of one, loses or repeats anything; the checkpoint and the tables belong together
-and are checked against each other at the start and at each batch.
+Knows Spark's streaming queries and their batches; lake.py explains why tables get each event exactly once. Spark
+contributes this: it writes a batch's offsets to the checkpoint (`offsets/N`) before the batch runs, and `commits/N`
+after the batch. So after a crash only the newest batch runs again, with the same number and offsets. The driver
+collects no events: executors write them to the folder of `changes`, and return names, sizes and statistics of files.
+Invariants: no stop, between batches or within one, loses or repeats an event; the start and each batch check that the
+checkpoint and the tables belong together.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ KEEP_HOURS_OBJECTS_MIN = 24
 POLL_S = 0.2
 STARTS_MAX = 3
 NOT_CONNECTED = "Python worker failed to connect back"
-"""Spark gives its Python processes ten seconds to connect, whatever its settings; a busy machine may need more. The
-query then restarts from its checkpoint, as after a crash.
+"""Spark's error if a Python process does not connect within ten seconds. No setting changes this time, and a busy
+machine may need more. The query then restarts from its checkpoint, as after a crash.
 """
 
 
@@ -74,10 +74,11 @@ class Synced:
 
 
 def checkpoint_for(folder: Folder, how: How) -> Path:
-    """Return the folder of Spark's checkpoint. Raises ConfigError for tables in an object store without a checkpoint,
-    or if the time for keeping files is so short that a clean-up could remove those of a batch in progress.
+    """Return the folder of Spark's checkpoint. Raises ConfigError for tables in an object store if no checkpoint is
+    given, or if `keep_hours` is so short that a clean-up could remove the files of a batch in progress.
 
-    A checkpoint is a lock as well: one process uses it, and the tables take batches of no other (lake.py).
+    The checkpoint also protects the tables from a second writer: one process uses a checkpoint, and the tables accept
+    batches from one checkpoint (lake.py).
     """
     if how.checkpoint is not None:
         checkpoint = how.checkpoint.absolute()
@@ -114,7 +115,7 @@ def check_source(options: Mapping[str, str], settings: Settings) -> None:
 
 
 class SyncTarget:
-    """The function of foreachBatch. `on_batch` gets the figures of each batch, `on_merge` those of each merge."""
+    """The function for foreachBatch. `on_batch` gets the figures of each batch, `on_merge` those of each merge."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class SyncTarget:
         self._number = -1
 
     def __call__(self, frame: Any, number: int) -> None:
-        """Apply a batch. An error is kept: Spark would only pass on its text."""
+        """Apply a batch. An error is kept in `failed`, because Spark passes on only its text."""
         try:
             with self._busy:
                 self._apply(frame, number)
@@ -176,7 +177,9 @@ class SyncTarget:
         return done
 
     def catch_up(self, *, due_only: bool) -> None:
-        """Bring deferred batches into `documents`, unless a batch is in progress."""
+        """Fold deferred batches into `documents`. With `due_only`, do nothing if a batch is in progress or no fold is
+        due.
+        """
         if not self._busy.acquire(blocking=not due_only):
             return
         try:
@@ -199,11 +202,11 @@ def sync(
     on_warning: Callable[[str], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Synced:
-    """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set; with `available_now`, until
-    they are current once.
+    """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set. With `available_now`, return
+    when they are current.
 
-    `source` are options of the data source. `on_warning` gets warnings of later trouble. Raises MirrorError and the
-    store's errors.
+    `source` are options of the data source. `on_warning` gets a warning if the disk may become full. Raises MirrorError
+    and the store's errors.
     """
     how = how or How()
     folder = folder_at(to)
@@ -249,7 +252,7 @@ def sync(
 
 
 def space_warning(folder: Folder, projected_bytes: int) -> str | None:
-    """Return a warning if the disk lacks room for the files of a merge; None if it has room, or is unknown."""
+    """Return a warning if the disk has less than `projected_bytes` free. An object store has no limit."""
     if not isinstance(folder, LocalFolder):
         return None
     free_bytes = shutil.disk_usage(folder.path).free

@@ -62,7 +62,7 @@ class ChangesTask:
 
 
 class ChangesDriver(ABC):
-    """The driver's side of a stream: its offsets, and the tasks between two of them."""
+    """Chooses the offsets of a stream, in Spark's driver, and plans tasks that read between two of them."""
 
     def __init__(self, options: Options, origin: str, bucket_uuid: str, group_count: int = 1) -> None:
         self._options = options
@@ -90,7 +90,9 @@ class ChangesDriver(ABC):
 
     @abstractmethod
     def _way(self, vbid: int, since: At, to: At) -> Way | None:
-        """Return the way between two positions. None: the end is gone, and the next batch begins again."""
+        """Return the way between two positions. None: history up to the end is lost, and the next batch sends the whole
+        vbucket.
+        """
 
     def _task(self, start: Offset, end: Offset) -> ChangesTask:
         return ChangesTask()
@@ -113,7 +115,7 @@ class LocalChanges(ChangesDriver):
         identity = self._view.identity
         super().__init__(options, "path", identity.bucket_uuid, identity.group_count)
         self._known: set[int] = set()
-        self._undelivered: set[int] = set()  # vbuckets whose first batch could send no rows: they begin again
+        self._undelivered: set[int] = set()  # vbuckets whose first batch found its history lost: they begin again
         self._lease: Lease | None = None
         self._leased_s = 0.0
 
@@ -156,7 +158,7 @@ class LocalChanges(ChangesDriver):
         return replace(start, at={**start.at, **moved})
 
     def _lag(self, vbid: int, at: At, limited: bool) -> tuple[Lag | None, bool]:
-        """Return how far a vbucket is behind, and True if it must be sent again as a whole."""
+        """Return how far a vbucket is behind (None: leave it out), and True if the whole vbucket must be sent again."""
         try:
             published, common = states.published_since(self._view.reader(vbid), token(self._view, vbid, at))
         except Unavailable:
@@ -167,7 +169,7 @@ class LocalChanges(ChangesDriver):
             and published.seqno > (limit := self._target.get(vbid, 0))
         ):
             published = states.newest(self._view.reader(vbid), limit) if limit else None
-            if published is None and limit:  # the planned end is no longer kept: take the next one
+            if published is None and limit:  # the planned end is no longer kept: take the next boundary
                 published = states.following(self._view.reader(vbid), limit)
         if published is None or (vbid in self._known and place(at) == place(at_of(published))):
             return None, False
@@ -244,7 +246,7 @@ class LocalChanges(ChangesDriver):
 
     def _way(self, vbid: int, since: At, to: At) -> Way | None:
         lost = to.fresh == 0 and self._lost_between(vbid, since, to)
-        if lost and not since.seqno:  # nothing was sent: the next batch sends all
+        if lost and not since.seqno:  # nothing was sent: the next batch sends the whole vbucket
             self._undelivered.add(vbid)
             return None
         if lost:
@@ -275,8 +277,8 @@ def place(at: At) -> tuple[int, int, int]:
 def token(view: View, vbid: int, at: At) -> Token:
     """Return the token of a position.
 
-    A position that a power cut took back is valid again once the mirror has published the same history of the source
-    (vbuuid) beyond it.
+    A power cut may undo the mirror's last commits. A position in these commits is valid again once the mirror has
+    published the same history of the source (vbuuid) up to the position or beyond.
     """
     given = Token(vbid, Branch(at.branch), Seqno(at.seqno), at.history_id)
     if at.history_id not in states.history_ids(view.reader(vbid), at.branch):

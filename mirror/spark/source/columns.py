@@ -1,35 +1,36 @@
 """The columns of the data source: Arrow schemas of documents and of changes, and changes as rows and batches.
 
-Knows names and types; never the origin of a change. Documents: `mirror.typed.rows`. Invariants: the columns of
-`DOCUMENTS` stand first in `CHANGES`, in the same order and with the same meaning; 64-bit numbers are signed, as Spark
-knows no others (a cas or vbuuid above 2^63-1 comes out negative, all bits kept).
+Knows names and types; never the origin of a change. `mirror.typed.rows` makes batches of documents. Invariants: the
+columns of `DOCUMENTS` stand first in `CHANGES`, in the same order and with the same meaning; 64-bit numbers are signed,
+because Spark has no unsigned ones (a cas or vbuuid above 2^63-1 becomes negative, with the same bits).
 
-`storage.model.DOCUMENT_FIELDS` explains the numbers of documents. Further:
+`storage.model.DOCUMENT_FIELDS` explains the numbers of documents. The other columns of documents are:
 
     key         UTF-8. A key that is not UTF-8 keeps its bytes: cast(key as binary) gives them
     collection  `scope.collection`
     value       the body: decompressed, without xattrs; null in a tombstone
 
-and of changes:
+The other columns of changes are:
 
-    kind        mutation, deletion, expiration: published events. After a rollback, retraction: a version that
-                readers had and that is void (each key's newest), with the fields it came with; restoration: the version
-                that is valid again in its place, with the fields it came with. Rows about more than one document have
-                a null key: collection_dropped, collection_flushed: all documents of the collection in this
-                vbucket up to here are gone; resync: the whole vbucket is void (its history could not be followed), and
-                all of it follows, from the beginning
-    branch      the line of history of the version; over a connection the number of resyncs of the stream
-    vbuuid      the source's name of that history
-    snapshot_end_seqno      the boundary that published the version (of those that are kept); of a retraction or
-                restoration the boundary that the rollback went back to
-    at_branch, at_seqno     the position of the event itself, which an upsert compares. It rises strictly for
-                each key, also across rollbacks, where seqno falls; a resync begins again. For published events it is
-                (branch, seqno) of the version. A rollback opens a branch at a boundary: its retractions stand at seqno
-                0 of that branch, its restorations at the boundary, and later publishes above it
-    event_time  when the source wrote the version, by the clock of the node that did: the upper 48 bits of the cas,
-                which are nanoseconds since 1970. Rises for each key, as the cas does; between keys it is as good as the
-                clocks of the nodes, and a cas that was set from elsewhere (XDCR, a restore) has the other cluster's
-                clock. Null for rows about more than one document, and where the source gave no cas
+    kind        - mutation, deletion, expiration: a published version
+                - retraction: a rollback took this version, the newest of its key, from readers; it has its old fields
+                - restoration: after a rollback this older version is valid again; it has its old fields
+                - collection_dropped, collection_flushed: all documents of the collection in this vbucket, up to this
+                  row, are gone. The key is null
+                - resync: the vbucket's history could not be followed. All its earlier rows are void, and all its
+                  documents follow, from the beginning. The key is null
+    branch      the branch of the version; over a connection the number of resyncs of the stream
+    vbuuid      the source's name of the version's history
+    snapshot_end_seqno      the first kept boundary that has the version; of a retraction or restoration the boundary
+                that the rollback went back to
+    at_branch, at_seqno     the position of the event, which an upsert compares. It rises strictly for each key, even
+                across rollbacks, where seqno falls. After a resync positions begin again. A published event has the
+                (branch, seqno) of its version. A rollback opens a branch at a boundary: its retractions have seqno 0 of
+                that branch, its restorations the seqno of the boundary, and later events higher ones
+    event_time  the time when a node of the source wrote the version, by this node's clock: the upper 48 bits of the
+                cas, in nanoseconds since 1970. Like the cas it rises for each key. Versions of different keys compare
+                as exactly as the nodes' clocks agree. A cas that was set from elsewhere (XDCR, a restore) has the other
+                cluster's time. Null without a document or a cas
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ _numbers = attrgetter(*NUMBERS)
 
 
 def event_micros(cas: int) -> int | None:
-    """Return microseconds since 1970 of the clock in a cas: its low 16 bits count versions of one moment."""
+    """Return the time in a cas as microseconds since 1970. Its low 16 bits only number versions of the same time. None:
+    the cas has no time.
+    """
     return (cas & ~0xFFFF) // 1000 or None
 
 
@@ -72,7 +75,7 @@ def change_row(
     at: tuple[int, int],
     branch: int | None = None,
 ) -> tuple[Any, ...]:
-    """Return a row in the order of `columns.CHANGES`, numbers without a sign."""
+    """Return a row in the order of `CHANGES`. Its numbers are unsigned."""
     value = document.value if document.value or not document.deleted else None
     return (
         document.key,
@@ -91,7 +94,7 @@ def change_row(
 def control_row(
     kind: str, vbid: int, collection: str, branch: int, seqno: int, vbuuid: int, snapshot_end_seqno: int
 ) -> tuple[Any, ...]:
-    """Return a change that is not about one document as a row."""
+    """Return a row without a document: a change of a collection, or a resync."""
     numbers = {"vbid": vbid, "seqno": seqno}
     document = (None, collection or None, *map(numbers.get, NUMBERS), None)
     return (*document, kind, branch, vbuuid, snapshot_end_seqno, branch, seqno, None)
@@ -120,7 +123,7 @@ def _batch(rows: list[tuple[Any, ...]], schema: Any, positions: list[int]) -> An
     for field, position in zip(schema, positions, strict=True):
         if field.name == "key":  # bytes that are not UTF-8 stay as they are
             arrays.append(pa.array(columns[position], pa.binary()).view(pa.string()))
-        elif field.type == pa.int64():  # larger numbers come out negative, all bits kept
+        elif field.type == pa.int64():  # numbers above 2^63-1 become negative, with the same bits
             arrays.append(pa.array(columns[position], pa.uint64()).view(field.type))
         else:
             arrays.append(pa.array(columns[position], field.type))

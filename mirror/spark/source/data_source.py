@@ -1,12 +1,12 @@
 """The data source `mirror` of PySpark: chooses the reader for the options.
 
-Knows only PySpark's interface; `local`, `stream` and `remote` read. Readers are pickled and sent to the tasks: they
-hold options and plans, and open stores and connections inside `read` only. Invariants: planning refuses every mistake
-that it can know, in one line (`failures`); a separate reader takes filters, because `pushFilters` in a reader makes
-every query fail while the session's setting is off.
+Knows only PySpark's interface; `local`, `stream` and `remote` read. Spark pickles readers and sends them to the tasks:
+they hold options and plans, and open stores and connections only inside `read`. Invariants: planning reports every
+mistake that it can find, in one line (`failures`); only PushdownDocumentsReader has `pushFilters`, because a reader
+with this method makes every query fail if the session's setting for filters is off.
 
-`remote` takes as long to import as all the rest, and Spark imports this module in a new process for each step of
-planning. So it is imported when a connection is read.
+The import of `remote` takes as long as all others together, and Spark imports this module in a new process for each
+step of planning. So `remote` is imported only for a connection.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from mirror.spark.source import remote
 
 MARK = "_"
-"""Prefix of columns that are not of the body, in a user's schema."""
+"""Prefix of metadata columns in a user's schema. Other columns are fields of the body."""
 
 OWN_COLUMNS = ConfigError(
     "table=changes has columns of its own",
@@ -97,7 +97,7 @@ class MirrorSource(DataSource):
         shape = shape_of(fields, options, own_schema)
         mark = MARK if own_schema else ""
         if options.pushdown:
-            hide_tracebacks()  # PySpark refuses such a reader while its setting is off, and says so in one line
+            hide_tracebacks()  # if its setting is off, PySpark refuses this reader: one line is enough
             return PushdownDocumentsReader(options, shape, mark)
         return DocumentsReader(options, shape, mark)
 
@@ -120,7 +120,7 @@ class MirrorSource(DataSource):
 
 
 def inferred(options: Options) -> pa.Schema:
-    """Return the key and the columns of a sample of the documents. Raises StorageError, ConfigError."""
+    """Return the key column, and columns for the fields in a sample. Raises StorageError, ConfigError."""
     from mirror.sql.schema import joint_schema
 
     assert options.path is not None, "parse refuses it"
@@ -131,8 +131,9 @@ def inferred(options: Options) -> pa.Schema:
 
 
 def of_table(fields: Any, options: Options) -> bool:
-    """Return True for the table's own columns, which a catalog gives back: no user's schema has a binary `value` or a
-    change's columns."""
+    """Return True if a schema is the table's own, which a catalog passes like a user's schema. A user's own schema has
+    no binary `value`, and no columns of changes.
+    """
     table = TABLES[options.table]
     known = all(field.name in table.names and field.type == table.field(field.name).type for field in fields)
     return known and (options.table == "changes" or "value" in fields.names)
@@ -156,15 +157,15 @@ def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:
 
 @dataclass(repr=False)
 class Share(InputPartition):
-    """The part that one task reads. The reader itself is pickled before anything is planned."""
+    """The vbuckets that one task reads. Spark pickles the reader before it plans, so each share has the job."""
 
     job: local.Job | remote.ReadJob
     vbids: list[int]
 
 
 def in_session(shape: Shape) -> Shape:
-    """Fill in the session's time zone if the options name none. Runs in a task, which has the session's settings.
-    Without the setting it is Java's zone, and so the machine's.
+    """Fill in the session's time zone if the options name none. Call this in a task, because tasks have the session's
+    settings. A session without the setting uses the machine's zone.
     """
     if shape.reading.time_zone is not None:
         return shape

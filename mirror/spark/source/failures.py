@@ -1,8 +1,8 @@
 """Report a user's mistake in one line, instead of the traceback of some worker process.
 
 Knows how PySpark's worker processes pass exceptions on; must never hide the traceback of a programming error. An
-executor without this package fails while it unpickles its task, before any code of ours. So cloudpickle sends the
-functions of this module as code, and `restore` needs nothing but Python itself. Invariant: a foreseen error leaves
+executor without this package fails when it unpickles its task, before it can run code of the package. So cloudpickle
+sends the functions of this module as code, and `restore` needs only Python. Invariant: a foreseen error leaves
 `clear_errors` as a MirrorSourceError of one line.
 """
 
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 HIDE = "SPARK_HIDE_TRACEBACK"
-"""A variable of PySpark's (`pyspark.util.handle_worker_exception`)."""
+"""If this variable is set, PySpark reports an exception without traceback (`pyspark.util.handle_worker_exception`)."""
 
 
 class MirrorSourceError(Exception): ...
 
 
-MirrorSourceError.__module__ = "builtins"  # without its module in front of its text
+MirrorSourceError.__module__ = "builtins"  # so that Python prints its text without the module
 
 
 def hide_tracebacks() -> None:
@@ -44,7 +44,7 @@ def show_tracebacks() -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turn foreseen errors into one line. PySpark's processes end after they report an exception."""
+    """Turn foreseen errors into one line. `HIDE` stays set: PySpark's process ends after its report."""
     try:
         yield
     except (MirrorError, StorageError) as error:
@@ -64,7 +64,7 @@ def with_clear_errors(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Carried:
-    """Base of objects that are sent to executors, where a missing package is an error in one line."""
+    """Base of objects that Spark sends to executors. If an executor lacks a package, the error has one line."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return restore, (cloudpickle.dumps((type(self), self.__dict__)),)  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ class Restriction:
     end: bytes | None = None
     prefix: bytes = b""
     key: bytes | None = None
-    """The requested key, if the filters leave only one. It determines the vbucket."""
+    """The key, if the filters allow only one; only its vbucket is read then."""
     collections: frozenset[str] | None = None
     vbid_tests: list[Callable[[int], bool]] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class Restriction:
         return all(test(vbid) for test in self.vbid_tests)
 
     def narrow(self, start: bytes = b"", end: bytes | None = None) -> None:
-        """Leave keys from `start` on, below `end`."""
+        """Restrict the keys to those from `start` on and below `end`."""
         self.start = max(self.start, start)
         if end is not None:
             self.end = end if self.end is None else min(self.end, end)
@@ -52,7 +52,7 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The part that all tasks of a job share."""
+    """The description of a job, which all its tasks get."""
 
     path: str
     lease_id: str

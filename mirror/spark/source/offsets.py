@@ -1,8 +1,9 @@
-"""Offsets of a stream: the position of each vbucket, as Spark keeps it in a checkpoint, and the end of the next batch.
+"""Offsets of a stream: a position in each vbucket. `admit` chooses the end of the next batch.
 
-Knows numbers only: no store, no connection, no Spark. Invariants: an offset names published boundaries (over a
-connection: seqnos) with their branch and vbuuid, so that two offsets alone decide what is between them. `admit` returns
-boundaries between the start and the published ones, and advances if it can, even with the smallest limit.
+Spark keeps offsets in a checkpoint. Knows numbers only: no store, no connection, no Spark. Invariants: an offset names
+published boundaries (over a connection: seqnos) with their branch and vbuuid, so that two offsets alone decide which
+changes are between them. `admit` returns boundaries between the start and the published ones, and advances even with
+the smallest limit if a boundary is ahead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from mirror.errors import ConfigError
 
 FORMAT = 2
-"""Format 1 did not name the mirror's history of a position."""
+"""Format of encoded offsets. Format 1 had no `history_id`."""
 
 
 class At(NamedTuple):
@@ -22,14 +23,14 @@ class At(NamedTuple):
     seqno: int = 0
     vbuuid: int = 0
     fresh: int = 0
-    """1: the batch that ends here sends the whole vbucket again (a resync)."""
+    """1 if the batch that ends here sends the whole vbucket again (a resync), else 0."""
     since_seqno: int = 0
-    """The start of the batch that ends here, over a connection."""
+    """Over a connection: the seqno at which the batch that ends here began."""
     history_id: int = 0
-    """The history of the position, in a mirror's directory (`storage.read.view.Token`)."""
+    """In a mirror's directory: the history of the position (`storage.read.view.Token`)."""
 
     def follows(self, other: At) -> bool:
-        """Return True if this position lies behind another one of the same history."""
+        """Return True if this position is after `other`, in the same history."""
         same = (self.branch, self.vbuuid, self.history_id) == (other.branch, other.vbuuid, other.history_id)
         return same and self.seqno > other.seqno
 
@@ -43,16 +44,18 @@ Encoded = dict[str, Any]
 
 @dataclass(frozen=True)
 class Offset:
-    """The position of all vbuckets; those that are not named are at the beginning."""
+    """The position of each vbucket. A vbucket that `at` lacks is at the beginning."""
 
     origin: str
-    """path or connection, whose numbers differ in meaning."""
+    """`path` or `connection`. The numbers of the two have different meanings."""
     bucket_uuid: str
     at: Mapping[int, At] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
-    """Names by id of all collections ever seen, over a connection: no one else knows those of dropped ones."""
+    """Over a connection: collection id -> name, with dropped collections. The source forgets their names."""
     selection: str = ""
-    """`Options.selection`. Positions do not show filtered changes, so an offset is valid for one selection."""
+    """`Options.selection`. A position says nothing about changes that were filtered out, so an offset is valid for one
+    selection.
+    """
 
     def of(self, vbid: int) -> At:
         return self.at.get(vbid, BEGINNING)
@@ -117,12 +120,12 @@ def check_selection(what: str, made_with: str, now: str) -> None:
 
 class Lag(NamedTuple):
     base_seqno: int
-    """Start and front share their history up to here."""
+    """The start and the published position have the same history up to this seqno."""
     published: At
     turned: bool
-    """True if the start lies beyond the base, so there are retractions."""
+    """True if the start is above `base_seqno`, so that there are retractions."""
     weight: float
-    """Share of the limit that a seqno costs."""
+    """The share of a batch's limit that one seqno takes."""
 
 
 def admit(
@@ -131,11 +134,13 @@ def admit(
     newest: Callable[[int, int], At | None],
     following: Callable[[int, int], At | None],
 ) -> tuple[dict[int, At], int]:
-    """Return the next position of each vbucket, all costs together about 1, and the vbucket to begin with next time.
+    """Return the end of the next batch in each vbucket, and the vbucket with which to begin the batch after it
+    (`first`).
 
-    `newest(vbid, seqno)` returns the newest boundary not above a seqno, `following(vbid, seqno)` the next one above.
-    Vbuckets take turns, so that none waits for ever. The first vbucket of a batch goes to its next boundary even if
-    that is beyond the limit.
+    Together the vbuckets take about the whole limit, which is 1. `newest(vbid, seqno)` returns the newest boundary up
+    to a seqno, `following(vbid, seqno)` the next boundary above it. If the limit stops a vbucket, the next batch begins
+    with it, so that none waits for ever. The first vbucket of a batch reaches its next boundary even if the limit is
+    exceeded.
     """
     order = sorted(lags)
     order = [vbid for vbid in order if vbid >= first] + [vbid for vbid in order if vbid < first]

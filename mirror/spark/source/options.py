@@ -56,7 +56,7 @@ class Options:
 
     @property
     def selection(self) -> str:
-        """The collections and vbuckets that are read, in a canonical text for checkpoints; empty: all."""
+        """The collections and vbuckets to read, as a normalised text for checkpoints. Empty: all."""
         parts = []
         if self.collections is not None:
             parts.append(f"collection={','.join(sorted(self.collections))}")

@@ -1,17 +1,17 @@
 """Documents and changes of a source over the network, for Spark: executors consume DCP themselves.
 
 Knows the bounded reader (`mirror.feed.read.reader`) and offsets; must never know Spark, nor a store. Invariants:
-- rows come out of whole snapshots only, each vbucket's in order, in bounded memory; a worker process keeps one
-connection to each node and its next task uses it again;
-- documents are those of one whole snapshot's end of each vbucket, at or above its high seqno at planning;
-- a batch of changes ends at the high seqno E that its offset names. Rows of a snapshot beyond E come with the next
-batch, so each event comes once. If a later version in the same snapshot replaced one at or below E, the older is not
-sent, and the state at E lacks the key until the next batch. That batch brings the newer version while the history
-continues. If the history has changed instead (another vbuuid), the older version may be valid again: then the next
-batch begins where this one began (`At.since_seqno`), and events of one batch may come twice. Upserts by
-(at_branch, at_seqno) are not affected;
-- a delivered version that has left the source's history is lost history: without a store nobody knows which versions
-were valid before. It is reported or sent again (onLostHistory), never skipped.
+- rows come only from whole snapshots, in order within a vbucket, with bounded memory; a worker process keeps its
+connections for its next task;
+- the documents of a vbucket are those at the end of one whole snapshot, at or above the high seqno that it had at
+  planning;
+- a batch of changes ends at the high seqno E that its offset names. Rows above E come with the next batch, so each
+event comes once. A snapshot that ends above E has only the newest version of a key. If that version is above E, this
+batch has no version of the key, and the next batch brings it. If the source's history changes before the next batch
+(another vbuuid), an older version may be valid again. The next batch then begins where this batch began
+(`At.since_seqno`), and events may come twice, which does not affect upserts by (at_branch, at_seqno);
+- history is lost if a delivered version is no longer in the source's history: without a store, the versions that were
+valid before are unknown. Lost history is an error, or the vbucket is sent again (onLostHistory).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from storage.read.view import Pin
 AGAIN = "start the query again"
 FRAMES_AT_ONCE = 2_000
 SUSPECTS = 16
-"""Vbuckets whose failover log each batch requests although their high seqno is unchanged."""
+"""Number of vbuckets with an unchanged high seqno whose failover log each batch requests."""
 LENGTH_BYTES = 4
 SPOOL_BYTES = 4 * 1024 * 1024
-"""Rows of a vbucket in memory; the rest goes to disk."""
+"""Bytes of a vbucket's rows in memory; more go to disk."""
 
 
 class SourceConnections:
-    """The reader that a process keeps, because a Python worker runs many tasks."""
+    """Keeps the source reader of this process between tasks: a Python worker runs many tasks."""
 
     def __init__(self) -> None:
         self._reader: SourceReader | None = None
@@ -67,7 +67,7 @@ class SourceConnections:
         return self._reader
 
     def drop(self) -> None:
-        """Begin with a new reader after an error, because data of the old request may still arrive."""
+        """Close the reader. Needed after an error, because data of the failed request may still arrive."""
         reader, self._reader = self._reader, None
         if reader is not None and self._key[0] == os.getpid():
             reader.close()
@@ -153,7 +153,7 @@ def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Map
     for collection_id, rows in sorted(by_collection.items()):
         name = names.get(collection_id) or job.names.get(collection_id)
         if name is None or (job.selected_names is not None and name not in job.selected_names):
-            continue  # a collection without a name was dropped meanwhile
+            continue  # a collection without a name has been dropped
         length = len(keys.encode_collection_id(collection_id))
         if start or prefix or end is not None:
             named = [(key_of(row)[length:], row) for row in rows]
@@ -165,8 +165,8 @@ def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Map
 class Newest:
     """The newest version of each key in consecutive snapshots of one vbucket.
 
-    A backfill is one snapshot with each key once; changes made meanwhile follow in further ones. All rows go to a file.
-    Memory holds the keys of the later snapshots, each with the number of its last row.
+    A backfill is one snapshot, with each key once. Later changes follow in further snapshots. All rows go to a file.
+    Memory holds the keys of these further snapshots, each with the number of its last row.
     """
 
     def __init__(self) -> None:
@@ -285,8 +285,9 @@ class RemoteChanges(ChangesDriver):
         return replace(start, at={**start.at, **moved}, names=names)
 
     def _suspects(self) -> set[int]:
-        """Return the vbuckets whose history is checked although their seqno is unchanged: all when a query begins, then
-        some each time."""
+        """Return the vbuckets to check for a changed history even if their seqno is unchanged: all in the first batch
+        of a query, `SUSPECTS` in each later batch.
+        """
         if not self._looked:
             self._looked = True
             return set(self._vbids)
@@ -299,7 +300,7 @@ class RemoteChanges(ChangesDriver):
         gone = not_on(at, log)
         if gone:
             return gone
-        if vbid not in self._probed:  # once: a running query is never far behind
+        if vbid not in self._probed:  # only once, because a running query is never far behind
             position = Position(at.vbuuid, at.seqno)
             for item in self._reader.read({vbid: position}, {vbid: at.seqno}):
                 if isinstance(item, SourceRolledBack):
@@ -325,7 +326,7 @@ class RemoteChanges(ChangesDriver):
 
 
 def _begins(since: At, to: At) -> int:
-    """Return the seqno after which a batch is read: the start of the batch before it, if the history changed."""
+    """Return the seqno after which a batch begins. If the history has changed, it is the start of the batch before."""
     return since.seqno if since.vbuuid == to.vbuuid else since.since_seqno
 
 

@@ -1,8 +1,8 @@
-"""Changes as a stream and as a batch: PySpark's reader interface on the drivers of `changes` and `remote`.
+"""PySpark's readers of changes, as a stream and as a batch.
 
-Knows PySpark's interface; `changes` (path) and `remote` (connection) know offsets and the rows between them. The
-driver's side lives as long as the query, in a process of its own; the tasks' side is pickled. Invariants: a limit is
-obeyed unless the engine asks for all; AvailableNow reads only changes published before the query began.
+Knows PySpark's interface; `changes` (path) and `remote` (connection) know offsets and the rows between them. In Spark's
+driver, a reader has its own process until the query ends; tasks get a pickled copy. Invariants: a batch keeps its
+limit, except if Spark requests all changes; AvailableNow reads only changes published before the query began.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StreamTask(InputPartition):
 
 
 def driver_of(options: Options) -> LocalChanges | RemoteChanges:
-    """`remote` is imported late: data_source.py says why."""
+    """Return the driver for path or connection. data_source.py says why `remote` is imported here."""
     if options.path is not None:
         return LocalChanges(options)
     from mirror.spark.source.remote import RemoteChanges
@@ -74,7 +74,7 @@ class ChangesReader(Carried, DataSourceReader):
 
 
 class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Opens its source, or raises `refusal`, at the first call: PySpark's clean-up would hide an earlier error."""
+    """Opens its source, or raises `refusal`, at the first call: PySpark's clean-up hides an error of `__init__`."""
 
     def __init__(self, options: Options, refusal: ConfigError | None = None) -> None:
         self._options = options
@@ -100,12 +100,14 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """The limit of bytes applies as well."""
+        """Return the limit of rows. `latest` also applies the limit of bytes."""
         return ReadMaxRows(self._options.max_rows)
 
     @with_clear_errors
     def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> Encoded:
-        """With startingFrom=latest the first batch is empty: its end tells a restarted query where it began."""
+        """Return the end of the next batch. With startingFrom=latest the first batch is empty: its end tells a
+        restarted query where to begin.
+        """
         if not self._begun:
             self._begun = True
             if start == self._initial:
@@ -125,7 +127,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
         driver = self._driver
         since, to = driver.decode(start), driver.decode(end)
-        if self._options.latest:  # if a first batch runs again, it starts at the seqnos published by now
+        if self._options.latest:  # a first batch that runs again may start after its end: then it is empty
             at = {vbid: since.of(vbid) if since.of(vbid).follows(each) else each for vbid, each in to.at.items()}
             to = replace(to, at=at)
         return [StreamTask(work) for work in driver.plan(since, to)]

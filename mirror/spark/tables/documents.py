@@ -1,13 +1,14 @@
-"""Delta tables of current documents: the columns that a user chose, and the fold of batches of `changes` into one.
+"""A Delta table of current documents: its columns, and the fold of batches of `changes` into it.
 
 Knows one table, and the files of `changes` as the events of batches; never the origin of events, nor the other tables
-(lake.py, which also argues for exactly-once). A table has the columns STATE. With a schema (`Layout.fields`) those are
-named `_key`, `_value` and so on, and fields of the JSON body follow as columns of their own. `_value` stays: if a
-column is added later, one commit rewrites the whole table, with the column read out of `_value`. So a column has its
-value in every row from the start.
+(lake.py, which also explains why each event counts exactly once). A table has the columns STATE. With a schema
+(`Layout.fields`) these are named `_key`, `_value` and so on, and columns for fields of the JSON body follow. `_value`
+stays in the table: when a column is added, one commit writes all rows again and reads the column from `_value`. So a
+new column has its value in every row.
 
-Invariants: rows are live documents, each once; a batch is folded in one commit that carries its number; one schema and
-one way of reading (`READING_MARK`) made all rows; a first load and an added column need the memory of a row group.
+Invariants: rows are live documents, each once; a batch is folded in one commit that carries its number; all rows were
+read with one schema and one `Reading` (`READING_MARK`); for a first load or an added column, memory holds one row
+group.
 """
 
 from __future__ import annotations
@@ -48,22 +49,22 @@ BATCH_MARK = "dcp-mirror"
 READING_MARK = "dcp-mirror/reading"
 
 CONFIGURATION = {"delta.logRetentionDuration": "interval 7 days", "delta.checkpointInterval": "50"}
-"""Each batch makes a commit: checkpoints of the log are frequent, and its old entries go after a week."""
+"""Each batch makes a commit, so the log gets a checkpoint often, and its entries are removed after a week."""
 STATISTICS = ("key", "collection", "vbid", "seqno", "at_branch", "at_seqno")
-"""Columns by which readers skip files; values would only make the log large."""
+"""Columns whose statistics let readers skip files. Statistics of `value` would only make the log large."""
 
 PERMISSIVE = Reading("permissive")
-"""A document that does not fit must not stop a stream for good."""
+"""The default reading: a document that does not fit must not stop a stream for ever."""
 
 _NAME = re.compile(r"part-[0-9a-f]{16}-b(\d+)-[0-9a-f]{32}\.parquet")
-"""Names of files of `changes` that belong to one batch."""
+"""The name of a file in `changes` that a batch wrote."""
 _NOT_A_COLUMN = re.compile(r"[\s,;{}()=.\"'`]")
-"""Characters that a Delta table without column mapping, or a reader in SQL, cannot have in a name."""
+"""Characters that a column's name must not have in SQL, or in a Delta table without column mapping."""
 _MERGE_ROWS = 8192
 
 
 def is_column(name: str) -> bool:
-    """True if a field of the body can be a column beside those of every typed table."""
+    """Return True if a field of the body can be a column: its name is allowed, and no metadata column has it."""
     return not _NOT_A_COLUMN.search(name) and name.lower() not in {f"_{each}" for each in FOLDED.names}
 
 
@@ -86,14 +87,14 @@ class Layout:
     """The columns of a table. Raises ConfigError for a schema that JSON cannot be read as, or Delta cannot have."""
 
     fields: Any = None
-    """Arrow schema of the columns from the body. None: the body is in `value` alone."""
+    """Arrow schema of the columns from the body. None: only `value` has the body."""
     reading: Reading = PERMISSIVE
     misfits_max: float = MISFITS_MAX
-    """The share of documents that may not fit if the whole table is written: at its first load and when its columns
+    """The greatest allowed share of misfits when the whole table is written: at its first load, and when its columns
     change.
     """
     overwrite_schema: bool = False
-    """Columns of an existing table may be removed or get other types."""
+    """True if columns of an existing table may be removed or get other types."""
 
     def __post_init__(self) -> None:
         if self.fields is None:
@@ -117,7 +118,7 @@ class Layout:
 
     @property
     def mark(self) -> str:
-        """Prefix of the columns that are not of the body."""
+        """Prefix of the metadata columns."""
         return "" if self.fields is None else "_"
 
     @property
@@ -130,7 +131,7 @@ class Layout:
 
     @property
     def marks(self) -> list[Transaction]:
-        """The marks of a table that say how its bodies were read."""
+        """The marks that tell with which `Reading` a table's bodies were read."""
         if self.fields is None:
             return []
         reading = self.reading
@@ -149,8 +150,8 @@ class Layouts:
 
 
 def batch_of(name: str) -> int | None:
-    """Return the batch that wrote a file of that name. None: a compaction or delta-rs wrote it. The hexadecimal digits
-    in such names may look like anything.
+    """Return the batch that wrote a file of `changes`. None: a compaction or delta-rs wrote it. The whole name is
+    matched, because hexadecimal digits in other names may look like a batch.
     """
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
@@ -164,8 +165,8 @@ class DocumentsTable:
     def __init__(
         self, folder: Folder, layout: Layout, selection: str, misfits_table: MisfitsTable, collection: str | None = None
     ) -> None:
-        """Make the table if it is missing, or give it the columns of `layout`. `collection`: only its documents; None:
-        all. `selection` is the stream's. Raises ConfigError, MirrorError.
+        """Open the table, or make a missing one. If its columns differ from `layout`, write it again. It has the
+        documents of `collection` (None: of all). `selection` is the stream's. Raises ConfigError, MirrorError.
         """
         self.folder = folder
         self._misfits_table = misfits_table
@@ -263,7 +264,7 @@ class DocumentsTable:
         vacuum(self.folder, self.table, keep_hours)
 
     def mark(self, marks: list[Transaction]) -> None:
-        """Record the batch of `marks`, which changed no row of the table. Raises CommitConflict, MirrorError."""
+        """Record `marks` of a batch that changed no row of the table. Raises CommitConflict, MirrorError."""
         if all(self.table.transaction_version(each.app_id) == each.version for each in marks):
             return
         commit_parts(self.folder, self.table, [], self._layout.schema, marks=marks)
@@ -272,8 +273,9 @@ class DocumentsTable:
     # -- batches --------------------------------------------------------------------------------------------------
 
     def fold(self, changes: Folder, names: Sequence[str], number: int, marks: list[Transaction]) -> Applied:
-        """Fold these files of `changes`, all that the table lacks up to batch `number`, in the order of batches. The
-        last commit carries `marks`. Events are not counted. Raises CommitConflict, MirrorError.
+        """Fold files of `changes` into the table. `names` are all files that the table lacks up to batch `number`, in
+        the order of batches. The last commit has `marks`. The result counts no events. Raises CommitConflict,
+        MirrorError.
         """
         self._misfits = self._bodies_read = self.rewritten_bytes = 0
         left, done = list(names), NOTHING
@@ -298,9 +300,10 @@ class DocumentsTable:
         self._folded_to = number
 
     def _load(self, changes: Folder, names: list[str], marks: list[Transaction]) -> Applied:
-        """Write one batch into a table that has no rows of its vbuckets, as each batch of a first load.
+        """Add a batch to a table that has no rows of the batch's vbuckets yet, as in a first load.
 
-        Rows are written as they come. A merge would hold all of them, and compare them with the whole table.
+        Rows are written as they are read. A merge would hold all of them in memory, and compare them with the whole
+        table.
         """
         with PartWriter(self.folder.url, f"part-{run_name()}-00000", self._layout.schema) as parts:
             for name in names:
@@ -353,7 +356,7 @@ class DocumentsTable:
                     raise self._failed from None
                 raise
         changed = [int(done[f"num_target_rows_{what}"]) for what in ("inserted", "updated", "deleted")]
-        # A merge without changes makes no version and no mark, and may run again.
+        # A merge without changes makes no version and no mark. It may run again, which changes nothing.
         assert not any(changed) or self.marked_batch == number
         self.rewritten_bytes = sum(size for name, size in self._sizes().items() if name not in before)
         return Applied(0, *changed)
@@ -382,7 +385,7 @@ class DocumentsTable:
         return rows
 
     def _source_rows(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, str]]:
-        """Return rows of FOLDED with the columns of the layout, and misfits. Raises DocumentDoesNotFit."""
+        """Return rows of FOLDED with the layout's columns, and misfits (row -> reason). Raises DocumentDoesNotFit."""
         *state, live = batch.columns
         parsed = Parsed([], {})
         if self._bodies is not None:
@@ -417,7 +420,7 @@ class DocumentsTable:
         return found
 
     def _vbids_there(self) -> set[int]:
-        """Return the vbuckets that the table may have rows of. One look is enough, because this object is its only
+        """Return the vbuckets that may have rows in the table. The files are read once, because this object is the only
         writer.
         """
         if self._vbids is None:
@@ -457,7 +460,9 @@ def readable() -> Iterator[None]:
 
 
 def voids_in(events: pa.Table, voids: Voids) -> None:
-    """Add the vbuckets and collections that events void, from the columns kind, collection and vbid."""
+    """Add to `voids` the vbuckets and collections whose earlier rows the events remove. `events` needs the columns
+    kind, collection and vbid.
+    """
     for kind in events.column("kind").unique().to_pylist():
         if kind in (RESYNC, "collection_dropped", "collection_flushed"):
             rows = events.filter(pc.equal(events.column("kind"), kind))
@@ -469,7 +474,7 @@ def voids_in(events: pa.Table, voids: Voids) -> None:
 
 
 def later(voids: Voids, mark: str = "") -> str:
-    """Return SQL that is true if an event may change the row it meets."""
+    """Return SQL that is true if an event (s) may change the table's row (t) with the same key."""
     branch, seqno = f"{mark}at_branch", f"{mark}at_seqno"
     rises = f"(s.{branch} > t.{branch} OR (s.{branch} = t.{branch} AND s.{seqno} > t.{seqno}))"
     if not voids.vbuckets:
@@ -478,7 +483,7 @@ def later(voids: Voids, mark: str = "") -> str:
 
 
 def void_rows(voids: Voids, mark: str = "") -> str | None:
-    """Return SQL for rows that are gone although no event of the batch names them, or None."""
+    """Return SQL that is true for a table's row (t) that `voids` removes. None if they remove no rows."""
     parts = []
     if voids.vbuckets:
         parts.append(f"t.{mark}vbid IN ({', '.join(map(str, sorted(voids.vbuckets)))})")

@@ -1,10 +1,10 @@
-"""Fold events into the state that they leave: the rows of a table that a batch of changes replaces, and those it voids.
+"""Fold the events of a batch: find the rows to put into a table of current state, and the rows to remove.
 
 Knows the columns of `changes` (columns.py) and their order; never a table, a file or Spark. A batch holds the events of
 a vbucket in order, and only the last event of each key counts: a mutation or restoration puts the row, any other
-removes it. An event about many documents (a dropped or flushed collection, a resync) removes earlier rows, in the batch
-and in the table. Invariants: a key comes out at most once; rows stay in Arrow, so a fold costs the memory of its keys
-and no second copy of its values.
+removes it. A dropped or flushed collection and a resync remove all earlier rows of the collection or vbucket, in the
+batch and in the table. Invariants: a key comes out at most once; rows stay in Arrow, so a fold costs the memory of its
+keys and no second copy of its values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FOLD_COLUMNS = [*STATE.names, "kind"]
 """Columns of CHANGES that a fold needs."""
 
 FOLDED = pa.schema([*STATE, pa.field("live", pa.bool_())])
-"""A key's last event in a batch; `live` false: the row is to go."""
+"""Columns of a key's last event in a batch. If `live` is false, the event removes the row."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Voids:
 
 
 def fold(events: pa.Table) -> tuple[pa.Table, Voids]:
-    """Return the last event of each key in `events` (with FOLD_COLUMNS; a vbucket's in order), and their voids."""
+    """Return the last event of each key, and the voids of `events`. Events have FOLD_COLUMNS. Those of a vbucket are in
+    order.
+    """
     voids = Voids()
     last: dict[tuple[str, bytes], int] = {}
     kinds = events.column("kind").to_pylist()
@@ -70,7 +72,7 @@ def fold_batches(tables: Iterable[pa.Table]) -> tuple[pa.Table, Voids]:
 
 def fold_files(files: Iterable[Iterable[pa.Table]]) -> Iterator[tuple[pa.Table, Voids]]:
     """Fold files of one batch, each given in pieces. A vbucket's events are contiguous in one file, so memory holds one
-    piece and the vbucket that the piece before ended with.
+    piece, and the last vbucket of the piece before.
     """
     seen: set[int] = set()
     for pieces in files:
@@ -82,7 +84,7 @@ def fold_files(files: Iterable[Iterable[pa.Table]]) -> Iterator[tuple[pa.Table, 
 
 
 def _whole_vbuckets(pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Yield the pieces of a file, cut at the ends of vbuckets."""
+    """Yield the events of a file in pieces that have whole vbuckets."""
     held: list[pa.Table] = []
     for piece in pieces:
         if not piece.num_rows:

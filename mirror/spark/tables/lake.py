@@ -1,33 +1,34 @@
-"""Delta tables kept from a stream of batches: `changes` has every event once, and `documents` the current state; on
-request each collection has a table of documents. `quarantine` has documents that do not fit the schema.
+"""Keep Delta tables current from a stream of batches. `changes` has every event once, and `documents` the current
+state; on request each collection has its own table of documents. `quarantine` has documents that do not fit the schema.
 
 Knows the tables, and batches as files of events in the folder of `changes`; never the origin of events, nor Spark, nor
-the fold of a batch into a table of documents (documents.py). Delta has no transaction over two tables, so exactly-once
-rests on this argument:
+the fold of a batch into a table of documents (documents.py). Delta has no transaction over two tables. Both tables get
+each event exactly once, for these reasons:
 
 1. `changes` is the truth. A batch's files become part of it in ONE commit, which carries the batch's number as a mark.
    The commit is based on the version in which the mark was looked up and may only become the next version (delta.py).
    So of any number of attempts at a batch (a replay after a crash, an executor's second try, a process presumed dead)
-   one is committed. Files of the others are orphans that no reader sees.
+   one is committed. The files of other attempts are orphans that no reader sees.
 2. Each table of documents is a function of `changes`: the fold of its batches in order. A fold reads the committed
-   files, not the source again, which may have forgotten superseded versions or rolled back meanwhile. Its merge is one
-   commit with the same kind of mark.
-3. A batch begins only when the one before is in `changes`. So after a crash `changes` either lacks the batch (write
-   it), or has it (do not). `documents` is never ahead, and may be some batches behind: their files keep their names
-   until one commit folds them all, in order. A batch that changes no document leaves no mark in `documents`; folding
-   it again has no effect. Compaction takes the files' names, so before it every table gets the mark.
-4. The second guard: a merge changes a row only by an event that is later in (at_branch, at_seqno), which rises for
-   each key even across rollbacks, where seqno falls. So a batch folded twice would have no second effect. This does not
-   apply to a void vbucket (a resync): positions may begin again there.
-5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint, or an
-   older copy in which a number means other offsets, is refused: it would skip or repeat events.
+   files. It does not read the source, which may have forgotten superseded versions or rolled back. A fold's merge is
+   one commit with the same kind of mark.
+3. A batch begins only when the batch before is in `changes`. So after a crash only the newest batch may be missing in
+   `changes`, and is written then. `documents` is never ahead, and may be some batches behind. The files of these
+   batches keep their names until one commit folds them all, in order. A batch that changes no document leaves no mark
+   in `documents`; folding it again has no effect. Compaction changes the names of files, so every table gets the mark
+   before.
+4. There is a second guard: a merge changes a row only if the event's (at_branch, at_seqno) is above the row's. This
+   position rises for each key even across rollbacks, where seqno falls. So a batch folded twice would have no second
+   effect. The guard does not work after a resync of a vbucket, where positions may begin again.
+5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint would
+   skip or repeat events, and so would an older copy, in which a batch's number means other offsets. Both are refused.
 
-The cost of `documents`: a merge rewrites every file in which it changes a row. Changes spread over all keys meet all
-files, so each merge writes the table once more (delta-rs writes no deletion vectors, which would avoid that). So the
-frequency is bounded: merging writes `rewrite_rate` bytes a second on average (`Costs`), whatever the size of tables and
-batches, and replaced files are kept for `keep_documents_hours` only.
+The cost of `documents`: a merge rewrites every file in which it changes a row, because delta-rs writes no deletion
+vectors. If changes are spread over all keys, each merge writes the whole table. So merges wait: on average they write
+at most `rewrite_rate` bytes a second (`Costs`), for any size of tables and batches. Replaced files are kept for only
+`keep_documents_hours`.
 
-Invariants: rows of `documents` are live documents; both tables are readable by anyone at any moment, at the end of some
+Invariants: rows of `documents` are live documents; at any moment both tables can be read, and show the state after some
 batch.
 """
 
@@ -70,10 +71,10 @@ CHECKPOINT_MARK = "dcp-mirror/checkpoint"
 OFFSETS_MARK = "dcp-mirror/offsets"
 
 STATISTICS = "key,kind,collection,vbid,seqno,at_branch,at_seqno"
-"""Columns of `changes` by which readers skip files; values would only make the log large."""
+"""Columns of `changes` whose statistics let readers skip files. Statistics of `value` would only make the log large."""
 
 WAITING_BYTES_MAX = 64 * 1024 * 1024
-"""Compressed events that wait for a fold, which holds them in memory together."""
+"""Most bytes of compressed events that wait for a fold. The fold holds all of them in memory."""
 VACUUM_INTERVAL_S = 900.0
 """Time between two clean-ups of `documents`."""
 
@@ -83,7 +84,7 @@ class Costs:
     rewrite_rate: int = 1 << 20
     """Bytes a second that merging may write on average. 0: merge each batch, whatever it costs."""
     keep_documents_hours: int = 1
-    """Time that replaced files of `documents` stay, and so the time that a reader of one version may take."""
+    """Time for which replaced files of `documents` are kept. A reader of one version must not take longer."""
 
 
 class Batch(NamedTuple):
@@ -126,11 +127,11 @@ class Lake:
         self._clock = clock
         self._folded: int | None = None  # the newest batch that this object has brought into `documents`
         self._due_s = self._vacuumed_s = clock()
-        self.rewritten_bytes = 0  # by the last merge
-        self._waiting_bytes = 0  # of files in `changes` that are not folded yet
+        self.rewritten_bytes = 0  # bytes that the last merge wrote
+        self._waiting_bytes = 0  # bytes of files in `changes` that are not folded yet
         self._misfits_table = MisfitsTable(folder.child(QUARANTINE_FOLDER))
-        self._tables: dict[str | None, DocumentsTable] = {}  # by collection; None: the one of all
-        self._collections: dict[str, frozenset[str] | None] = {}  # of each file of `changes`; None: it concerns all
+        self._tables: dict[str | None, DocumentsTable] = {}  # by collection; None: the table of all
+        self._collections: dict[str, frozenset[str] | None] = {}  # by file of `changes`; None: of all collections
         try:
             collections = self._collections_there()
             self.changes = self._open_or_make_changes()
@@ -221,8 +222,8 @@ class Lake:
         return f"part-{run_name()}-b{batch_number}"
 
     def has_changes(self, batch: Batch) -> bool:
-        """Return True if `changes` has the batch, so that no files need be written. Raises ConfigError for a checkpoint
-        that does not belong to the tables.
+        """Return True if `changes` has the batch already. Raises ConfigError for a checkpoint that does not belong to
+        the tables.
         """
         self.changes.update_incremental()
         self._refresh_documents()
@@ -247,14 +248,16 @@ class Lake:
         return sum(part.rows for part in held)
 
     def update_documents(self, batch: Batch) -> Applied:
-        """Fold a batch of `changes` and the deferred ones before it into `documents`, once. Raises CommitConflict."""
+        """Fold a batch of `changes`, and the deferred batches before it, into `documents`. Raises CommitConflict."""
         return self._fold(batch.number, batch.marks())
 
     def due(self) -> bool:
         return self._clock() >= self._due_s or self._waiting_bytes > WAITING_BYTES_MAX
 
     def catch_up(self) -> Applied:
-        """Fold deferred batches, whose events were counted when they were added. Raises CommitConflict."""
+        """Fold deferred batches. The result counts no events, because `add_changes` counted them. Raises
+        CommitConflict.
+        """
         done = self.done_batch
         if done is None or done == self._folded:
             return NOTHING
@@ -294,8 +297,8 @@ class Lake:
         return done
 
     def _make_missing(self, number: int) -> None:
-        """Make the tables of collections with their first documents. No file of theirs was folded before, so all of
-        them still have the names of their batches.
+        """Make a table for each collection that gets its first documents. Files with its events were not folded before,
+        so they still have the names of their batches.
         """
         for name in self._files_of(min((each.folded_to for each in self._tables.values()), default=-1), number):
             with opened(self.changes_folder, [name]) as (file,):
@@ -316,12 +319,12 @@ class Lake:
         return sum(table.bytes() for table in self._tables.values())
 
     def projected_bytes(self) -> int:
-        """Return the bytes that merges at the set rate write before any are removed, plus one whole merge."""
+        """Return the bytes that merges at `rewrite_rate` write before vacuum removes files, plus one whole merge."""
         return self._costs.rewrite_rate * 3600 * max(1, self._costs.keep_documents_hours) + self.documents_bytes()
 
     def _files_of(self, above: int, to: int) -> list[str]:
-        """Return the files in `changes` of the batches above one and up to another, in order. Files keep their names
-        until both tables have the batch.
+        """Return the files in `changes` of the batches above `above`, up to `to`, in order. Files keep their names
+        until every table of documents has their batch.
         """
         found = ((batch_of(name), name) for name in self._files())
         return [name for number, name in sorted((n, name) for n, name in found if n is not None and above < n <= to)]
@@ -330,8 +333,8 @@ class Lake:
         return {uri.rsplit("/", 1)[-1] for uri in self.changes.file_uris()}
 
     def remove_unfinished(self) -> list[str]:
-        """Remove the files of uncommitted attempts and return their names. Not on an object store, where they may be
-        another process's: `tidy` removes them there by age.
+        """Remove the files of uncommitted attempts and return their names. Do nothing on an object store: the files may
+        be another process's, and `tidy` removes them by age.
         """
         if not isinstance(self.changes_folder, LocalFolder):
             return []
@@ -348,7 +351,7 @@ class Lake:
     def tidy(self, keep_hours: int) -> None:
         """Compact the tables, and remove files that no version of the last `keep_hours` needs.
 
-        Only between batches: files of a batch must not be moved before they are folded.
+        Call this only between batches: compaction must not rename files that are not folded yet.
         """
         assert self.done_batch == self._folded, "not within a batch"
         for table in self._tables.values():

@@ -1,8 +1,8 @@
 """The Delta table of documents that do not fit a schema: the version, the reason, and the beginning of the text.
 
 Knows its own columns; never how documents are read, nor the tables that have nulls in place of misfits. The first
-misfit makes the table. Invariant: a version is recorded once for each reason, however often it is read, and before its
-row is committed to its own table.
+misfit makes the table. Invariant: a version is recorded once for each reason, even if it is read again, and before the
+row is committed to a table of documents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mirror.spark.source.columns import CHANGES
 from mirror.spark.tables.delta import committing, compact, only_next, open_table, vacuum
 
 IDENTITY = ("collection", "key", "vbid", "seqno", "cas", "at_branch", "at_seqno")
-"""Columns of `changes` that identify a version; with the reason they are unique."""
+"""Columns of `changes` that identify a version. Together with the reason they are unique in this table."""
 COLUMNS = pa.schema([*map(CHANGES.field, IDENTITY), pa.field("reason", pa.string()), pa.field("text", pa.string())])
 TEXT_LENGTH_MAX = 1_000
 """Characters of a reason and of a text."""

@@ -1,8 +1,8 @@
-"""Parquet files as parts of a table: the reader of the data writes them and reports a few hundred bytes.
+"""Parquet files as parts of a table. A process that reads data writes them, and reports a few hundred bytes for each.
 
 Knows Arrow batches and one folder (places.py); never tables, commits or Spark. Invariants: a reported part is complete
-and synced. An unfinished part is never reported and its file is removed, unless the process is killed: that leaves an
-orphan, recognised by its name. Memory is bounded by one row group.
+and synced. An unfinished part is never reported, and its file is removed. If the process is killed, the file stays as
+an orphan, which its name identifies. Memory is bounded by one row group.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mirror.spark.places import folder_at
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 64 * 1024 * 1024
-"""Size at which a row group is written: large enough for fast reads, small enough to hold."""
+"""Size at which a row group is written: large enough for fast reads, small enough for memory."""
 
 TEXT_BOUND_MAX = 256
-"""Characters of a bound. The table's log has bounds for each file."""
+"""Longest minimum or maximum of a text column, in characters. The table's log has both for each file."""
 
 PART_BYTES_MAX = 512 * 1024 * 1024
 """Size at which a part is finished and the next one begins."""
@@ -43,7 +43,9 @@ class Part(NamedTuple):
     time_ms: int
 
     def add_action(self, *, new_rows: bool = True) -> AddAction:
-        """Return the Delta action. Without `new_rows` its rows were in the table before, in other files."""
+        """Return Delta's action for this part. `new_rows` is False if the rows were in the table before, in other
+        files.
+        """
         return AddAction(self.name, self.size, {}, self.time_ms, new_rows, self.stats)
 
 
@@ -86,7 +88,7 @@ class PartWriter:
             self._discard()
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Raises MirrorError if the folder cannot be written."""
+        """Write rows. Raises MirrorError if the folder cannot be written."""
         if not batch.num_rows:
             return
         self._held.append(batch)
@@ -139,14 +141,14 @@ class PartWriter:
         if self._name is not None:
             self._folder.discard(self._file, self._name)
         for part in self.finished:
-            with contextlib.suppress(OSError):  # the first error matters more
+            with contextlib.suppress(OSError):  # an error before this one matters more
                 self._folder.remove(part.name)
         self.finished.clear()
 
 
 def text_keys(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Make keys text, as every reader of Parquet expects. A key that is not UTF-8 (no Couchbase SDK makes one) becomes
-    U+FFFD, `base64:` and its bytes in that code, so that no two keys become one.
+    U+FFFD, `base64:` and its bytes in base64, so that different keys stay different.
     """
     index = next((number for number, name in enumerate(batch.schema.names) if name in ("key", "_key")), None)
     if index is None:
@@ -195,6 +197,6 @@ def statistics_of(metadata: pq.FileMetaData) -> str:
                 break
         else:
             continue
-        for bounds in known.values():  # some row group lacks them
+        for bounds in known.values():  # a row group lacks statistics
             bounds.pop(name, None)
     return json.dumps({"numRecords": metadata.num_rows, **known})
