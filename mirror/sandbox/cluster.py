@@ -1,4 +1,4 @@
-"""The embedded source: an in-memory cluster of n nodes for DCP clients and Couchbase SDKs.
+"""A cluster of n nodes in memory, for DCP clients and Couchbase SDKs.
 
 The cluster answers as recorded servers did (tests/recordings). Invariants:
 - a node that is down answers no client, even if the map names it;
@@ -56,7 +56,7 @@ class SandboxCluster:
     ) -> None:
         """`start` opens the ports. `port` and `tls_port` are for the first node; other nodes take free ports.
 
-        With `tls` the nodes listen both with and without TLS; `tls_only` leaves out the ports without.
+        With `tls` the nodes listen both with and without TLS; with `tls_only` only with TLS.
 
         `profile` is a server release, named in `profile.PROFILES`; raises ConfigError for another name. With
         `keeps_history` the bucket has change streams, as with Magma.

@@ -46,7 +46,7 @@ class Setup:
     def __init__(
         self, context: ServiceContext, look_up: LookUp, *, required_groups: int | None, accept_older_map: bool
     ) -> None:
-        """With `required_groups`, the directory must have that many groups. Raises ConfigError."""
+        """Raises ConfigError for a wrong setting."""
         self._context = context
         self._look_up = look_up
         self._required_groups = required_groups

@@ -174,7 +174,7 @@ def _newest(rows: Sequence[VbucketRow], name: Literal["last_rollback_ms", "last_
 def status_document(
     data: Path, identity: Identity | None, health: Health, rows: Sequence[VbucketRow], time_ms: int
 ) -> Status:
-    """Return a status in the shape of cli/JSON.md with the facts that are known without a service."""
+    """Return a status in the shape of cli/JSON.md, with all fields that are known without a service."""
     return {
         "service": "down",
         "state": health.state,

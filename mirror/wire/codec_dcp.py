@@ -303,7 +303,7 @@ def opcode_of(event: ev.Event) -> int:
 
 
 def to_frame(event: ev.Event, *, opaque: int | None = None) -> Frame:
-    """Return an event's frame; `opaque` replaces the event's own."""
+    """Return an event's frame; `opaque` replaces the event's opaque."""
     opcode = opcode_of(event)
     opaque = event.opaque if opaque is None else opaque
     if isinstance(event, ev.Response):

@@ -189,7 +189,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Extras of the answer to GET_META; `datatype` only if version 2 was requested."""
+    """Extras of the answer to GET_META; `datatype` is set only if version 2 was requested."""
 
     deleted: bool
     flags: int

@@ -29,7 +29,7 @@ class ProtocolError(Exception):
         self.op = op
         self.vbid = vbid
         self.status = int(status)
-        """The status that a server answers with, if the message is a request."""
+        """The status of a server's answer, if the faulty message is a request."""
         self.opaque: int | None = None
         """The opaque of the faulty request, if known."""
         super().__init__(detail)

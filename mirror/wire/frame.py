@@ -47,7 +47,7 @@ _ESCAPE = 15
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One whole frame. `vbucket` holds the status if the frame is a response."""
+    """`vbucket` holds the status if the frame is a response."""
 
     magic: int
     opcode: int
@@ -86,7 +86,7 @@ class Frame:
 
 def frame_size(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) -> int:
     """Return the size in bytes of the frame at `pos`, or 0 if its header is incomplete. Raises RemoteProtocolError for
-    a wrong magic (even with one byte) or impossible lengths.
+    a wrong magic (one byte is enough) or impossible lengths.
     """
     available = len(buf) - pos
     if available <= 0:
@@ -234,7 +234,7 @@ def stream_id_framing(stream_id: int | None) -> bytes:
 
 
 def with_stream_id(message: bytes, stream_id: int) -> bytes:
-    """Return a plain request in flexible framing, with a stream id. It makes no Frame, because every message of the
+    """Return a plain request in flexible framing, with a stream id. No Frame is made, because every message of the
     stream passes here.
     """
     key_length = int.from_bytes(message[2:4])

@@ -196,7 +196,7 @@ class ScramServer:
         if not fields.get("r") or "n" not in fields:
             raise SaslError("first SCRAM message without user or nonce")
         self.username = _unescape(fields["n"])
-        found, decoy = self._find(self.username), self._decoy_of(self.username)  # both always: the time tells nothing
+        found, decoy = self._find(self.username), self._decoy_of(self.username)  # do both: equal time for all
         self._known = found is not None
         self._verifier = found or decoy
         self._nonce = fields["r"] + self._own_nonce

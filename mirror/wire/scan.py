@@ -8,7 +8,7 @@ Must never know the use of rows, nor check the order of seqnos. A source sends o
 - an answer is returned after all messages that came before it, and before all that came after it;
 - a row has the bytes that were received;
 - an impossible header is a RemoteProtocolError before the rest of its frame arrives;
-- the same bytes in other buffers give the same result, except that a run ends with its buffer;
+- the same bytes, cut into other buffers, give the same result, except that a run ends with its buffer;
 - a run holds only storable keys (`keys.key_problem`). A message with another key is returned as a Frame.
 
 For speed the loop has one `unpack` per frame, local names only, and no object per row except its tuple. Sources:

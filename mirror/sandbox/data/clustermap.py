@@ -1,6 +1,6 @@
 """The cluster map of the embedded source; `mirror.server.cluster_config` makes its JSON.
 
-Invariants: every change raises the revision, within one epoch; a vbucket without a node has node -1; `thisNode` marks
+Invariants: every change raises the revision; the epoch stays; a vbucket without a node has node -1; `thisNode` marks
 only the node that answers.
 """
 

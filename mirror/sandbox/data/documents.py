@@ -76,7 +76,6 @@ class SandboxDocuments:
         return item
 
     def visible_cas(self, vbucket: Vbucket, item: Item) -> int:
-        """Return the CAS that readers see: LOCKED_CAS if the document is locked."""
         return LOCKED_CAS if self._lock(vbucket, item.key) is not None else item.cas
 
     # --- changing

@@ -34,7 +34,7 @@ _PREPARE_DELETED = 24 + 29
 
 
 class Item:
-    """A version. `key` is the wire key with its collection id; system events have a key that no document can have."""
+    """`key` is the wire key with its collection id; system events have a key that no document can have."""
 
     __slots__ = ("frame", "key", "next_seqno", "seqno")
 
@@ -144,7 +144,7 @@ def mutation_frame(
     expiry: int = 0,
     datatype: int = 0,
 ) -> bytes:
-    """Return the bytes of a DCP mutation. For speed without `codec_dcp`: a load calls this for each document."""
+    """Return the bytes of a DCP mutation. For speed it bypasses `codec_dcp`: a load makes one per document."""
     length = 31 + len(key) + len(value)
     head = MUTATION_HEAD.pack(
         REQUEST, MUTATION, len(key), 31, datatype, vbid, length, 0, cas, seqno, rev_seqno, flags, expiry, 0, 0, NRU

@@ -128,8 +128,8 @@ class BucketManifest:
         self, known: Sequence[SystemEventContent], lost: Sequence[SystemEventContent]
     ) -> list[SystemEventContent]:
         """Return the changes that bring a vbucket to the bucket's manifest after a failover (kv_engine
-        docs/Collections.md). The vbucket has the changes `known` and lost the changes `lost`. All but the last have its
-        manifest uid.
+        docs/Collections.md). The vbucket has the changes `known` and lost the changes `lost`. All but the last have the
+        vbucket's manifest uid.
         """
         scopes, collections = {0}, {0: 0}
         for each in known:

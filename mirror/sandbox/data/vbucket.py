@@ -152,7 +152,7 @@ class Vbucket:
         return item
 
     def append_event(self, item: Item, event: SystemEventId, id_: int, *, new_checkpoint: bool) -> None:
-        """Append a system event of the collection or scope `id_`. A created, flushed or dropped collection is empty."""
+        """Append a system event of the collection or scope `id_`. After a begin or end a collection is empty."""
         if new_checkpoint:
             self.open_checkpoint()
         _supersede(self._system.get(item.key), item)

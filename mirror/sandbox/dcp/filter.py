@@ -29,7 +29,7 @@ class SandboxFilter(ProducerFilter):
 
     def holds_all(self, high_seqnos: Mapping[int, int], seqno: int) -> bool:
         """True if no version above `seqno` passes the filter, so a client with that seqno misses no purged deletion.
-        `high_seqnos` maps collections to their high seqnos. False for a scope: a collection of it may have been
+        `high_seqnos` maps collections to their high seqnos. False for a scope: one of its collections may have been
         dropped.
         """
         if self.collections is None or not self.shown or self.legacy:

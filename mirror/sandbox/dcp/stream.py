@@ -252,7 +252,7 @@ class ProducerStream:
         return self._controls.change_streams and self.vbucket.history_start_seqno > 0
 
     def _history_start(self, last: int) -> int:
-        """Return the seqno from which on every version is sent; above `last` if only the newest are."""
+        """Return the seqno from which on every version is sent; `last` + 1 if only the newest are."""
         return self.vbucket.history_start_seqno if self._has_history else last + 1
 
     def _found_on_disk(self, items: Sequence[Item], as_of: int, purge_seqno: int, history: int) -> Iterator[Item]:

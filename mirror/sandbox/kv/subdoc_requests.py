@@ -1,6 +1,7 @@
 """Sub-document requests that change a document (kv_engine docs/SubDocument.md; recording sdk_72_conn2).
 
-A request with several paths changes all of them in one version, or none if a path fails; the answer's body names it.
+A request with several paths changes all of them in one version, or none if a path fails; the answer's body names that
+path.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from mirror.supervise.status import VbucketRow
 TREND_WINDOW_MS = 5_000
 """Rates cover this much time: short enough to follow a change, long enough not to flicker."""
 TREND_REPORTS_MAX = 64
-"""Kept reports; at one a second they cover the window several times."""
+"""At one report a second these cover the window several times."""
 
 
 class Trend:
