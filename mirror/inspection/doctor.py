@@ -63,7 +63,7 @@ PATIENCE_S = 3.0
 DISK_FACTOR = 1.4
 """Size of a mirror divided by the size of the bucket's data."""
 FAILED_STEPS = {"tls": (TlsFailed,), "login": (AuthRejected, ConfigError), "bucket": (BucketMissing,)}
-"""Step of the login -> errors that it fails with; other errors are of the step `handshake`."""
+"""Step of the login -> errors that it fails with; others belong to the step `handshake`."""
 
 
 class StepVerdict(StrEnum):

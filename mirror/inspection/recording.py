@@ -76,7 +76,7 @@ class Recorder:
             buffer.feed(data)
             while (frame := buffer.next_frame()) is not None:
                 whole.append(frame if frame.opcode not in SECRETS else replace(frame, value=b""))
-        except ProtocolError:  # it ends the connection, too; earlier frames are recorded
+        except ProtocolError:  # this error ends the connection, too; earlier frames are recorded
             del self._buffers[number, ours]
         if whole:
             text = b"".join(map(encode, whole))

@@ -15,7 +15,7 @@ Three things can interfere:
   vbucket is compared again after the mirror has rolled back, too. Without a service its state is `rollback`: the mirror
   has history that the source lost.
 - The source's purge, which removes only tombstones. If B < E and the source has purged above B (the same requests show
-  that), a document that only the mirror has is `not_compared`. Otherwise it is a difference.
+  that), a document that only the mirror has is `not_compared`. Otherwise the document is a difference.
 - The mirror's purger. The lease stops the floor from passing B.
 """
 
@@ -78,7 +78,7 @@ class Verifier:
         wait_s: float = WAIT_S,
         progress: Progress = lambda _done, _of, _rows: None,
     ) -> None:
-        """`view` was opened with `stale_reads`. Only with a running `service` the mirror makes progress.
+        """`view` was opened with `stale_reads`. The mirror makes progress only while a `service` runs.
 
         `progress` gets the numbers of compared vbuckets, all vbuckets and read rows.
         """

@@ -92,7 +92,7 @@ class Workload:
             await asyncio.sleep(TICK_SECONDS)
 
     def load(self, count: int, *, vbid: int | None = None) -> int:
-        """Add new orders quickly, as if long on disk; return their number. Without `vbid`, later writes change them."""
+        """Add new orders, as if already on disk; return their number. Without `vbid`, later writes change them."""
         first = self._next
         self._next += count
         if vbid is None:

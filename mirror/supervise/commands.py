@@ -102,7 +102,7 @@ class Commands:
         failures.sort(key=lambda each: not isinstance(each, WorkerRefused))
         if failures and (not renewed or isinstance(failures[0], WorkerRefused)):
             await self._release_at_workers(record)
-            book.remove(record.id)  # this also releases the earlier positions of this id
+            book.remove(record.id)  # this releases the earlier positions of the lease, too
             raise failures[0]
         book.enter(record)  # a worker that died during a renewal gets the lease from the book when it restarts
         return {"id": record.id, "until_ms": record.until_ms}

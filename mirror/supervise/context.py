@@ -49,7 +49,7 @@ log = get_logger("supervisor")
 
 class MapBook:
     def __init__(self, data: str, bucket_uuid: str, *, accept_older: bool = False) -> None:
-        """Read the recorded revision, or with `accept_older` ignore it. Raises StorageError if it is damaged."""
+        """Read the recorded revision, or with `accept_older` ignore it. Raises StorageError for a damaged record."""
         self._data = data
         self._bucket_uuid = bucket_uuid
         record = None if accept_older else directory.load_map(data, bucket_uuid)

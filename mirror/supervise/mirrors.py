@@ -36,7 +36,7 @@ async def ask_mirrors(context: ServiceContext) -> None:
 
 
 async def _ask(context: ServiceContext, node: MapNode, refused: set[MapNode]) -> str | None:
-    """Return a mirror's contradiction of the list; None if there is none, or no answer."""
+    """Return the contradiction between a mirror and the list; None if the mirror agrees or does not answer."""
     settings, identity = context.settings, context.identity
     port = node.kv_port or node.tls_port
     assert settings.source is not None

@@ -36,8 +36,8 @@ log = get_logger("supervisor")
 
 class LookUp(Protocol):
     def __call__(self, settings: Settings, bucket_uuid: str | None = None) -> Awaitable[Source]:
-        """Return the source's bucket. With `bucket_uuid`, a map of another bucket counts only if no node has this one.
-        Raises ClusterError.
+        """Return the source's bucket. With `bucket_uuid`, a map of another bucket counts only if no node has that
+        bucket. Raises ClusterError.
         """
         ...
 

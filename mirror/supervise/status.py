@@ -1,7 +1,7 @@
 """The rows and sums of a status in the shape of cli/JSON.md, from workers' reports or from the store alone.
 
 Invariants: an unknown figure is None, never 0; totals are sums of the shown rows; the totals of documents, lag,
-rollbacks and the source's seqnos are unknown while one row's figure is.
+rollbacks and the source's seqnos are unknown if one row's figure is.
 """
 
 from __future__ import annotations

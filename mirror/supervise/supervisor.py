@@ -190,7 +190,7 @@ class Supervisor:
             self._reports.set_health(of_mirror(STOPPING, "the service stops"))
             self._notifier.stopping()
             workers = sum(kind_of(child.slot) is None for child in self._processes.alive())
-            if self._failure is None or workers:  # else the error is enough
+            if self._failure is None or workers:  # else the error is shown, which is enough
                 log.info("stopping", workers=workers)
 
     def status_document(self) -> Status:
@@ -401,7 +401,7 @@ class Supervisor:
 
 
 def has_terminal() -> bool:
-    """True if the process has a controlling terminal. A SIGHUP after that was closed means stop, not reload."""
+    """True if the process has a controlling terminal. A SIGHUP after the terminal was closed means stop, not reload."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

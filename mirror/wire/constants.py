@@ -23,7 +23,6 @@ FAILOVER_LOG_LENGTH_MAX = 4096
 """Entries of the longest accepted failover log. Servers keep 25 by default."""
 
 NO_END_SEQNO = 2**64 - 1
-"""End seqno of a stream without end."""
 
 
 class Magic(IntEnum):

@@ -228,7 +228,7 @@ class Bucket:
             ]
 
     def load(self, documents: Iterable[tuple[bytes, bytes]], *, vbid: int | None = None, datatype: int = 1) -> int:
-        """Add new documents (key, body) to the default collection, as if long on disk; return their number."""
+        """Add new documents (key, body) to the default collection, as if already on disk; return their number."""
         now_ns = self.clock.wall_ms() * 1_000_000
         if vbid is not None:
             return self.vbuckets[vbid].load(
@@ -255,7 +255,7 @@ class Bucket:
         self._change(
             lambda manifest: manifest.create_collection(scope, name, max_ttl=max_ttl, collection_id=collection_id)
         )
-        return list(self.manifest.collections)[-1]  # the one just created
+        return list(self.manifest.collections)[-1]  # the collection just created
 
     def drop_collection(self, path: str) -> None:
         self._change(lambda manifest: manifest.drop_collection(path))
@@ -339,7 +339,7 @@ def fork(bucket: Bucket) -> Bucket:
     memo |= {id(bucket.on_map_change): [], id(bucket.on_state_change): []}
     memo |= {id(vbucket.changed): set() for vbucket in bucket.vbuckets}
     forked = copy.deepcopy(bucket, memo)
-    forked.rng.seed(bucket.rng.getrandbits(64))  # else both would give the same ids to different histories
+    forked.rng.seed(bucket.rng.getrandbits(64))  # else both buckets would give different histories the same ids
     return forked
 
 

@@ -170,7 +170,7 @@ class Vbucket:
         self._push(item)
 
     def load(self, documents: Iterable[tuple[bytes, bytes]], *, now_ns: int, datatype: int = 1, flags: int = 0) -> int:
-        """Add many documents to the default collection, as if long on disk; return their number.
+        """Add many documents to the default collection, as if already on disk; return their number.
 
         Keys are wire keys, and must be new.
         """

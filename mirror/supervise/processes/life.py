@@ -66,7 +66,7 @@ Make = Callable[[StartMessage, Send], Awaitable[Work]]
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, even if this process is stopped then."""
+    """Have the kernel kill this process when its parent dies, even if this process is stopped (SIGSTOP)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

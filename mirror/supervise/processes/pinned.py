@@ -1,9 +1,9 @@
 """Long read transactions on a group's file: their process, their age, and the file's growth meanwhile.
 
 LMDB reuses a page only if no reader can see it, so during a long read transaction the file grows with every commit.
-This program's read transactions last milliseconds. A long one belongs to a process that was stopped during a read, or
-to another program. LMDB does not record its beginning, so its age counts from the first `look`. Invariant: `look`
-changes nothing; the writer removes dead readers.
+This program's read transactions last milliseconds. A long transaction belongs to a process that was stopped during a
+read, or to another program. LMDB does not record its beginning, so its age counts from the first `look`. Invariant:
+`look` changes nothing; the writer removes dead readers.
 """
 
 from __future__ import annotations

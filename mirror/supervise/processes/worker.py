@@ -1,6 +1,6 @@
 """A worker process: the stores of its groups, and a consumer over them.
 
-It has one Python thread, because a second busy one slows LMDB writes to a fraction. Heartbeats, commands and the
+It has one Python thread, because a second busy thread slows LMDB writes to a fraction. Heartbeats, commands and the
 consumer share one event loop, so a stuck loop sends no heartbeat. Invariant: stores are opened after the process was
 spawned.
 """
@@ -267,9 +267,9 @@ OLDER_EVERY = 10
 def settle_collector() -> None:
     """Set the garbage collector's thresholds after all long-lived objects were made.
 
-    By default it runs after 700 new containers, and each waiting row is one. So 8 % of a first fill went into the
-    search for cycles among rows, which have none: reference counting frees rows. Cycles come from exceptions, tasks and
-    closed connections. A batch (`batch_bytes_max`) of documents of 80 bytes or more has fewer than 100,000 rows.
+    By default it runs after 700 new containers, and each waiting row is a container. So 8 % of a first fill went into
+    the search for cycles among rows, which have none: reference counting frees rows. Cycles come from exceptions, tasks
+    and closed connections. A batch (`batch_bytes_max`) of documents of 80 bytes or more has fewer than 100,000 rows.
     """
     gc.collect()
     gc.freeze()

@@ -216,7 +216,7 @@ class Reports:
     # judging
 
     def _judge(self, rows: list[VbucketRow], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Set the state; stop the service if it has caught up and was to run until then."""
+        """Set the state; with `until_caught_up`, stop the service once it has caught up."""
         if self._context.stopping:
             return
         running = len(self._processes.running())

@@ -35,9 +35,9 @@ VBIDS_NAMED = 10
 """Vbuckets that an event names; the others are only counted."""
 FORGOTTEN_MS = 60_000
 COLLECT_MS = 1_000
-"""News of one kind are collected for this long."""
+"""News of one kind is collected for this long."""
 CONTACT_LOST_MS = 1_000
-"""A vbucket without contact for this long has lost it."""
+"""After this long without contact, contact counts as lost."""
 
 
 def _rose(known: int | None, count: int | None) -> bool:
@@ -211,7 +211,7 @@ _FIELDS: Mapping[type[VbucketNews], Callable[[_News], dict[str, Any]]] = {
     SourceBack: lambda news: {"away_s": news.away_ms / 1000},
     DamageFound: lambda news: {"why": news.why},
 }
-"""Kind of news about vbuckets -> the fields of its event besides the vbuckets."""
+"""Kind of news -> the event's fields besides the vbuckets."""
 
 
 def _event(kind: type[VbucketNews], news: _News) -> Event:
