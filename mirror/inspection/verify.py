@@ -44,10 +44,10 @@ from storage.read.view import Pin, View
 from storage.read.wait import MutationToken
 
 ATTEMPTS_MAX = 4
-"""Most comparisons of a whole vbucket. A rollback or too many changes make one useless."""
+"""Maximum of comparisons of a whole vbucket. A rollback or too many changes make one useless."""
 ROUNDS_MAX = 40
 SCANS_MAX = 5
-"""Most scans of a vbucket of the mirror. A rollback or the purger may end one early."""
+"""Maximum of scans of the mirror's vbucket. A rollback or the purger may end one early."""
 WAIT_S = 60.0
 """Longest wait for the mirror to publish the seqno read from the source."""
 IMPATIENT_S = 0.5

@@ -30,7 +30,7 @@ ITERATIONS_MAX = 1_000_000
 """A server may ask for no more: this many take half a second of processor time. Servers use 4,000 to 15,000."""
 
 ITERATIONS_MIN = 4_000
-"""A server may ask for no fewer: a hostile server could easily crack the proof. No cluster uses fewer."""
+"""A server may ask for no fewer: a hostile server could crack the proof easily. No cluster uses fewer."""
 
 ITERATIONS_DEFAULT = 4096
 MESSAGE_BYTES_MAX = 4096

@@ -200,7 +200,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         return busy
 
     def _one_piece(self) -> Iterator[tuple[bytes, int]]:
-        """Yield one piece or none: messages of the streams in turn, and the bytes that flow control counts besides."""
+        """Yield one piece or none: messages of the streams in turn, and the byte count that flow control adds."""
         if not self.window.is_open:
             return
         free_bytes = TURNS_BYTES

@@ -1,4 +1,4 @@
-"""The plan: the processes to start, stop or kill now. Pure.
+"""Decides which processes to start, stop or kill now. Pure.
 
 Compares the desired with the actual processes by slot, group and phase. The service calls `plan` after every event and
 executes the result. A process sends heartbeats from its event loop, so a stopped or stuck process sends none.

@@ -1,7 +1,7 @@
 """Collects the reports of all processes, once a second or on a command, and makes the status from them.
 
 Owns the rows of all vbuckets and the state of the service. Invariants: rows and state of a status are of one moment;
-the rows of a process that does not answer stay; vbuckets without a worker have no lag.
+the rows of a process that does not answer do not change; vbuckets without a worker have no lag.
 """
 
 from __future__ import annotations
