@@ -13,8 +13,8 @@
 A `View` reads: it returns `Document` and `Change`. `Token` is a position in the changes, `Time` a moment for `as_of`,
 and `MutationToken` names a write to wait for. A mirror is read only.
 
-Every error that a reader can meet is a `StorageError`. Its text has the place, the problem and the
-remedy. If `retryable` is true, the same call may succeed later by itself:
+Every error that a reader can meet is a `StorageError`. Its text has the place, the problem and the remedy. If
+`retryable` is true, the same call may succeed later:
 
     StorageError
     |-- NotAMirror         there is no mirror at this path
@@ -25,7 +25,7 @@ remedy. If `retryable` is true, the same call may succeed later by itself:
     |-- WrongBucket        a group's folder belongs to another mirror
     |-- NotHeld            another mirror of the bucket holds the vbucket
     |-- UnknownCollection  no collection of that name
-    |-- NoSuchBoundary     `as_of` is before what is kept
+    |-- NoSuchBoundary     `as_of` is before the kept history
     |-- AnswerTooLarge     the documents are larger than the caller's `bytes_max`
     |-- Unavailable        the vbucket is resynced (retryable)
     |-- ViewInvalidated    a rollback or the purger passed the position: start again (retryable)

@@ -48,7 +48,7 @@ class SystemClock:
 
 
 async def happens(event: asyncio.Event, within_s: float | None) -> bool:
-    """Wait for an event. Return False if `within_s` seconds pass before; None waits for ever."""
+    """Wait for an event. Return False if it takes more than `within_s` seconds; None waits for ever."""
     try:
         async with asyncio.timeout(within_s):
             return await event.wait()

@@ -72,14 +72,10 @@ class ClusterError(MirrorError):
 
 
 class ConnectFailed(ClusterError):
-    """The address does not answer, or the connection broke."""
-
     default_hint = "check host, port, and that the data service runs there and a firewall lets it through"
 
 
 class HandshakeFailed(ClusterError):
-    """The address answers, but not as a data node."""
-
     default_hint = "check that the port is the KV port (11210, or 11207 with TLS)"
 
 
@@ -109,8 +105,6 @@ class BucketMissing(ClusterError):
 
 
 class TlsFailed(ClusterError):
-    """The TLS handshake failed: certificate, name or version."""
-
     exit_code = ExitCode.REFUSED
     retryable = False
     default_hint = "give the cluster's CA certificate as tls_ca_file and use the name that the certificate carries"

@@ -76,7 +76,7 @@ class Lease:
                     return
 
     def leave(self) -> bool:
-        """Stop renewing. The lease ends if no other process renews it. Return False if it was called before."""
+        """Stop renewing. The lease ends if no other process renews it. Return False if this was called before."""
         if self._ended.is_set():
             return False
         self._ended.set()

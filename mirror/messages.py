@@ -184,7 +184,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """All streams of a worker are open, one has ended, or the worker has caught up."""
+    """A worker has opened all streams, lost one, or caught up."""
 
     op: ClassVar[str] = "turned"
 

@@ -139,8 +139,8 @@ def find(text: str, parts: list[Part]) -> tuple[int, int]:
 
 
 def child(text: str, start: int, part: Part) -> Member | None:
-    """Return a member of the container at `start`; None if it has none of that name or index. Raises PathError for a
-    name if the container is no object, and for an index if it is no array.
+    """Return the member `part` of the container at `start`, or None. Raises PathError for a name in an array, and for
+    an index in an object.
     """
     if text[start] != ("{" if isinstance(part, str) else "["):
         raise PathError(Status.SUBDOC_PATH_MISMATCH)
@@ -180,9 +180,7 @@ def remove(text: str, parts: list[Part]) -> str:
 
 
 def insert_member(text: str, parts: list[Part], value: str, *, make_parents: bool, add_only: bool) -> str:
-    """Add a member to an object, or replace the one with the same name. With `add_only` raise PathError instead of
-    replacing.
-    """
+    """Add a member to an object, or replace it. With `add_only` an existing member is a PathError."""
     if not parts or not isinstance(parts[-1], str):
         raise PathError(Status.SUBDOC_PATH_EINVAL)
     start = _parent(text, parts[:-1])

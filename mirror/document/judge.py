@@ -42,7 +42,7 @@ def _nested(inner: bytes) -> bytes:
 @cache
 def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     """Return the patterns of array items and object members, each with the comma after it. Compiling takes a quarter of
-    a second, so the first use does it.
+    a second, so it waits for the first use.
     """
     value = _SCALAR
     for _ in range(LEVELS):
@@ -85,9 +85,7 @@ class _Judge:
         self._at = 0
 
     def judge(self) -> Steps[None]:
-        """Check the value. Open containers are on a stack of this method, because recursion would overflow Python's
-        stack.
-        """
+        """Keep open containers in a list, because recursion would overflow Python's stack."""
         data = self._data
         inside = bytearray()  # the brackets that are open
         values = 0

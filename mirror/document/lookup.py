@@ -59,7 +59,7 @@ class Content:
 
     @staticmethod
     def of(value: bytes, datatype: int, about: About) -> Content:
-        """Return the content of a stored value. Raises ValueError for a damaged value."""
+        """Raises ValueError for a damaged value."""
         xattrs, body = values.split(value, datatype)
         return Content(xattrs, body, about)
 

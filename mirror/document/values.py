@@ -25,17 +25,17 @@ Xattrs = dict[bytes, bytes]
 
 
 def inflate(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """Return the value without compression. Raises ValueError for a value that is not snappy."""
+    """Decompress a value. Raises ValueError if the value is not snappy."""
     if not datatype & SNAPPY:
         return value, datatype
     try:
-        return records.decompress(value), datatype & ~SNAPPY  # it checks the size limit of all readers
+        return records.decompress(value), datatype & ~SNAPPY  # checks the size limit of all readers
     except CorruptedError as error:
         raise ValueError(f"not snappy: {error.message}") from None
 
 
 def deflate(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """Return the value compressed, if that makes it smaller."""
+    """Compress a value if that makes it smaller."""
     if datatype & SNAPPY or not value:
         return value, datatype
     smaller = bytes(cramjam.snappy.compress_raw(value))
@@ -43,7 +43,7 @@ def deflate(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def is_json(body: bytes | bytearray) -> bool:
-    """Return True if the body is JSON. kv_engine makes this check for each written value."""
+    """Return True if the body is JSON, by the same rules as kv_engine."""
     try:
         json.loads(body)
     except (ValueError, RecursionError):

@@ -88,8 +88,8 @@ class _JsonWalk:
         return start, end
 
     def members(self, start: int, part: Part | None) -> Steps[tuple[int, tuple[int, int] | None]]:
-        """Return the number of members up to the one that `part` names, and start and end of that member's value. If
-        there is no such member, return the number of all members, and None.
+        """Count members up to the one that `part` names. Return the count, and start and end of the value; None if
+        there is no such member.
         """
         data = self._data
         is_object, closing = data[start] == _OBJECT, _END_OF[data[start]]

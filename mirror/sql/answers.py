@@ -66,7 +66,7 @@ def json_text(value: Any) -> str:
 
 
 def up_to(reader: pa.RecordBatchReader, rows_max: int) -> Iterator[pa.RecordBatch]:
-    """Yield the first rows in batches: `rows_max`, and one more that shows the caller that there are more."""
+    """Yield batches of the first `rows_max` rows, and of one more if there are more."""
     left = rows_max + 1
     for batch in reader:
         yield batch.slice(0, left)
@@ -76,7 +76,7 @@ def up_to(reader: pa.RecordBatchReader, rows_max: int) -> Iterator[pa.RecordBatc
 
 
 def csv_writer(file: IO[str], schema: pa.Schema) -> Callable[[pa.RecordBatch], None]:
-    """Write the header line and return a function that writes rows. Nested values are written as JSON."""
+    """Write the header line and return a function that writes rows. Nested values become JSON."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(schema.names)
 

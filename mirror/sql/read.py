@@ -141,8 +141,8 @@ def arrow(
 ) -> pa.RecordBatchReader:
     """Return a reader of the documents, in batches, at one boundary of each vbucket.
 
-    The columns are `mirror.typed.rows.DOCUMENTS`, or `schema` as for Spark: fields of JSON documents, and metadata with
-    an underscore (`_key`). Only the columns named in `columns` are read. A text column (`_value string`) is null for
+    The columns are `mirror.typed.rows.DOCUMENTS`, or those of `schema`, written as for Spark: fields of JSON documents,
+    and metadata as `_key`. Only the columns named in `columns` are read. A text column (`_value string`) is null for
     bytes that are not UTF-8. The first batch chooses the boundaries; a lease holds them until the last batch or until
     the reader is closed. Raises the errors of `View.scan`, and DocumentDoesNotFit for a number that its integer column
     cannot hold.

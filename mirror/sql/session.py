@@ -40,8 +40,7 @@ _TERM = re.compile(r'\((_key|_seqno) (>=|>|<=|<|==) (?:"((?:[^"\\]|\\["\\])*)"|(
 _AMBIGUOUS = re.compile(r'[()"\\]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LIST = re.compile(r'value_set=\w+:\[\n(?:  (?:"[^"\n\\]*"|[\w.+-]+),?\n)*\]')
-"""A list of values in an Arrow expression's text. Arrow does not escape quotes in these values, so the pattern allows
-none.
+"""A list of values in an Arrow expression's text. No value may have quotes, because Arrow does not escape them here.
 """
 _HINTS = {
     "Out of Memory": "read fewer columns or groups, or give it more memory",
@@ -92,7 +91,7 @@ class SqlSession:
         self.boundaries: Boundaries | None = None
         """The boundaries of the running query."""
         self.failure: BaseException | None = None
-        """The error that ended the read of a table. It is kept here because DuckDB passes on only its text."""
+        """The error that ended the read of a table, because DuckDB passes on only its text."""
         self._result: Result | None = None
 
     def __enter__(self) -> SqlSession:
@@ -129,7 +128,6 @@ class SqlSession:
         return {DEFAULT_TABLE if name == DEFAULT_COLLECTION else name: self.columns(name) for name in names}
 
     def columns(self, collection: str) -> list[Column]:
-        """Return the columns of a collection's table, in order."""
         if collection not in self._columns:
             taken = {field.name for field in (*_METADATA, _VALUE)}
             found = sample(self._view, collection, as_of=self._as_of)
@@ -139,10 +137,8 @@ class SqlSession:
         return self._columns[collection]
 
     def run(self, query: str) -> Result:
-        """Run a query that only reads, and return its answer. Raises QueryFailed, QueryCancelled and the errors of a
-        view.
-
-        This closes the answer of the query before.
+        """Run a SELECT and return its answer. This closes the earlier answer. Raises QueryFailed, QueryCancelled and
+        the errors of a view.
         """
         if self._result is not None:
             self._result.close()
@@ -164,7 +160,7 @@ class SqlSession:
         return relation.to_arrow_reader(BATCH_ROWS)
 
     def guarded(self, call: Callable[[], Any]) -> Any:
-        """Make a call to DuckDB. Its errors become QueryFailed, QueryCancelled, or the table's `failure`."""
+        """Call DuckDB. Its errors become QueryFailed, QueryCancelled or `failure`."""
         try:
             return call()
         except (self._duckdb.Error, pa.ArrowException, RuntimeError, OSError) as error:

@@ -4,10 +4,9 @@ Knows bodies and Arrow types; never the origin of bodies. Fields that a document
 does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object, or that has
 a value which its column's type cannot take. `Reading.mode` decides what becomes of misfits.
 
-Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit. A refused
-batch is halved again and again, and values.py reads the bodies of small refused batches one by one. It also reads all
-columns whose types Arrow's reader lacks (map, variant). Invariants: each body gives one row, in order; Arrow and
-values.py give the same values.
+Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit. Refused
+batches are halved, and values.py reads the bodies of small ones. It also reads all columns whose types Arrow's reader
+lacks (map, variant). Invariants: each body gives one row, in order; Arrow and values.py give the same values.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _LINE_END, _BEHIND_ALL = b"\n", 2**31 - 1
 ONE_BY_ONE_MAX = 16
 """A refused batch of at most this many bodies is not halved: reading them one by one costs less."""
 DEEP_LENGTH = 1_000
-"""A body of more bytes may be nested deeper than Python reads, in a field that Arrow skips. A refused batch with such a
-body is halved to single bodies: Arrow then reads this body whatever its neighbours are.
+"""A longer body may be nested deeper than Python reads, in a field that Arrow skips. So a refused batch with such a
+body is halved to single bodies.
 """
 _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
-"""Numbers that Arrow scales beyond 256 bits: it reads a wrong value or ends the process. In a JSON string, such a
-number may be spelled with escapes.
+"""Numbers that Arrow scales beyond 256 bits: it reads a wrong value or ends the process. A JSON string may spell them
+with escapes.
 """
 _DECIMAL = pa.decimal256(75, 38)
 """The type of decimals before rounding. It has 75 digits because a difference has one more, and 76 is Arrow's limit."""
@@ -57,7 +56,7 @@ class Reading:
     `dropmalformed`: the row is left out.
     """
     corrupt_record: str = "_corrupt_record"
-    """The name of the column for the text of misfits. A schema need not have this column."""
+    """The name of the column for the text of misfits, if the schema has it."""
     time_zone: str | None = None
     """The zone of times without a zone of their own. None: UTC; in Spark, the session's zone."""
     epoch: str | None = None
@@ -115,8 +114,8 @@ class Bodies:
         self._arrow = _ArrowReader(fast, self._zone, self._reading.epoch) if len(fast) else None
 
     def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> Parsed:
-        """Return the schema's columns of some documents. Bodies and keys are binary arrays; `datatypes` has a byte for
-        each document. Raises DocumentDoesNotFit.
+        """Return the schema's columns. Bodies and keys are binary arrays; `datatypes` has a byte for each body. Raises
+        DocumentDoesNotFit.
         """
         problems: dict[int, Problems] = {}
         objects, enclosed = bodies, datatypes == _ONE_JSON * len(bodies) and _enclosed(bodies)

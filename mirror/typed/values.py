@@ -4,8 +4,7 @@ bodies.py uses this module for documents that Arrow's reader refuses; both must 
 column's type cannot take is a misfit: it becomes null, and the rest of the document stays. In an array or map the whole
 array or map becomes null, unless its elements are structs. A number in a text column keeps the document's spelling.
 
-tests/typed/differences.md lists the differences from from_json; tests/typed/test_values.py compares both readers with
-from_json.
+tests/typed/differences.md lists the differences from from_json.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Problems(list[str]):
 
 
 Reader = Callable[[Any, Problems], Any]
-"""Turns a JSON value other than null into Arrow's input for a type. Raises Misfit if the value does not fit, and adds
-misfits of fields inside it to the Problems.
+"""Turns a JSON value other than null into Arrow's input for a type. Raises Misfit, and adds misfits of inner fields to
+the Problems.
 """
 
 SHOWN_LENGTH_MAX = 40

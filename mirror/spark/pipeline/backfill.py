@@ -1,11 +1,11 @@
 """`backfill`: many tasks copy a bucket into files, one group of vbuckets each. A mirror continues from these files.
 
-Knows the tasks, the files and the end of a backfill. A task runs the same consumer as the service's workers, which
-writes a group to LMDB on the disk of the task's machine. When the group has caught up, the task closes it and copies it
-to the target as one compacted file: the target may be on a network file system, where no LMDB environment must be open.
-Invariants: the target becomes a mirror (`mirror.json`) when it has every group. Until then its name is
-`<target>.incomplete`, and the next run for the same bucket pulls the missing groups. A vbucket has caught up when it
-has published the high seqno that the source had at the start of the task.
+A task runs the same consumer as the service's workers, which writes a group to LMDB on the disk of the task's machine.
+When the group has caught up, the task closes it and copies it to the target as one compacted file: the target may be on
+a network file system, where no LMDB environment must be open. Invariants: the target becomes a mirror (`mirror.json`)
+when it has every group. Until then its name is `<target>.incomplete`, and the next run for the same bucket pulls the
+missing groups. A vbucket has caught up when it has published the high seqno that the source had at the start of the
+task.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SILENCE_S = 120.0
 
 class BackfillTask(NamedTuple):
     settings: Values
-    """They lack the password: the task reads it on its own machine."""
+    """No password: the task reads it on its own machine."""
     identity: Identity
     group: int
     scratch: str | None
@@ -151,7 +151,7 @@ def _finish(folder: Path, target: Path, identity: Identity) -> None:
 
 
 def backfill_task(task: BackfillTask) -> Pulled:
-    """Pull a group and copy it to the target. A Runner calls this function."""
+    """Pull a group and copy it to the target."""
     quiet_logs()
     settings = from_wire(task.settings)
     clock = SystemClock()

@@ -1,8 +1,8 @@
 """`compare`: compare a mirror with its source, in tasks that compare some vbuckets each.
 
-This module deals vbuckets to tasks and joins the results. A task runs `inspection.verify`; its docstring explains why
-the result is exact although both sides change. A task reads the source through its own connections, and the mirror on
-its own machine; the driver gets only results. Invariants: a vbucket has one result; neither side is changed.
+A task runs `inspection.verify`; its docstring explains why the result is exact although both sides change. A task reads
+the source through its own connections, and the mirror on its own machine; the driver gets only results. Invariants: a
+vbucket has one result; neither side is changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CompareTask(NamedTuple):
     data: str
     source: str
     settings: Values
-    """They lack the password: the task reads it on its own machine."""
+    """No password: the task reads it on its own machine."""
     vbids: list[int]
     bucket_uuid: str
     wait_s: float

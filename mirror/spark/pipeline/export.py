@@ -50,7 +50,7 @@ from storage.env.directory import sync_directory
 from storage.read.view import open_view
 
 TASKS_PER_CORE = 4
-"""More tasks than cores, so that tasks are small: cores wait little for the last task, and progress is visible."""
+"""Tasks are small, so that cores wait little for the last one, and progress is visible."""
 
 SUCCESS_FILE = "_SUCCESS"
 
@@ -163,7 +163,7 @@ def export(
 
 
 def export_task(task: ExportTask) -> Written:
-    """Write the documents of a task's vbuckets. A Runner calls this function."""
+    """Write the documents of a task's vbuckets."""
     counts = Counts()
     with PartWriter(task.folder, task.prefix, task.shape.schema) as parts:
         for batch in read(task.job, task.vbids, task.shape, counts):

@@ -59,7 +59,7 @@ class Listener(StreamingQueryListener):
             del self._applied[next(iter(self._applied))]
 
     def onQueryStarted(self, event: Any) -> None:
-        """Do nothing: there are no figures yet."""
+        """Do nothing."""
 
     def onQueryProgress(self, event: Any) -> None:
         progress = event.progress

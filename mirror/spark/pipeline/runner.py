@@ -45,16 +45,12 @@ class Runner(Protocol):
     parallelism: int
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """Call `function` with each task, and return the results. A module must define `function`, because it is
-        pickled. Raises a task's error.
-        """
+        """Call `function`, which a module must define, with each task. Raises a task's error."""
         ...
 
 
 class LocalRunner:
-    """Runs tasks in processes of this machine, by default one for each core. A process calls `prepare` first, a
-    function that a module defines.
-    """
+    """Runs tasks in processes of this machine, by default one for each core. Each process first calls `prepare`."""
 
     def __init__(self, processes: int | None = None, prepare: Callable[[], None] | None = None) -> None:
         self.parallelism = processes or len(os.sched_getaffinity(0))

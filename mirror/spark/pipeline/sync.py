@@ -47,7 +47,7 @@ POLL_S = 0.2
 STARTS_MAX = 3
 NOT_CONNECTED = "Python worker failed to connect back"
 """Spark's error if a Python process does not connect within ten seconds. No setting changes this time, and a busy
-machine may need more. The query then restarts from its checkpoint, as after a crash.
+machine may need more. The query then restarts from its checkpoint.
 """
 
 
@@ -77,8 +77,8 @@ def checkpoint_for(folder: Folder, how: How) -> Path:
     """Return the folder of Spark's checkpoint. Raises ConfigError for tables in an object store if no checkpoint is
     given, or if `keep_hours` is so short that a clean-up could remove the files of a batch in progress.
 
-    The checkpoint also protects the tables from a second writer: one process uses a checkpoint, and the tables accept
-    batches from one checkpoint (lake.py).
+    The checkpoint also keeps out a second writer: one process can use it, and the tables accept batches of no other
+    checkpoint (lake.py).
     """
     if how.checkpoint is not None:
         checkpoint = how.checkpoint.absolute()

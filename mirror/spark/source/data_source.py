@@ -5,8 +5,8 @@ they hold options and plans, and open stores and connections only inside `read`.
 mistake that it can find, in one line (`failures`); only PushdownDocumentsReader has `pushFilters`, because a reader
 with this method makes every query fail if the session's setting for filters is off.
 
-The import of `remote` takes as long as all others together, and Spark imports this module in a new process for each
-step of planning. So `remote` is imported only for a connection.
+Importing `remote` takes as long as all other imports, and Spark imports this module in a new process for each step of
+planning. So only a connection imports `remote`.
 """
 
 from __future__ import annotations

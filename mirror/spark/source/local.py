@@ -52,8 +52,6 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The description of a job, which all its tasks get."""
-
     path: str
     lease_id: str
     lease_seconds: float

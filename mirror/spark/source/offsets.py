@@ -134,8 +134,7 @@ def admit(
     newest: Callable[[int, int], At | None],
     following: Callable[[int, int], At | None],
 ) -> tuple[dict[int, At], int]:
-    """Return the end of the next batch in each vbucket, and the vbucket with which to begin the batch after it
-    (`first`).
+    """Return the end of the next batch in each vbucket, and `first` for the batch after it.
 
     Together the vbuckets take about the whole limit, which is 1. `newest(vbid, seqno)` returns the newest boundary up
     to a seqno, `following(vbid, seqno)` the next boundary above it. If the limit stops a vbucket, the next batch begins

@@ -26,7 +26,6 @@ STATE = pa.schema([*DOCUMENTS, CHANGES.field("vbuuid"), CHANGES.field("at_branch
 """Columns of a table of current state: a document, and the position of the event that put it there."""
 
 FOLD_COLUMNS = [*STATE.names, "kind"]
-"""Columns of CHANGES that a fold needs."""
 
 FOLDED = pa.schema([*STATE, pa.field("live", pa.bool_())])
 """Columns of a key's last event in a batch. If `live` is false, the event removes the row."""

@@ -15,8 +15,8 @@ each event exactly once, for these reasons:
 3. A batch begins only when the batch before is in `changes`. So after a crash only the newest batch may be missing in
    `changes`, and is written then. `documents` is never ahead, and may be some batches behind. The files of these
    batches keep their names until one commit folds them all, in order. A batch that changes no document leaves no mark
-   in `documents`; folding it again has no effect. Compaction changes the names of files, so every table gets the mark
-   before.
+   in `documents`; folding it again has no effect. Compaction changes file names, so before a compaction every table
+   gets the mark.
 4. There is a second guard: a merge changes a row only if the event's (at_branch, at_seqno) is above the row's. This
    position rises for each key even across rollbacks, where seqno falls. So a batch folded twice would have no second
    effect. The guard does not work after a resync of a vbucket, where positions may begin again.

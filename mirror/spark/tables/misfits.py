@@ -20,7 +20,7 @@ IDENTITY = ("collection", "key", "vbid", "seqno", "cas", "at_branch", "at_seqno"
 """Columns of `changes` that identify a version. Together with the reason they are unique in this table."""
 COLUMNS = pa.schema([*map(CHANGES.field, IDENTITY), pa.field("reason", pa.string()), pa.field("text", pa.string())])
 TEXT_LENGTH_MAX = 1_000
-"""Characters of a reason and of a text."""
+"""Most characters of a reason, and of a text."""
 ROWS_HELD_MAX = 10_000
 
 
