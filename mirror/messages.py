@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypedDict, cast, get_args, get_origin, get_typ
 from mirror.config import Values
 from mirror.errors import ConfigError, SupervisionError
 
-# commands: of clients to a service, and of a service to its workers and servers
+# commands from clients to a service, and from a service to its workers and servers
 
 
 @dataclass(frozen=True, slots=True)

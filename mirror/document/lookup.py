@@ -65,7 +65,7 @@ class Content:
 
     @staticmethod
     def of_large(section: bytes, body: Buffer, about: About) -> Content:
-        """Return the content of an uncompressed value: an xattr section, empty if it has no xattrs, and a body."""
+        """Return the content of an uncompressed value, given as xattr section (empty: no xattrs) and body."""
         xattrs, _ = values.split(section, values.XATTR) if section else ({}, b"")
         return Content(xattrs, body, about)
 

@@ -70,9 +70,7 @@ def major_version(java: Path) -> int | None:
 
 
 def wrapped(java: Path, cache: Path | None = None) -> Path:
-    """Return a folder whose bin/java starts `java` without the argument for the missing module. Each Java's folder is
-    made once.
-    """
+    """Return a folder whose bin/java starts `java` without the argument for the missing module."""
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcp-mirror"
     script = _SCRIPT.format(java=shlex.quote(str(java)))
     folder = cache / f"java-{zlib.crc32(script.encode()):08x}"

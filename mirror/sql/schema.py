@@ -1,8 +1,8 @@
 """Infer the columns of a collection from a sample of its documents.
 
 Knows JSON and Arrow types. Invariants: `mirror.typed` can read each type, and parses `Column.ddl`; a field whose values
-have no common type is a text column, and `mixed`. SQL ignores the case of names: of names that differ only in case, the
-first becomes a column, and the others are only in the document.
+have no common type is a text column, and `mixed`. If names differ only in case, which SQL ignores, only the first
+becomes a column.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS_MAX = 1_000
 """Most columns of a table. The rarest fields get none."""
 NAMES_MAX = 20_000
 FIELDS_MAX = 200
-"""Most fields of an object inside a document. If it has more, its names are data, and the object becomes text."""
+"""An inner object with more names becomes text, because such names are data."""
 DEPTH_MAX = 16
 EXAMPLE_LENGTH_MAX = 60
 _CHUNK_ROWS = 128
@@ -43,7 +43,7 @@ class Column:
     """The share of the documents in the sample that have the field, 0 to 1."""
     example: str = ""
     mixed: bool = False
-    """True if the field's values in the sample have no common type."""
+    """True if the field's values have no common type."""
 
     @property
     def ddl(self) -> str:
@@ -66,7 +66,7 @@ def type_ddl(kind: Any) -> str:
 
 
 class _Found:
-    """The values that a sample has for one field: their types, and one example."""
+    """The types of a field's values in the sample, and an example."""
 
     __slots__ = ("count", "element", "example", "fields", "kinds")
 

@@ -48,7 +48,7 @@ _HINTS = {
     "not found in FROM clause": "a field that the sample lacks is value->>'$.field'",
 }
 FILTER_LENGTH_MAX = 4096
-"""Most characters of a filter that is parsed for bounds. Parsing a longer filter costs more than the bounds save."""
+"""Longest filter that is parsed for bounds, in characters. Parsing a longer one costs more than the bounds save."""
 NESTED_MAX = 500
 """Most nested parentheses in a query: DuckDB's parser takes minutes for thousands."""
 _CONFIG: dict[str, Any] = {
@@ -347,8 +347,8 @@ def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:
 def _with_ranges(query: str, nodes: Sequence[Mapping[str, Any]]) -> str:
     """Return the query with `AND column >= 'p' AND column < 'q'` beside each test for a prefix of a `_key`.
 
-    DuckDB passes comparisons to the table, but no prefix tests. Every key that passes the test is in the range, so the
-    answer stays the same. If `_key` may have a collation or another type, the query stays unchanged.
+    DuckDB passes comparisons to the table, but no prefix tests. The range has every key that passes the test. If `_key`
+    may have a collation or another type, the query stays unchanged.
     """
     if any(map(_changes_keys, nodes)):
         return query
@@ -398,11 +398,10 @@ def _following(prefix: str) -> str | None:
 
 
 def _bounds(text: str) -> dict[str, Any]:
-    """Return bounds on key and seqno for every row that passes the filter. Other rows may be within them: the caller
-    applies the filter as well.
+    """Return bounds on the keys and seqnos of the rows that pass a filter. The caller also applies the filter.
 
-    The parts of an Arrow expression are known only from its text. Column names and types must have no parenthesis,
-    quote or backslash.
+    This parses the text of an Arrow expression, whose column names and types must have no parenthesis, quote or
+    backslash.
     """
     text = _LIST.sub("", text)
     if "value_set" in text or len(text) > FILTER_LENGTH_MAX:

@@ -32,7 +32,7 @@ ONE_BY_ONE_MAX = 16
 """A refused batch of at most this many bodies is not halved: reading them one by one costs less."""
 DEEP_LENGTH = 1_000
 """A longer body may be nested deeper than Python reads, in a field that Arrow skips. So a refused batch with such a
-body is halved to single bodies.
+body is halved to single bodies: Arrow may accept this one.
 """
 _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
 """Numbers that Arrow scales beyond 256 bits: it reads a wrong value or ends the process. A JSON string may spell them

@@ -110,7 +110,7 @@ def micros_of(text: str, zone: tzinfo | None) -> int:
 
 
 def micros_of_number(number: int, unit: int) -> int:
-    """Return a time as microseconds since 1970, from a number of units of `unit` microseconds. Raises ValueError."""
+    """Convert `number` units of `unit` microseconds to microseconds since 1970. Raises ValueError."""
     micros = number * unit
     if not -(2**63) <= micros < 2**63:
         raise ValueError("out of range")

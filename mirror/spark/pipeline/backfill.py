@@ -122,7 +122,7 @@ def backfill(
 
 
 def _begin(folder: Path, identity: Identity) -> None:
-    """Keep the groups of an earlier run with the same identity. Remove all groups of another identity."""
+    """Keep the groups of an earlier run with the same identity. Remove others."""
     note = folder / IDENTITY_FILE
     expected = json.dumps(asdict(identity), sort_keys=True)
     try:

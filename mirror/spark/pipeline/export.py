@@ -4,8 +4,8 @@ Knows the tasks, the files and the end of an export; never a command line, nor S
 reads its vbuckets and writes its own files on its machine. The driver gets a few hundred bytes for each file, and at
 the end makes one export of the files. Invariants:
 
-- The boundaries are pinned and leased before the first task, so a long export is as consistent as a short one, even if
-  the service publishes, rolls back and purges meanwhile.
+- The boundaries are pinned and leased before the first task, so the service may publish, roll back and purge during a
+  long export.
 - Delta: one commit makes the table's next version. Its metadata has the boundaries as tokens. Parquet: tasks write the
   files to `<target>.incomplete`, and `_SUCCESS` has the metadata as JSON. Then one rename makes the folder the target.
   A killed export leaves no version and no `_SUCCESS`; the next run removes its files.

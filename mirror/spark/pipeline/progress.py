@@ -81,7 +81,7 @@ class Listener(StreamingQueryListener):
         )
 
     def onQueryTerminated(self, event: Any) -> None:
-        """Do nothing: the caller that waits for the query learns of its end."""
+        """Do nothing."""
 
 
 def lag_of(sources: Any) -> int | None:

@@ -98,7 +98,7 @@ class LocalRunner:
 
 
 def _begin(parent: int, prepare: Callable[[], None] | None) -> None:
-    """Prepare a new process. If its parent has died, end it: it would wait for tasks for ever."""
+    """Prepare a new process. End it if its parent has died, because it would wait for tasks for ever."""
     if prepare is not None:
         prepare()
     if os.getppid() != parent:
@@ -123,7 +123,6 @@ class SparkRunner:
         self.parallelism = int(self._context.defaultParallelism)
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """Spark runs tasks of a lost executor again."""
         if not tasks:
             return []
         guarded = _Guarded(function)
@@ -181,7 +180,7 @@ class _Guarded:
 
 
 def quiet_logs() -> None:
-    """Log only errors, to stderr. Tasks return or raise all else, and a command may print data to stdout."""
+    """Log only errors, to stderr: a command may print data to stdout."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
@@ -189,7 +188,7 @@ def quiet_logs() -> None:
 
 
 def as_text(error: BaseException) -> str:
-    """Return a MirrorError or StorageError as text. `error_of` restores it, also out of a longer text."""
+    """Return our error as text, from which `error_of` restores it, even inside other text."""
     return f"{_MARK}{pickle.dumps(error).hex()};"
 
 

@@ -2,8 +2,8 @@
 
 Knows Spark's interface for writers in Python; never the use of the parts. Each task returns a message that names its
 parts. Spark passes the messages of the successful tasks to `commit`, in another Python process on the driver's machine.
-`commit` writes them to a file, and `write_parts`, which starts all of this, reads the file. Invariant: parts of failed
-or duplicate attempts are not reported.
+`commit` writes them to a file, which `write_parts` reads. Invariant: parts of failed or duplicate attempts are not
+reported.
 """
 
 from __future__ import annotations

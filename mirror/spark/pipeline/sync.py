@@ -1,11 +1,11 @@
 """`sync`: run a stream of changes into the tables of a lake, and restart it from its checkpoint.
 
-Knows Spark's streaming queries and their batches; lake.py explains why tables get each event exactly once. Spark
-contributes this: it writes a batch's offsets to the checkpoint (`offsets/N`) before the batch runs, and `commits/N`
-after the batch. So after a crash only the newest batch runs again, with the same number and offsets. The driver
-collects no events: executors write them to the folder of `changes`, and return names, sizes and statistics of files.
-Invariants: no stop, between batches or within one, loses or repeats an event; the start and each batch check that the
-checkpoint and the tables belong together.
+Knows Spark's streaming queries and their batches; lake.py explains why tables get each event exactly once. Spark writes
+a batch's offsets to the checkpoint (`offsets/N`) before the batch runs, and `commits/N` after the batch. So after a
+crash only the newest batch runs again, with the same number and offsets. The driver collects no events: executors write
+them to the folder of `changes`, and return names, sizes and statistics of files. Invariants: no stop, between batches
+or within one, loses or repeats an event; the start and each batch check that the checkpoint and the tables belong
+together.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ their parents and bases never change, and rows never change. So the way from one
 base, with retractions and restorations, then forward) is the same at every reading, even if a later rollback took the
 later offset off the served chain. Only the purger removes versions. It removes none while a lease holds the earlier
 offset. Once it has passed the later offset, or has removed a retracted row, or a tombstone above the earlier offset,
-`View.check_way` refuses: the history is lost.
-If the purger removed a version between the two, a newer version of its key lies before the later offset, so the state
-there is the same, as with the source's own deduplication.
+`View.check_way` refuses: the history is lost. If the purger removed a version between the two, a newer version of its
+key lies before the later offset, so the state there is the same.
 """
 
 from __future__ import annotations
@@ -90,9 +89,7 @@ class ChangesDriver(ABC):
 
     @abstractmethod
     def _way(self, vbid: int, since: At, to: At) -> Way | None:
-        """Return the way between two positions. None: history up to the end is lost, and the next batch sends the whole
-        vbucket.
-        """
+        """Return the way between two positions. None if the end is lost: the next batch sends the whole vbucket."""
 
     def _task(self, start: Offset, end: Offset) -> ChangesTask:
         return ChangesTask()
@@ -277,8 +274,8 @@ def place(at: At) -> tuple[int, int, int]:
 def token(view: View, vbid: int, at: At) -> Token:
     """Return the token of a position.
 
-    A power cut may undo the mirror's last commits. A position in these commits is valid again once the mirror has
-    published the same history of the source (vbuuid) up to the position or beyond.
+    A power cut may undo the mirror's last commits. A position in them is valid again once the mirror has published the
+    same history of the source (vbuuid) that far.
     """
     given = Token(vbid, Branch(at.branch), Seqno(at.seqno), at.history_id)
     if at.history_id not in states.history_ids(view.reader(vbid), at.branch):

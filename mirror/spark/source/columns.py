@@ -60,9 +60,7 @@ _numbers = attrgetter(*NUMBERS)
 
 
 def event_micros(cas: int) -> int | None:
-    """Return the time in a cas as microseconds since 1970. Its low 16 bits only number versions of the same time. None:
-    the cas has no time.
-    """
+    """Return the time in a cas as microseconds since 1970, or None. The low 16 bits of a cas are a counter."""
     return (cas & ~0xFFFF) // 1000 or None
 
 

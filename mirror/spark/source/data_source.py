@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from mirror.spark.source import remote
 
 MARK = "_"
-"""Prefix of metadata columns in a user's schema. Other columns are fields of the body."""
+"""Prefix of metadata columns in a user's schema."""
 
 OWN_COLUMNS = ConfigError(
     "table=changes has columns of its own",
@@ -131,8 +131,8 @@ def inferred(options: Options) -> pa.Schema:
 
 
 def of_table(fields: Any, options: Options) -> bool:
-    """Return True if a schema is the table's own, which a catalog passes like a user's schema. A user's own schema has
-    no binary `value`, and no columns of changes.
+    """Return True if a catalog has passed the table's own columns. A user's schema has no binary `value`, and no
+    columns of changes.
     """
     table = TABLES[options.table]
     known = all(field.name in table.names and field.type == table.field(field.name).type for field in fields)

@@ -3,8 +3,7 @@
 Knows the bounded reader (`mirror.feed.read.reader`) and offsets; must never know Spark, nor a store. Invariants:
 - rows come only from whole snapshots, in order within a vbucket, with bounded memory; a worker process keeps its
 connections for its next task;
-- the documents of a vbucket are those at the end of one whole snapshot, at or above the high seqno that it had at
-  planning;
+- the documents of a vbucket are those at the end of one whole snapshot, at or above the high seqno at planning;
 - a batch of changes ends at the high seqno E that its offset names. Rows above E come with the next batch, so each
 event comes once. A snapshot that ends above E has only the newest version of a key. If that version is above E, this
 batch has no version of the key, and the next batch brings it. If the source's history changes before the next batch
@@ -67,7 +66,7 @@ class SourceConnections:
         return self._reader
 
     def drop(self) -> None:
-        """Close the reader. Needed after an error, because data of the failed request may still arrive."""
+        """Close the reader: after an error, data of the failed request may still arrive."""
         reader, self._reader = self._reader, None
         if reader is not None and self._key[0] == os.getpid():
             reader.close()
@@ -285,8 +284,8 @@ class RemoteChanges(ChangesDriver):
         return replace(start, at={**start.at, **moved}, names=names)
 
     def _suspects(self) -> set[int]:
-        """Return the vbuckets to check for a changed history even if their seqno is unchanged: all in the first batch
-        of a query, `SUSPECTS` in each later batch.
+        """Return the vbuckets to check for a changed history even if their seqno is unchanged: all in a query's first
+        batch, then `SUSPECTS` in each.
         """
         if not self._looked:
             self._looked = True

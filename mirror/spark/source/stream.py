@@ -32,7 +32,7 @@ class StreamTask(InputPartition):
 
 
 def driver_of(options: Options) -> LocalChanges | RemoteChanges:
-    """Return the driver for path or connection. data_source.py says why `remote` is imported here."""
+    """data_source.py says why `remote` is imported here."""
     if options.path is not None:
         return LocalChanges(options)
     from mirror.spark.source.remote import RemoteChanges
@@ -100,14 +100,12 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Return the limit of rows. `latest` also applies the limit of bytes."""
+        """`latest` also applies the limit of bytes."""
         return ReadMaxRows(self._options.max_rows)
 
     @with_clear_errors
     def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> Encoded:
-        """Return the end of the next batch. With startingFrom=latest the first batch is empty: its end tells a
-        restarted query where to begin.
-        """
+        """With startingFrom=latest the first batch is empty: its end tells a restarted query where to begin."""
         if not self._begun:
             self._begun = True
             if start == self._initial:

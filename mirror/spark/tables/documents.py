@@ -64,7 +64,7 @@ _MERGE_ROWS = 8192
 
 
 def is_column(name: str) -> bool:
-    """Return True if a field of the body can be a column: its name is allowed, and no metadata column has it."""
+    """Return True if a column may have this name, and no metadata column has it."""
     return not _NOT_A_COLUMN.search(name) and name.lower() not in {f"_{each}" for each in FOLDED.names}
 
 
@@ -150,8 +150,8 @@ class Layouts:
 
 
 def batch_of(name: str) -> int | None:
-    """Return the batch that wrote a file of `changes`. None: a compaction or delta-rs wrote it. The whole name is
-    matched, because hexadecimal digits in other names may look like a batch.
+    """Return the batch that wrote a file of `changes`. None: a compaction or delta-rs wrote it. The pattern is strict,
+    because hexadecimal digits may look like a batch.
     """
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
@@ -356,7 +356,7 @@ class DocumentsTable:
                     raise self._failed from None
                 raise
         changed = [int(done[f"num_target_rows_{what}"]) for what in ("inserted", "updated", "deleted")]
-        # A merge without changes makes no version and no mark. It may run again, which changes nothing.
+        # A merge without changes makes no version and no mark, and may run again.
         assert not any(changed) or self.marked_batch == number
         self.rewritten_bytes = sum(size for name, size in self._sizes().items() if name not in before)
         return Applied(0, *changed)
@@ -460,9 +460,7 @@ def readable() -> Iterator[None]:
 
 
 def voids_in(events: pa.Table, voids: Voids) -> None:
-    """Add to `voids` the vbuckets and collections whose earlier rows the events remove. `events` needs the columns
-    kind, collection and vbid.
-    """
+    """Add to `voids` the vbuckets and collections whose earlier rows the events remove."""
     for kind in events.column("kind").unique().to_pylist():
         if kind in (RESYNC, "collection_dropped", "collection_flushed"):
             rows = events.filter(pc.equal(events.column("kind"), kind))

@@ -7,8 +7,8 @@ each event exactly once, for these reasons:
 
 1. `changes` is the truth. A batch's files become part of it in ONE commit, which carries the batch's number as a mark.
    The commit is based on the version in which the mark was looked up and may only become the next version (delta.py).
-   So of any number of attempts at a batch (a replay after a crash, an executor's second try, a process presumed dead)
-   one is committed. The files of other attempts are orphans that no reader sees.
+   So of any number of attempts at a batch (after a crash, an executor's retry, or by a process that seemed dead) one is
+   committed. The files of other attempts are orphans that no reader sees.
 2. Each table of documents is a function of `changes`: the fold of its batches in order. A fold reads the committed
    files. It does not read the source, which may have forgotten superseded versions or rolled back. A fold's merge is
    one commit with the same kind of mark.
@@ -372,7 +372,7 @@ class Lake:
 
 
 def folder_name(collection: str) -> str:
-    """Return the folder of a collection's table: letters, digits and `._-=` alone, so that URLs need no escapes."""
+    """Return the folder of a collection's table. It has only letters, digits and `._-=`, so URLs need no escapes."""
     return quote(collection, safe="").replace("~", "%7E").replace("%", "=")
 
 

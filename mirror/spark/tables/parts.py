@@ -29,7 +29,7 @@ TEXT_BOUND_MAX = 256
 """Longest minimum or maximum of a text column, in characters. The table's log has both for each file."""
 
 PART_BYTES_MAX = 512 * 1024 * 1024
-"""Size at which a part is finished and the next one begins."""
+"""Size at which a part is finished."""
 
 NAME = re.compile(r"part-([0-9a-f]{16})-.+\.parquet")
 
@@ -88,7 +88,7 @@ class PartWriter:
             self._discard()
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Write rows. Raises MirrorError if the folder cannot be written."""
+        """Raises MirrorError if the folder cannot be written."""
         if not batch.num_rows:
             return
         self._held.append(batch)
@@ -100,7 +100,7 @@ class PartWriter:
                 self._finish()
 
     def write_empty(self) -> None:
-        """Write a part without rows, which tells readers the columns."""
+        """Write a part without rows."""
         self._write_group()
 
     def _write_group(self) -> None:
