@@ -1,8 +1,8 @@
-"""The branches of a vbucket: reads their records and opens new ones for a rollback, abandoned rows or a resync.
+"""Reads the branch records of a vbucket, and opens new branches for rollbacks, abandoned rows and resyncs.
 
-Each function works in a write transaction of the writer. It changes `branch`, `pub`, `state`, `rollback` and the
-boundary row together or not at all. Rows of the old branch stay in place: the cut hides them, and the purger removes
-them later. Branch numbers rise and are never reused.
+Functions that write use the writer's transaction, so the trees `branch`, `pub`, `state` and `rollback` and the boundary
+row change together. The new chain does not see the old branch's rows, and the purger removes them later. Branch numbers
+rise and are never reused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from storage.model import (
 )
 
 HISTORY_IDS_MAX = 512
-"""Most history ids of one branch, one for each owner that published on it. Positions with an older id are refused. If
-cron starts the service each minute, each start is a new owner. A full row takes 10 KiB.
+"""Maximum number of history ids of a branch. Each owner that publishes on the branch adds one, and each start of the
+service is a new owner. The oldest ids are dropped; tokens with such an id are refused. A full row takes 10 KiB.
 """
 
 
@@ -39,17 +39,17 @@ class Moment(NamedTuple):
     wall_ms: int
     """Milliseconds since 1970, for people and for reads as of a time."""
     history_ms: int
-    """Time of the `HistoryClock`, for decisions that depend on age."""
+    """Milliseconds of the `HistoryClock`, by which the purger computes ages."""
 
 
 NEVER = Moment(0, 0)
 
 
 class BoundaryCounters(NamedTuple):
-    """Running totals of a chain; each boundary stores them, so no walk is needed."""
+    """Totals of a chain up to a boundary, stored in the boundary's row."""
 
     ordinal: int = 0
-    """The newest boundary's ordinal; 0: there is no boundary yet."""
+    """Number of boundaries of the chain so far."""
     row_bytes: int = 0
     """Bytes of all rows of the chain so far."""
 
@@ -58,17 +58,17 @@ class PurgeRow(NamedTuple):
     """The purger's position in a vbucket; zeros before the first purge."""
 
     purged_seqno: int = 0
-    """The purger has looked at rows up to here."""
+    """The purger has visited the rows up to this seqno."""
     local_purge_seqno: int = 0
-    """The newest tombstone that the purger removed."""
+    """The purger may have removed tombstones and manifests up to this seqno, but none above."""
     chain_id: int = 0
-    """A random number. A new one tells readers to load the chains that they remember again."""
+    """A random number. When it changes, readers load their remembered chains again."""
     resyncs_gone: int = 0
-    """Number of resyncs that readers saw and whose branches were forgotten."""
+    """Number of published resyncs whose branch records were removed."""
 
 
 Known = dict[int, records.BranchRow]
-"""Every branch of a vbucket by number, rising."""
+"""The record of every branch of a vbucket, by branch number, rising."""
 
 
 def purge_row(txn: Transaction, vbid: int) -> PurgeRow:
@@ -93,7 +93,9 @@ def draw_chain_id(txn: Transaction, vbid: int, **fields: int) -> None:
 def load(
     txn: Transaction, vbid: int, known: Mapping[manifests.Key, Manifest] | None = None
 ) -> tuple[VbucketState, manifests.StagingRows]:
-    """Read the state of a vbucket. `known`: manifests that the caller remembers."""
+    """Return the state of a vbucket, and the `manifest` rows of its staging branch. `known` has manifests that need not
+    be read.
+    """
     pub, row = txn.pub(vbid), txn.state_row(vbid)
     staging, staged, published = row.staging_branch, row.staged_seqno, row.staging_published_seqno
     serves_staging = staging == pub.branch
@@ -102,7 +104,7 @@ def load(
             f"positions contradict each other (published {pub.seqno}, staged {staged})", path=txn.path, vbid=vbid
         )
     key = pub.manifest_key
-    if not serves_staging:  # a deferred rollback continues from a boundary, a resync from 0
+    if not serves_staging:  # `published` is the boundary of a deferred rollback, or 0 during a resync
         key = manifests.key_on(txn, vbid, chain.load(txn, vbid, staging, published) if published else ())
     manifest, depth = manifests.read(txn, vbid, key, known)
     above = list(manifests.between(txn, vbid, staging, published, staged))
@@ -125,13 +127,15 @@ def load(
 
 
 def counters_at_end(txn: Transaction, state: VbucketState) -> BoundaryCounters:
-    """Return the counters of the newest published boundary of the staging branch."""
+    """Return the counters at the published end of the staging branch."""
     boundary = chain.boundary_at(txn, state.vbid, state.staging_branch, state.staging_published_seqno)
     return BoundaryCounters() if boundary is None else BoundaryCounters(boundary.ordinal, boundary.row_bytes)
 
 
 def newest_moment(txn: Transaction, vbid: int) -> Moment:
-    """Return the later time of the newest published boundary and the served branch; zeros before the first publish."""
+    """Return the time of the newest published boundary, or the time at which the served branch was opened if that is
+    later. Zeros before the first publish.
+    """
     pub = txn.pub(vbid)
     served = get_branch(txn, vbid, pub.branch)
     opened = Moment(served.time_ms, served.history_ms)
@@ -159,16 +163,19 @@ def change_branch(txn: Transaction, vbid: int, branch: int, **fields: Any) -> No
 
 
 def resyncs(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
-    """Return when readers first saw each stored resynced copy, and the number of resyncs they ever saw."""
+    """Return when each resynced copy that is still stored was first published (ms since 1970), and the number of
+    resynced copies that were ever published.
+    """
     rows = all_branches(txn, vbid).values()
     moments = tuple(row.time_ms for row in rows if row.reason == BranchReason.RESYNC and row.time_ms)
     return moments, purge_row(txn, vbid).resyncs_gone + len(moments)
 
 
 def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
-    """Remove the records of branches that have no rows: `branch`, `span`, `manifest` and the copied boundary.
+    """Remove the records of branches without rows: the rows of `branch`, `span` and `manifest`, and the copied
+    boundary.
 
-    The newest branch is never among them, so no number is used again.
+    `numbers` never contains the newest branch, so no branch number is used again.
     """
     resyncs_gone = purge_row(txn, vbid).resyncs_gone
     for number in numbers:
@@ -185,28 +192,29 @@ def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
 
 
 def with_history(history_ids: records.HistoryIds, history_id: int, above_seqno: int) -> records.HistoryIds:
-    """Return the history ids of a branch with a new one for positions above a seqno."""
+    """Add a history id for positions above `above_seqno` to the ids of a branch."""
     kept = [*history_ids[:1], *(each for each in history_ids[1:] if each[1] < above_seqno)]
     return (*kept, (history_id, above_seqno))[-HISTORY_IDS_MAX:]
 
 
 def begin_history(txn: Transaction, vbid: int) -> None:
-    """Begin a new history id for positions above the published one. Each new owner calls this.
+    """Begin a new history id for positions above the published seqno. Each new owner calls this.
 
-    A power cut, an older copy of the file or a restored volume may have undone commits that readers saw. The new id
-    tells their positions from those of the next commits. Readers that stayed open load their chains again.
+    A power cut, an older copy of the file or a restored volume may have undone commits that readers saw. With the new
+    id, a token of an undone commit differs from the token of a later commit at the same seqno. Open readers load their
+    chains again.
     """
     history_id = txn.environment.history_id
     pub = txn.pub(vbid)
     staging = txn.state_row(vbid).staging_branch
     history_ids = get_branch(txn, vbid, pub.branch).history_ids
     change_branch(txn, vbid, pub.branch, history_ids=with_history(history_ids, history_id, pub.seqno))
-    if staging != pub.branch:  # as far as this file knows, it was never published
+    if staging != pub.branch:  # no older id of an unpublished branch is valid
         change_branch(txn, vbid, staging, history_ids=((history_id, 0),))
     draw_chain_id(txn, vbid)
 
 
-# -- publishing and leaving -------------------------------------------------------------------------------------------
+# -- publishing and new branches --------------------------------------------------------------------------------------
 
 
 def put_published(
@@ -218,10 +226,11 @@ def put_published(
     now: Moment,
     counters: BoundaryCounters,
 ) -> BoundaryCounters:
-    """Publish the staging branch up to the published seqno of `after`, and write that boundary.
+    """Publish the staging branch up to `after.published_seqno`, and write the boundary there. Return the boundary's
+    counters.
 
-    The branch of a resync or a deferred rollback gets its time now: it tells the purger since when readers see the
-    branch. After a resync the purger starts again from seqno 0.
+    The first publish after a resync or deferred rollback sets the branch's time, from which on readers see the branch.
+    After a resync the purger starts again from seqno 0.
     """
     vbid, branch, seqno = after.vbid, after.branch, after.published_seqno
     if branch != before.branch:
@@ -236,7 +245,7 @@ def put_published(
     if before.rollback_deferred and seqno == previous:
         return counters  # the boundary was written when the branch was opened
     if not seqno and branch == before.branch:
-        return counters  # the source has no rows: `state` says so, and 0 is no boundary
+        return counters  # the source's vbucket is empty, and seqno 0 gets no boundary
     counters = BoundaryCounters(counters.ordinal + (seqno != previous), counters.row_bytes)
     start, vbuuid = min(snap_start_seqno, seqno), before.failover_log.vbuuid_at(seqno)
     _put_boundary(txn, vbid, branch, seqno, start, vbuuid, *now, *counters)
@@ -245,7 +254,7 @@ def put_published(
 
 
 def _put_boundary(txn: Transaction, vbid: int, branch: int, seqno: int, *fields: int) -> None:
-    """Write a boundary row; `fields` are those of `keys.BOUNDARY`."""
+    """Write a boundary row from the fields of `keys.BOUNDARY`."""
     key = keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX
     txn.put(keys.rows_db(vbid), key, keys.BOUNDARY.pack(*fields))
 
@@ -277,7 +286,7 @@ def _open_branch(
 
 
 def _put_state(txn: Transaction, state: VbucketState, branch: Branch, seqno: Seqno, **changes: Any) -> None:
-    """Write `state` with `branch` as staging branch, published up to `seqno` and with nothing staged above."""
+    """Write `state` with `branch` as the staging branch, published up to `seqno`, without staged rows above it."""
     at = state._replace(
         staging_branch=branch,
         staged_seqno=seqno,
@@ -289,10 +298,10 @@ def _put_state(txn: Transaction, state: VbucketState, branch: Branch, seqno: Seq
 
 
 def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Moment) -> None:
-    """Open a branch at a kept boundary of the served chain and serve it.
+    """Open a branch at a kept boundary of the served chain, and serve this branch.
 
-    During a resync `state` has the failover log of the new copy, which may share no history with the served copy. The
-    new log then begins with the boundary's vbuuid.
+    During a resync `state.failover_log` is the new copy's, which may share no history with the served copy. The branch
+    then gets a log that begins with the boundary's vbuuid.
     """
     vbid, at, floor_seqno = state.vbid, boundary.seqno, state.history_floor_seqno
     other_copy = state.staging_branch != state.branch and not state.rollback_deferred
@@ -304,7 +313,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     txn.put_pub(vbid, records.Pub(branch, at, min(floor_seqno, at), manifest_key))
     _copy_boundary(txn, vbid, branch, boundary, vbuuid)
     _put_rollback(txn, state, branch, at, vbuuid, now.wall_ms)
-    # The resync overwrote the served copy's filter and missing_seqno; the latter is not above the floor.
+    # The resync overwrote the served copy's `stream_filter` and `missing_seqno`; the latter was at most the floor.
     _put_state(
         txn,
         state,
@@ -336,9 +345,9 @@ def _put_rollback(
 
 
 def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) -> None:
-    """Open a branch at a kept boundary of the served chain, and stage on it; readers stay on the served branch.
+    """Open a branch at a kept boundary of the served chain, and make it the staging branch.
 
-    The branch's first publish (`put_published`) is the rollback: it takes readers to the published end in one step.
+    Readers stay on the served branch until the first publish of the new branch (`put_published`).
     """
     log = state.failover_log.pruned(boundary.seqno, boundary.vbuuid)
     vbuuid = log.vbuuid_at(boundary.seqno)
@@ -348,7 +357,7 @@ def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) ->
 
 
 def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
-    """Open a branch without the rows of an unfinished snapshot. No chain sees them on the old branch."""
+    """Abandon the staged rows: open a branch at the published seqno, so that no chain sees these rows."""
     vbid, base = state.vbid, state.published_seqno
     if state.rollback_deferred:
         defer_rollback(txn, state, _published_boundary(txn, state, state.staging_published_seqno))
@@ -356,13 +365,13 @@ def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
     if state.staging_branch != state.branch:
         begin_resync(txn, state)
         return
-    log = state.failover_log if base else FailoverLog()  # a log without rows would say that the source is empty
+    log = state.failover_log if base else FailoverLog()  # at seqno 0 a log means that the source's vbucket is empty
     parent: int = state.branch
     first_branch = parent + 1
     history_ids: records.HistoryIds = ()
     left = get_branch(txn, vbid, parent)
     if left.reason == BranchReason.ABANDONED and left.base_seqno == base and left.parent is not None:
-        # The old branch published nothing, so the new one takes over its place on the chain and its positions.
+        # Nothing was published on the old branch, so the new branch replaces it (`ChainLink.first_branch`).
         parent, first_branch, history_ids = left.parent, left.first_branch, left.history_ids[:1]
     vbuuid = log.vbuuid_at(base)
     branch = _open_branch(txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now, history_ids, first_branch)
@@ -381,14 +390,14 @@ def _published_boundary(txn: Transaction, state: VbucketState, seqno: int) -> Bo
 
 
 def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> None:
-    """Refuse readers of a vbucket that is being resynced, or let them in."""
+    """Refuse or admit readers of a vbucket during its resync."""
     pub = txn.pub(vbid)
     if pub.is_stale and pub.is_unavailable != unavailable:
         txn.put_pub(vbid, pub._replace(flags=pub.flags ^ keys.PUB_UNAVAILABLE))
 
 
 def begin_resync(txn: Transaction, state: VbucketState, *, unavailable: bool = False) -> None:
-    """Open a staging branch without parent, next to the served copy; its time stays 0 until readers see it."""
+    """Open a staging branch without parent, next to the served copy. Its time stays 0 until its first publish."""
     branch = _open_branch(txn, state.vbid, None, 0, 0, BranchReason.RESYNC)
     pub = txn.pub(state.vbid)
     flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)

@@ -1,9 +1,9 @@
-"""Chains: the rows of a vbucket that a view sees, and the kept boundaries among them.
+"""Finds the rows of a vbucket that a view sees, and the kept boundaries among these rows.
 
-Knows the `branch` tree and boundary rows; writes only `span`. A chain is the served branch and its parents, newest
-first. Each link has a cut: rows of its branch with seqno <= cut are visible. Invariants:
+Knows the tree `branch` and boundary rows; writes only the tree `span`. A chain is a branch, its parent, and so on to
+the root. Each link has a cut: rows of its branch with seqno <= cut are visible. Invariants:
 - a parent's number is smaller than its child's;
-- a parent's cut is the smallest base_seqno below it on the chain, so cuts never rise towards the root;
+- a parent's cut is the smaller of its child's cut and base_seqno, so cuts never rise towards the root;
 - the rows of a branch lie above its base_seqno, so the rows of a chain strictly rise in seqno from root to tip.
 """
 
@@ -27,9 +27,11 @@ class ChainLink(NamedTuple):
     base_seqno: int
     cut: int
     kept_seqno: int = SEQNO_MAX
-    """Rows of the branch above this seqno may be gone already: no served chain sees them."""
+    """The purger may have removed the branch's rows above this seqno, because the served chain does not see them."""
     first_branch: int = 0
-    """The oldest branch whose place this link took (0: `branch`). Positions on those branches mean the link's base."""
+    """The oldest empty branch that this branch replaced (`branches.abandon`); `branch` or 0: none. A position on a
+    replaced branch counts as `base_seqno` of this branch.
+    """
     history_ids: records.HistoryIds = ()
 
     def history_id(self, seqno: int) -> int:
@@ -37,9 +39,10 @@ class ChainLink(NamedTuple):
 
 
 Chain = tuple[ChainLink, ...]
+"""Links from the tip to the root."""
 
 SPAN_SEQNOS = 100
-"""A search for boundaries leaps over snapshots with more seqnos than this."""
+"""A snapshot of more seqnos than this gets a row of `span`, by which a search for boundaries skips the snapshot."""
 
 
 def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
@@ -64,9 +67,9 @@ def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
 
 
 def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
-    """Return the row of the branch that took the place of a forgotten one (see `branches.abandon`), or None.
+    """Return the record of the branch that replaced a removed branch (`branches.abandon`), or None.
 
-    Both have the same parent and base; nothing was ever published on the forgotten one.
+    Both branches have the same parent and base. Nothing was ever published on the removed branch.
     """
     key = keys.BRANCH_KEY.pack(vbid, branch)
     if not cursor.set_range(key) or cursor.key()[:2] != key[:2]:
@@ -76,13 +79,13 @@ def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
 
 
 def recut(chain: Chain, cut: int) -> Chain:
-    if chain and cut >= chain[0].base_seqno:  # the cuts of the other links are not above that base
+    if chain and cut >= chain[0].base_seqno:  # the other links' cuts are at most this base
         return chain if cut >= chain[0].cut else (chain[0]._replace(cut=cut), *chain[1:])
     return tuple(link if link.cut <= cut else link._replace(cut=cut) for link in chain)
 
 
 def same(one: Chain, other: Chain) -> bool:
-    """Return True if both see the same rows under the same numbers."""
+    """Return True if both chains see the same rows on the same branches."""
     return len(one) == len(other) and all(
         (a.branch, a.base_seqno, a.cut) == (b.branch, b.base_seqno, b.cut) for a, b in zip(one, other, strict=True)
     )
@@ -97,15 +100,16 @@ def sees(chain: Chain, branch: int, seqno: int) -> bool:
 
 
 def common_seqno(served: Chain, other: Chain) -> int | None:
-    """Return the seqno up to which two chains are one history; None: they share none."""
+    """Return the seqno up to which two chains share their history; None if they share no branch."""
     cuts = {link.branch: link.cut for link in served}
     return max((min(link.cut, cuts[link.branch]) for link in other if link.branch in cuts), default=None)
 
 
 def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:
-    """Return the newest visible dup of `wire_key` on `chain` (13 bytes), or None. `cursor` is on the key tree.
+    """Return the reference (13 bytes) to the newest version of `wire_key` that `chain` sees, or None. `cursor` is on
+    the key tree.
 
-    Cost: one seek for each branch with invisible versions of the key, however long the chain is.
+    Costs one seek for each branch with invisible versions of the key, even if the chain is long.
     """
     if not cursor.set_key(wire_key) or not cursor.last_dup():
         return None
@@ -134,7 +138,7 @@ def _link_of(chain: Sequence[ChainLink], branch: int, start: int) -> int:
 
 
 def boundary_of(key: bytes, value: bytes, vbid: int, link: ChainLink | None = None) -> Boundary:
-    """Decode a boundary row; its history id is 0 (unknown) without the link of its branch."""
+    """Decode a boundary row. Without `link`, the link of the row's branch, the history id is 0 (unknown)."""
     branch, seqno = keys.ROW.unpack_from(key)
     if len(value) != keys.BOUNDARY.size:
         raise CorruptedError(f"boundary row {branch}:{seqno} has {len(value)} bytes", vbid=vbid)
@@ -144,19 +148,19 @@ def boundary_of(key: bytes, value: bytes, vbid: int, link: ChainLink | None = No
 
 
 def boundary_at(txn: Transaction, vbid: int, branch: int, seqno: int) -> Boundary | None:
-    """Return the newest kept boundary at or below a position; None if there is none above 0."""
+    """Return the newest kept boundary at or below the position (branch, seqno), or None."""
     return next(boundaries(txn, vbid, load(txn, vbid, branch, seqno)), None)
 
 
 def newest_boundary(txn: Transaction, vbid: int, chain: Chain, to_seqno: int) -> Boundary | None:
-    """Do as `boundary_at`, on a loaded chain."""
+    """Return the newest kept boundary of a loaded chain at or below `to_seqno`, or None."""
     return next(boundaries(txn, vbid, recut(chain, to_seqno)), None)
 
 
 def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
-    """Generate the kept boundaries of a chain, newest first, without the copies at the bases of branches.
+    """Yield the kept boundaries of a chain, newest first. Leaves out the copies at the bases of branches.
 
-    Walks rows backwards, but leaps over long snapshots (`span`): it passes at most `SPAN_SEQNOS` rows between two
+    Walks rows backwards, and skips long snapshots by `span`: at most `SPAN_SEQNOS` rows are read between two
     boundaries.
     """
     cursor = txn.cursor(keys.rows_db(vbid))
@@ -167,9 +171,9 @@ def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
         position: int | None = _before_span(spans, vbid, link)
         while position is not None:
             if not seek_before(cursor, keys.ROW.pack(link.branch, position) + b"\x02"):
-                return  # the tree has no row before this one, so the parents have none
+                return  # parents have smaller keys, so they have no rows either
             position = None
-            for key in cursor.iterprev(values=False):  # reading a document of 20 MiB takes 4 ms
+            for key in cursor.iterprev(values=False):  # reading a value of 20 MiB would take 4 ms
                 if not key.startswith(prefix):
                     break
                 if len(key) == keys.BOUNDARY_KEY_SIZE:
@@ -183,7 +187,7 @@ def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
 
 
 def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int) -> Iterator[Boundary]:
-    """Generate the boundaries of a chain above a seqno, rising, at the cost of `boundaries`."""
+    """Yield the kept boundaries of a chain above `after_seqno`, rising. Skips long snapshots like `boundaries`."""
     cursor = txn.cursor(keys.rows_db(vbid))
     spans = txn.cursor(keys.DB_SPAN)
     for link in reversed(chain):
@@ -194,7 +198,7 @@ def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int
             span_key = keys.SPAN_KEY.pack(vbid, link.branch, first)
             if spans.set_range(span_key) and spans.key()[:6] == span_key[:6]:
                 (before,) = keys.SEQNO.unpack(spans.value())
-                if before < first:  # no boundary lies between: go on at the end of that snapshot
+                if before < first:  # no boundary before the end of this snapshot: continue there
                     first = int.from_bytes(spans.key()[6:], "big")
             position = link.cut
             if first <= link.cut and cursor.set_range(keys.ROW.pack(link.branch, first)):
@@ -209,7 +213,7 @@ def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int
 
 
 def rows_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield rows and boundaries of a chain above a seqno, rising, without the boundary at `after_seqno` itself."""
+    """Yield the rows and boundaries of a chain with seqnos above `after_seqno`, rising."""
     cursor = txn.cursor(keys.rows_db(vbid))
     for link in reversed(chain):
         start = max(after_seqno, link.base_seqno)
@@ -231,7 +235,7 @@ def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:
 
 
 def put_span(txn: Transaction, vbid: int, branch: int, end_seqno: int, before_seqno: int) -> None:
-    """Record that no boundary lies between two seqnos of a branch, if they are far apart."""
+    """Record in `span` that no boundary lies between two seqnos of a branch. Does nothing if they are close."""
     if end_seqno - before_seqno > SPAN_SEQNOS:
         key = keys.SPAN_KEY.pack(vbid, branch, end_seqno)
         txn.put(keys.DB_SPAN, key, keys.SEQNO.pack(before_seqno))

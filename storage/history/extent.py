@@ -1,6 +1,6 @@
 """The extent of a vbucket's history: how far back it reaches, and the space it takes.
 
-Reads LMDB's counters, small records and one boundary row, no documents: a status of a thousand vbuckets costs a few
+Reads LMDB's counters, small records and one boundary row, but no documents, so the status of 1,000 vbuckets takes a few
 milliseconds.
 """
 
@@ -19,23 +19,25 @@ class History(NamedTuple):
     floor_ms: int | None
     """Time of the floor's boundary, milliseconds since 1970; None: nothing was published."""
     boundaries: int | None
-    """Kept boundaries, including those of branches that a rollback left; system events count as boundaries here. None
-    while staged rows wait for their key rows, because only a walk could count then.
+    """Number of kept boundaries on all branches plus stored system events: rows without a key row are counted. None
+    while staged rows have no key rows yet.
     """
     versions: int
-    """Stored versions of documents, tombstones included: the live documents and the history."""
+    """Number of stored versions of documents, with tombstones and history."""
     row_bytes: int
-    """Pages of the row tree."""
+    """Bytes of the row tree's pages."""
     key_bytes: int
-    """Pages of the key tree."""
+    """Bytes of the key tree's pages."""
     purged_seqno: Seqno
-    """The purger has looked at rows up to here."""
+    """As in `branches.PurgeRow`."""
     local_purge_seqno: Seqno
-    """The newest tombstone that the purger removed."""
+    """As in `branches.PurgeRow`."""
     resync_count: int
-    """Resyncs whose copy replaced an older one."""
+    """Number of resyncs whose copy replaced the old one."""
     resyncs_ms: tuple[int, ...]
-    """Times at which readers first saw such a copy, if still stored: milliseconds since 1970, oldest first."""
+    """Times at which these copies were first published, milliseconds since 1970, oldest first. Copies that are no
+    longer stored are left out.
+    """
 
     @property
     def last_resync_ms(self) -> int | None:

@@ -1,17 +1,17 @@
-"""Leases: positions that readers hold for a while, so that the purger keeps the history after them.
+"""Leases: positions that readers hold for a while, so that the purger keeps the history from there on.
 
-Knows the held positions in the vbuckets of one group and the end of each lease; never who holds a lease, nor how. A
-lease of (vbid, branch, seqno) makes these promises until it ends:
+Knows positions in the vbuckets of one group, and the end of each lease; never the holder of a lease. A lease of (vbid,
+branch, seqno) makes these promises until it ends:
 - the floor of the vbucket does not pass the newest kept boundary at or below the position;
-- after a rollback, the floor does not pass the point where the served history left the held one;
-- rows that such a rollback retracts stay, so reads as of the position go on and changes since it can be listed.
+- after a rollback, the floor does not pass the last seqno that the served history shares with the position's history;
+- rows that this rollback retracts are kept, so the position can still be read, and the changes since it listed.
 
-A lease holds nothing after a resync, because the new copy shares no history. Nor does it at seqno 0, because all
-changes since 0 can always be listed. A position above the published seqno (undone by a power cut) is granted too: the
-lease holds the history below it, and the position itself once it is published again. If no boundary was kept below it,
-the first published one may lie beyond it. Invariants:
+After a resync a lease holds nothing, because the new copy shares no history with the position. A lease at seqno 0 holds
+nothing either, because all changes since 0 can always be listed. A power cut may have undone the publish of a position.
+A lease of such a position holds the history below, and the position once that is published again. If no boundary below
+is kept, the next published boundary may lie above the position. Invariants:
 - a lease is granted only for history that is still kept;
-- a lease that ended, by release or by time, holds nothing from then on.
+- a released or expired lease holds nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from storage.errors import CorruptedError, NoSuchBoundary
 from storage.history import chain
 
 LEASES_MAX = 256
-"""Most leases of a group, because the purger looks at each. A job holds one."""
+"""Maximum number of leases in a group, because the purger checks each. A Spark job has one."""
 
 LEASE_MAX_MS = 86_400_000
-"""Longest time without a renewal, even if the clock was wrong when the lease was granted."""
+"""Longest time from a lease's last renewal to its end, even if a clock was wrong."""
 
 Position = tuple[int, int]
 """Branch and seqno."""
@@ -44,11 +44,11 @@ class Leases:
         self._held: dict[str, HeldLease] = {}
 
     def put(self, name: str, positions: Mapping[int, Position], until_ms: int) -> None:
-        """Hold positions that `check_kept` accepted, in place of an older lease of that name."""
+        """Grant a lease on positions that `check_kept` accepted. It replaces an older lease of the same name."""
         self._held[name] = HeldLease(positions, until_ms)
 
     def renew(self, name: str, positions: Mapping[int, Position], until_ms: int, now_ms: int) -> bool:
-        """Renew a lease. Return False if no lease of that name holds these positions; their history may be gone."""
+        """Renew a lease. Return False if no lease `name` holds exactly these positions: their history may be gone."""
         self.prune(now_ms)
         lease = self._held.get(name)
         if lease is None or lease.positions != positions:
@@ -88,7 +88,7 @@ class Leases:
 
 
 def check_kept(txn: Transaction, vbid: int, position: Position) -> None:
-    """Raise NoSuchBoundary if any history that a lease of the position would hold is gone."""
+    """Raise NoSuchBoundary if history that a lease of the position must hold is already gone."""
     if not position[1]:
         return
     branch, published, floor, *_ = txn.pub(vbid)

@@ -1,7 +1,8 @@
 """The collections of a vbucket at each of its seqnos, read from the tree `manifest`.
 
-A row holds the change of one system event. Now and then a row holds the whole manifest, so that a read needs few rows.
-Knows that tree, `pub` and chains; `storage.write.pending` decides when to write a row.
+Each row belongs to a system event and holds the event's change. Some rows hold the whole manifest instead, so that a
+read needs few rows. Knows this tree, `pub` and chains; `storage.write.pending` decides which rows hold the whole
+manifest.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from storage.model import Manifest, ManifestChange
 
 SHARED_MAX = 8
 _shared: dict[int, Manifest] = {}
-"""Recently read manifests, by uid. Vbuckets with equal collections share one. Without sharing, 1,000 collections in
-1,024 vbuckets are a million objects, and a garbage collection takes 0.2 s.
+"""Recently read manifests, by uid, shared by vbuckets with equal collections. Otherwise 1,000 collections in 1,024
+vbuckets would be a million objects, and each garbage collection would take 0.2 s.
 """
 
 Key = tuple[int, int]
@@ -30,17 +31,15 @@ class StagingRows(NamedTuple):
     """The `manifest` rows that make up the newest manifest of a staging branch."""
 
     key: Key
-    """The newest row at or below the published end."""
+    """The newest row at or below the published seqno."""
     above: list[Key]
-    """The rows above it, in rising order."""
+    """The rows above the published seqno, rising."""
     depth: int
-    """The number of rows back to and including a whole one."""
+    """Number of rows from the newest back to one with a whole manifest, both included."""
 
 
 def read(txn: Transaction, vbid: int, key: Key, known: Mapping[Key, Manifest] | None = None) -> tuple[Manifest, int]:
-    """Return the manifest as of a row, and the number of rows read for it. Reading stops at a whole row, or at a
-    manifest that the caller remembers (`known`).
-    """
+    """Return the manifest as of a row, and the number of rows read. `known` has manifests that need not be read."""
     base, known = Manifest.initial(), known or {}
     if key == (0, 0) or key in known:
         return known.get(key, base), 0
@@ -68,7 +67,7 @@ def read(txn: Transaction, vbid: int, key: Key, known: Mapping[Key, Manifest] | 
 
 
 def rows(txn: Transaction, vbid: int, links: chain.Chain) -> Iterator[tuple[Key, bytes]]:
-    """Generate the manifest rows that a chain sees, newest first."""
+    """Yield the manifest rows that a chain sees, newest first."""
     cursor = txn.cursor(keys.DB_MANIFEST)
     for link in links:
         limit = keys.MANIFEST_KEY.pack(vbid, link.branch, link.cut)
@@ -80,14 +79,14 @@ def rows(txn: Transaction, vbid: int, links: chain.Chain) -> Iterator[tuple[Key,
 
 
 def key_on(txn: Transaction, vbid: int, links: chain.Chain) -> Key:
-    """Return the key of the newest manifest row that a chain sees."""
+    """Return the key of the newest manifest row that a chain sees, or (0, 0)."""
     return next((key for key, _ in rows(txn, vbid, links)), (0, 0))
 
 
 def between(
     txn: Transaction, vbid: int, branch: int, after_seqno: int, to_seqno: int
 ) -> Iterator[tuple[Key, ManifestChange]]:
-    """Generate the changes on a branch in (after_seqno, to_seqno], rising."""
+    """Yield the manifest rows of one branch in (after_seqno, to_seqno], rising."""
     cursor = txn.cursor(keys.DB_MANIFEST)
     last = keys.MANIFEST_KEY.pack(vbid, branch, to_seqno)
     if cursor.set_range(keys.MANIFEST_KEY.pack(vbid, branch, after_seqno + 1)):
@@ -96,7 +95,9 @@ def between(
 
 
 def forget_before(txn: Transaction, vbid: int, links: chain.Chain, key: Key) -> bool:
-    """Remove the rows before a whole manifest; no later read needs them. Return False if none was removed."""
+    """If the row `key` holds a whole manifest, remove the chain's older rows: no read needs them. Return True if any
+    was removed.
+    """
     data = txn.get(keys.DB_MANIFEST, keys.MANIFEST_KEY.pack(vbid, *key))
     if data is None or not records.decode_manifest(data).whole:
         return False
@@ -107,8 +108,8 @@ def forget_before(txn: Transaction, vbid: int, links: chain.Chain, key: Key) -> 
 
 
 def move(txn: Transaction, vbid: int, branch: int, parent: int, base_seqno: int, to_seqno: int) -> None:
-    """Move the rows of a branch up to `to_seqno` to its parent (`merge`). Remove the parent's own rows above the base
-    of the branch: they belong to a lost history.
+    """Move the rows of a branch up to `to_seqno` to its parent (`merge`). First remove the parent's own rows above
+    `base_seqno`: they belong to a lost history.
     """
     cursor = txn.cursor(keys.DB_MANIFEST)
     there = cursor.set_range(keys.MANIFEST_KEY.pack(vbid, parent, base_seqno + 1))

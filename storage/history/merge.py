@@ -1,17 +1,17 @@
-"""Merges old links of a chain, so that reads do not slow down with each failover in the life of a mirror.
+"""Merges old links of a chain, so that reads do not slow down with each failover.
 
-Knows chains and every tree that names a branch; the purger chooses the moment. After a rollback, the old branch stays
-on the chain while one of its rows is visible. No rollback can end on it once it lies below the floor, so its rows can
-move to its parent, oldest first. Its base rises with them, and the empty branch is removed. If more than `LINKS_MAX`
-links lie below the floor, the one with the fewest seqnos goes first, so a row moves again only after its branch has at
-least doubled.
+Knows chains and every tree with branch numbers; the purger decides when to merge. After a rollback, the old branch
+stays on the chain as long as one of its rows is visible. Once it lies below the floor, no rollback can go back to it.
+Then its rows can move to its parent, oldest first. The base of the branch rises with the moved rows, and the empty
+branch is removed. The link with the fewest seqnos is merged first, so a row moves again only after its branch has at
+least doubled in size.
 
 Invariants:
 - a step is one transaction and leaves the same rows visible at the same seqnos; another process may do the next step;
-- rows move only after the purger removed retracted rows: the parent's above the branch's base, and the branch's own;
-- rows move only to seqnos above the parent's base. A deeper rollback leaves an empty branch whose base lies above its
-  child's; that branch is merged into its own parent first;
-- the moved rows get positions on the parent that belonged to a lost history, so these positions get a new history id;
+- rows move only after the purger has removed the retracted rows of both branches;
+- rows move only to seqnos above the parent's base. After a rollback to below that base the parent has no visible row,
+  and is merged into its own parent first;
+- the moved rows reuse positions of a lost history on the parent, so these positions get a new history id;
 - each step draws a new chain id, so readers load their chains again.
 """
 
@@ -27,24 +27,24 @@ from storage.history import branches, chain, manifests
 from storage.model import SEQNO_MAX, BranchReason
 
 LINKS_MAX = 16
-"""Most links of a chain below the floor. A mirror with few failovers never moves a row."""
+"""A chain with at most this many links below the floor is not merged."""
 ROLLBACKS_KEPT = 16
-"""The newest rollbacks stay, for people and for readers that wait for a lost write."""
+"""Number of the newest rollback records that are always kept, for people and for `wait`."""
 
 
 class Pair(NamedTuple):
-    """A branch that is to be merged into its parent, and the one branch that continues from it."""
+    """A branch to merge into its parent, and the branch's only child."""
 
     parent: int
     branch: int
     child: int
     base_seqno: int
     top_seqno: int
-    """Rows of `branch` above the base and up to here are visible; equals the base if none is."""
+    """The visible rows of `branch` are (base_seqno, top_seqno]."""
 
 
 class Moved(NamedTuple):
-    """The result of a step: rows of `branch` up to a seqno are now the parent's."""
+    """The result of a step: the rows of `branch` up to `to_seqno` are now rows of `parent`."""
 
     branch: int
     parent: int
@@ -52,9 +52,9 @@ class Moved(NamedTuple):
 
 
 def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pair | None:
-    """Return the two links of the served chain to merge next, or None if few lie below the floor or none is ready.
+    """Return the two links of the served chain to merge next, or None.
 
-    Call it once the purger has reached the floor. `known`: every branch of the vbucket.
+    Call this only after the purger has visited all rows up to the floor. `known`: every branch of the vbucket.
     """
     history = [number for number, link in enumerate(links) if number and link.cut < floor_seqno]
     if len(history) <= LINKS_MAX:
@@ -79,7 +79,9 @@ def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int,
 
 
 def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: branches.Known) -> bool:
-    """True if both branches hold only visible rows and no other branch continues from this one."""
+    """True if both branches hold only visible rows, `pair.child` is the branch's only child, and the parent's base is
+    not above the branch's.
+    """
     if known[pair.parent].base_seqno > pair.base_seqno:
         return False
     if [branch for branch, row in known.items() if row.parent == pair.branch] != [pair.child]:
@@ -102,7 +104,7 @@ def step(txn: Transaction, vbid: int, pair: Pair, limit: int) -> Moved:
 
 
 def _move_rows(txn: Transaction, vbid: int, pair: Pair, limit: int) -> int:
-    """Move rows and their key rows, and drop the boundaries among them, all below the floor. Return the last seqno."""
+    """Move up to `limit` rows with their key rows, and remove the boundaries among them. Return the seqno reached."""
     rows_db, keys_db = keys.rows_db(vbid), keys.keys_db(vbid)
     prefix = keys.PREFIX.pack(pair.branch)
     cursor = txn.cursor(rows_db)
@@ -145,7 +147,9 @@ def forget_rollbacks(txn: Transaction, found: list[bytes]) -> None:
 
 
 def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
-    """Return keys of rollbacks that concern no kept history, oldest first, without the newest `ROLLBACKS_KEPT`."""
+    """Return the keys of rollbacks to below the floor or to a removed branch, oldest first. The newest `ROLLBACKS_KEPT`
+    are left out.
+    """
     cursor = txn.cursor(keys.DB_ROLLBACK)
     if not seek_before(cursor, keys.ROLLBACK_KEY.pack(vbid, 2**32 - 1)) or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):
         return []

@@ -1,20 +1,20 @@
-"""The purger: raises the floor, and removes in small steps the rows that no boundary at or above the floor sees.
+"""The purger raises the floor, and removes the rows that no boundary at or above the floor sees, in small steps.
 
-Knows boundaries, versions and branches, and time only as `HistoryClock`. The group's idle writer calls it. It visits
-each row once, in seqno order, after the floor has passed the row, so its work depends on the changes and not on the
-size of the bucket. Invariants:
+Knows boundaries, versions, branches and the time of `HistoryClock`. The group's writer calls the purger when it has
+nothing else to do. The purger visits each row once, in seqno order, after the floor has passed the row, so its work
+grows with the changes, not with the bucket. Invariants:
 - the floor is a kept boundary and falls only with a resync;
 - a new floor is committed before any row below it is removed;
-- no reader reaches below the floor (`vbucket_reader` and `validity` refuse);
-- a version goes only when its next version on the served chain is at or below the floor;
-- a tombstone goes also if it is the newest version at or below the floor and no older version is left; this raises
-  local_purge_seqno;
-- rows of a dropped or flushed collection go when the drop or flush is at or below the floor;
-- rows that a rollback retracted go once it is older than the window or the floor has passed its boundary, because a
-  reader of changes may need them until then;
-- rows that were never published go at once;
-- history that a lease holds stays until the lease ends (`leases`);
-- if the floor has passed many links of a chain, they are merged one at a time (`merge`);
+- readers cannot read as of a boundary below the floor (`vbucket_reader` and `validity` refuse);
+- a version is removed only if the key's next version on the served chain is at or below the floor;
+- a tombstone is also removed if it is the key's newest version at or below the floor, and no older version is left;
+  this raises local_purge_seqno;
+- rows of a dropped or flushed collection are removed if the drop or flush is at or below the floor;
+- retracted rows are removed once the rollback is older than the window, or the floor has passed the rollback's
+  boundary; until then a reader of changes may need them;
+- rows that were never published are removed at once;
+- history that a lease holds is kept until the lease ends (`leases`);
+- if many links of a chain lie below the floor, they are merged one at a time (`merge`);
 - every step is one write transaction of bounded size (`STEP_ROWS`), and the purger may stop after any step.
 """
 
@@ -34,30 +34,31 @@ from storage.history.removal import Dead, Removal
 from storage.model import SEQNO_MAX, BranchReason, Seqno
 
 LOOK_VBUCKETS = 8
-"""Vbuckets looked at for work in one call."""
+"""Vbuckets that `Purger.plan` checks in one call."""
 STEP_ROWS = 4_000
-"""Size of a step in rows; a step removes at most four times as many."""
+"""Rows of a full-size step. A step that only removes neighbouring rows takes four times as many."""
 STEP_MS_MAX = 20
-"""Longest step in milliseconds; a step that comes near it halves the next one."""
+"""Upper target for a step's duration in milliseconds. The step after one of more than 60 % of this has half the size.
+"""
 NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.DEFERRED_ROLLBACK)
-"""Branches that readers see from their first publish on; until then `time_ms` is 0."""
+"""Branches opened for these reasons are hidden from readers until their first publish. Until then `time_ms` is 0."""
 SHARE_MIN = 0.05
-"""Smallest share of STEP_ROWS for a step: smaller steps are not faster, because the disk's sync takes the time."""
+"""Smallest step, as a share of `STEP_ROWS`. Smaller steps are no faster, because of the disk's sync."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Limits of history. The tightest decides; None: no limit of that kind."""
+    """Limits of the kept history (None: no limit). The tightest limit decides."""
 
     time_ms: int | None = None
-    """Readers can go back at least this long, if the mirror is that old."""
+    """Readers can go back at least this far, if the mirror is old enough."""
     boundaries: int | None = None
     size_bytes: int | None = None
     """Bytes of rows of a vbucket above its floor."""
 
 
 class AdaptiveStepSize:
-    """The number of rows in a step, adapted to the duration of the last steps, because disks differ."""
+    """The number of rows in a step, adapted to the duration of earlier steps."""
 
     def __init__(self) -> None:
         self._share = 0.25
@@ -74,7 +75,7 @@ class AdaptiveStepSize:
 
 
 Work = Callable[[Transaction], int | None]
-"""A part of the work, for a write transaction; repeated if the map was full. Returns the number of removed rows."""
+"""Does one step in a write transaction, and returns the number of removed rows. Called again if LMDB's map was full."""
 
 
 class Step(NamedTuple):
@@ -95,18 +96,18 @@ class Purger:
         self._turn = 0
         self._idle_looks = 0
         self._removal: Removal | None = None
-        self._walk: tuple[int, bytes, bytes] | None = None  # vbid, system event, next key of an unfinished walk
-        self._next_walk: tuple[int, bytes, bytes] | None = None  # the same, once the step is committed
+        self._walk: tuple[int, bytes, bytes] | None = None  # unfinished walk: vbid, system event, next key
+        self._next_walk: tuple[int, bytes, bytes] | None = None  # `_walk` after the step's commit
         self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
         self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
-        self._short: dict[int, int] = {}  # served branch by vbid, if its chain is short: it never gets longer
+        self._short: dict[int, int] = {}  # by vbid: the served branch if its chain, which never grows, is short
         self.moved: merge.Moved | None = None
         """Rows that the last step moved between branches."""
         self.step_size = AdaptiveStepSize()
         self.removed_rows = 0
 
     def plan(self, now_ms: int) -> Step | None:
-        """Look at a few vbuckets and return the next step, or None if they have no work. Reads only."""
+        """Look for work in a few vbuckets. Return the next step, or None if there is none. Reads only."""
         if self._removal is not None:
             return Step(self._removal.vbid, self._remove)
         with self.environment.read() as txn:
@@ -124,7 +125,7 @@ class Purger:
         return self._idle_looks >= len(self._vbids)
 
     def next_work(self, txn: Transaction, vbid: int, now_ms: int) -> Work | None:
-        """Return the next part of a vbucket's work, or None. It must run before any other commit."""
+        """Return the next step in a vbucket, or None. The step must run before any other commit."""
         rows = self.step_size.rows
         if (dead := next(self._removable(txn, vbid, now_ms), None)) is not None:
             self._removal = Removal(vbid, dead)
@@ -167,12 +168,13 @@ class Purger:
 
     def _forget(self, txn: Transaction, vbid: int, numbers: list[int]) -> None:
         branches.forget(txn, vbid, numbers)
-        # `_forgettable` compares the group's count of branches: another vbucket may open as many as were removed here.
+        # `_forgettable` would not see this removal if another vbucket opened as many branches: it compares the group's
+        # count.
         self._forgotten.pop(vbid, None)
 
     def _merge(self, txn: Transaction, vbid: int, pair: merge.Pair) -> None:
         self.moved = merge.step(txn, vbid, pair, self.step_size.rows)
-        self._ranges.pop(vbid, None)  # a dead range that was empty may have rows now
+        self._ranges.pop(vbid, None)  # the merge may have put rows into an empty dead range
         self._forgotten.pop(vbid, None)
 
     def _next_pair(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int) -> merge.Pair | None:
@@ -185,8 +187,8 @@ class Purger:
     # -- the floor ------------------------------------------------------------------------------------------------
 
     def _is_history(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int, now_ms: int) -> bool:
-        """Return True if rows below the floor may go. A fresh mirror's floor is its first boundary; tombstones below it
-        stay until it is as old as the window.
+        """Return True if rows below the floor may be removed. The floor of a new mirror is its first boundary.
+        Tombstones below this boundary are kept until the boundary is as old as the window.
         """
         window = self.window
         if window.time_ms is None or window.boundaries is not None or window.size_bytes is not None:
@@ -197,9 +199,9 @@ class Purger:
     def _target_floor(
         self, txn: Transaction, vbid: int, links: chain.Chain, floor: int, now_ms: int, looks: int
     ) -> int:
-        """Return the floor that the window asks for, but at most `looks` boundaries above the present one.
+        """Return the floor that the window requires, at most `looks` boundaries above the present floor.
 
-        The counters in a boundary tell the size of the history above it, so only the boundaries passed are walked.
+        Only the boundaries that the floor passes are read: their counters tell the size of the history above.
         """
         window = self.window
         tip = chain.newest_boundary(txn, vbid, links, links[0].cut)
@@ -222,17 +224,15 @@ class Purger:
         return max(floor, target)
 
     def _deferred_base(self, txn: Transaction, vbid: int, served: int) -> int | None:
-        """Return the boundary from which a deferred rollback continues, because its readers will need history from
-        there.
-        """
+        """Return the base of a deferred rollback's branch, or None. Readers will need the history from there."""
         state = txn.state_row(vbid)
         return state.staging_published_seqno or None if state.staging_branch != served else None
 
     # -- versions below the floor ---------------------------------------------------------------------------------
 
     def _purge_versions(self, txn: Transaction, vbid: int, links: chain.Chain, purged: int, floor: int) -> int:
-        """Visit rows in (purged, floor]. Remove older versions of their keys, and tombstones. Return the number
-        removed.
+        """Visit a step's rows in (purged, floor]. Remove older versions of their keys, and tombstones. Return the
+        number of removed rows.
         """
         limit = self.step_size.rows
         victims = _Victims(txn, vbid, links, floor)
@@ -251,7 +251,7 @@ class Purger:
                 position = seqno - 1
                 break
             visited += 1
-            seal.frame_of(frame, key, vbid, txn.path)  # a damaged row must not replace a sound one
+            seal.frame_of(frame, key, vbid, txn.path)  # only a sound row may replace older ones
             index.check_place(txn, vbid, key, frame)
             if not records.is_system_event(frame):
                 victims.add_replaced_by(key, frame)
@@ -259,7 +259,7 @@ class Purger:
             found, following = self._of_dropped_collections(txn, vbid, links, seqno, 2 * limit - visited)
             victims.found += found
             self._next_walk = None
-            if following:  # keys are left: come back to this event
+            if following:  # continue at this event and key in the next step
                 self._next_walk = (vbid, key[records.ROW_KEY], following)
                 position = seqno - 1
                 break
@@ -274,10 +274,10 @@ class Purger:
     def _of_dropped_collections(
         self, txn: Transaction, vbid: int, links: chain.Chain, seqno: int, looks: int
     ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        """Look at the next `looks` keys of collections that the system event at `seqno` ended or flushed. Return their
-        key rows, and the key to go on from (empty: none is left).
+        """Walk over the next `looks` keys of the collections that the system event at `seqno` dropped or flushed.
+        Return their key rows, and the key to continue from (empty: the end).
 
-        The walk's position is only in memory, so another process begins the walk again.
+        The walk's position is only in memory, so a new process begins the walk again.
         """
         event = keys.ROW.pack(next(link.branch for link in links if link.base_seqno < seqno), seqno)
         start = self._walk[2] if self._walk is not None and self._walk[:2] == (vbid, event) else b""
@@ -306,7 +306,7 @@ class Purger:
                     found.append((wire_key, dup))
         return found, b""
 
-    # -- branches that nobody sees any more -----------------------------------------------------------------------
+    # -- branches that no view sees any more ----------------------------------------------------------------------
 
     def _removable(self, txn: Transaction, vbid: int, now_ms: int) -> Iterator[Dead]:
         window_ms = self.window.time_ms
@@ -323,10 +323,10 @@ class Purger:
             if cursor.set_range(dead.first_key) and cursor.key() <= dead.last_key:
                 yield dead
             else:
-                ranges.remove(dead)  # only a merge writes there again (`_merge`)
+                ranges.remove(dead)  # only a merge adds rows to it again (`_merge`)
 
     def _forgettable(self, txn: Transaction, vbid: int, now_ms: int) -> list[int]:
-        """Return `forgettable` without branches that a lease needs, cached until branches or their rows change."""
+        """Return `forgettable()`, cached until branches or rows change, without the branches that a lease needs."""
         served = txn.pub(vbid).branch
         ranges = self._dead_ranges(txn, vbid, served)
         seen = (self._ranges[vbid][0], len(ranges), txn.stat(keys.DB_BRANCH)["entries"])
@@ -343,7 +343,7 @@ class Purger:
         return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
 
     def _dead_ranges(self, txn: Transaction, vbid: int, served: int) -> list[Dead]:
-        """Return `dead_ranges`, cached until a branch is opened, published or merged."""
+        """Return `dead_ranges()`, cached until a branch is opened, published or merged."""
         newest = txn.newest_branch(vbid)
         known = self._ranges.get(vbid)
         if known is None or known[0] != (served, newest):
@@ -351,8 +351,8 @@ class Purger:
         return known[1]
 
     def _announce_gap(self, txn: Transaction, vbid: int, dead: Dead) -> None:
-        """Lower `kept_seqno`, which tells readers of the gap, before the first row goes; remove the gap's spans and
-        manifests.
+        """Lower the branch's `kept_seqno` before the first row is removed, so that readers refuse the range. Remove the
+        range's rows of `span` and `manifest`.
         """
         row = branches.get_branch(txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
@@ -360,7 +360,7 @@ class Purger:
         if dead.after_seqno == SEQNO_MAX:
             return
         last = keys.SPAN_KEY.pack(vbid, dead.branch, dead.to_seqno)
-        for tree in (keys.DB_SPAN, keys.DB_MANIFEST):  # their keys are of the same form
+        for tree in (keys.DB_SPAN, keys.DB_MANIFEST):  # the keys of both have this form
             cursor = txn.cursor(tree)
             there = cursor.set_range(keys.SPAN_KEY.pack(vbid, dead.branch, dead.after_seqno + 1))
             for _ in range(self.step_size.rows):
@@ -374,9 +374,10 @@ class _Victims:
 
     def __init__(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int) -> None:
         self.found: list[tuple[bytes, bytes]] = []
-        """Wire key and reference of each version; a version may be in it twice."""
+        """Wire key and reference of each version; duplicates occur."""
         self.local_purge_seqno = 0
-        """The seqno of the newest tombstone or collection end among them."""
+        """Seqno of the newest removed tombstone, or of the oldest kept manifest if older ones were removed; 0: neither.
+        """
         self._txn = txn
         self._links = links
         self._at_floor = chain.recut(links, floor)
@@ -385,15 +386,15 @@ class _Victims:
         self._cursor = txn.cursor(self._keys)
 
     def add_replaced_by(self, row_key: bytes, frame: bytes) -> None:
-        """Add the older versions of a row's key, and the row itself if it is a tombstone and the newest version at the
-        floor.
+        """Add the older versions of a row's key. Add the row itself if it is a tombstone and the key's newest version
+        at the floor.
         """
         ((wire_key, dup),) = records.key_rows([(row_key, frame)])
         seqno = records.seqno_of(row_key)
         older = chain.recut(self._links, seqno - 1)
         while (before := chain.newest_version(self._cursor, wire_key, older)) is not None:
             if (wire_key, before) in self._seen:
-                break  # the versions before it were added too
+                break  # its older versions were added, too
             self._seen.add((wire_key, before))
             self.found.append((wire_key, before))
             older = chain.recut(older, records.seqno_of(before) - 1)
@@ -403,7 +404,7 @@ class _Victims:
             self.local_purge_seqno = seqno
 
     def delete(self) -> int:
-        """Delete the versions from both trees, each in its own order; return their number."""
+        """Delete the versions from both trees, in each tree's order. Return the number of versions."""
         unique = sorted(set(self.found))
         for wire_key, dup in unique:
             removed = self._txn.delete(self._keys, wire_key, dup)
@@ -416,7 +417,7 @@ class _Victims:
 def _forget_boundaries(
     txn: Transaction, vbid: int, links: chain.Chain, boundaries: list[bytes], purged: int, floor: int, position: int
 ) -> None:
-    """Remove boundaries up to `position`: those that the step passed, the old floor's, and copies at branch bases."""
+    """Remove boundaries up to `position`: `boundaries`, the one at `purged`, and the copies at branch bases."""
     row_tree = keys.rows_db(vbid)
     for key in boundaries:
         if records.seqno_of(key) <= position:
@@ -437,10 +438,10 @@ def dead_ranges(txn: Transaction, vbid: int) -> list[Dead]:
     served = txn.pub(vbid).branch
     staging = txn.state_row(vbid).staging_branch
     found = []
-    links: list[list[int]] = []  # of what was served, root to tip: branch, base seqno, cut
+    links: list[list[int]] = []  # chain served so far, root to tip: branch, base_seqno, cut
     for branch, row in known.items():
         if is_unseen(row):
-            if branch != staging:  # a resync or deferred rollback that was given up
+            if branch != staging:  # of an unfinished resync or deferred rollback
                 found.append(Dead(branch, 0, SEQNO_MAX, None))
             continue
         if branch > served:
@@ -463,9 +464,9 @@ def is_unseen(row: records.BranchRow) -> bool:
 
 
 def forgettable(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Return the branches whose records are not needed, newest first, so that a child goes before its parent. They have
-    no rows (`with_rows`), and one of these is true: readers never saw them, a later branch took their place before a
-    publish (`branches.abandon`), or a resync replaced them.
+    """Return the branches whose records are not needed, newest first: a child must be removed before its parent. These
+    branches have no rows, and are of one of these kinds: never published, replaced before a publish
+    (`branches.abandon`), or of a copy that a resync replaced. `with_rows`: the branches with rows that no view sees.
     """
     found = {
         branch for branch, row in known.items() if is_unseen(row) and branch != staging and branch not in with_rows
@@ -483,8 +484,8 @@ def forgettable(known: branches.Known, served: int, staging: int, with_rows: set
 
 
 def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Return the branches of copies that a resync replaced, if no branch of the copy has a row left. While one has,
-    readers of the copy need all its branches to know which rows are kept (`storage.read.validity`).
+    """Return the branches of those replaced copies that have no row left. As long as a copy has rows, its readers need
+    all its branches to check which rows are kept (`storage.read.validity`).
     """
     copy_of: dict[int, int] = {}
     for branch, row in known.items():

@@ -1,13 +1,13 @@
 """Removes a range of rows that no view sees, with their key rows, in steps of bounded work.
 
-Knows both trees of a vbucket and the dead range, but not why it is dead. Neighbouring rows are cheap to remove; their
-key rows lie anywhere in the key tree, and each removal would touch another page. So the removal reads a run of rows,
-removes the run's key rows in key order, and then its rows. Invariants:
-- a key row goes before its row, so every reference always has its row;
+Knows both trees of a vbucket; never why no view sees the range. Neighbouring rows are cheap to remove, but their key
+rows lie anywhere in the key tree, each on another page. So the removal reads a run of rows, removes the run's key rows
+in key order, and then the rows. Invariants:
+- a key row is removed before its row, so no key row refers to a missing row;
 - memory holds one run;
 - a step removes at most a small multiple of `limit` rows in its transaction;
-- the next step repeats a step whose commit was not followed by `settle`;
-- a removal may be forgotten halfway, because the purger finds the remaining rows again.
+- without a call of `settle` after a step, the next step does the same again;
+- a removal need not be finished, because the purger finds the remaining rows again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ RUN_ROWS = 400_000
 BATCH_ROWS = 4_000
 SAMPLES_PER_BATCH = 16
 DEAL_SLICES = 8
-"""Slices distributed to batches in one step."""
+"""Slices that one step distributes to batches."""
 READ_SHARE = 2
-"""Rows read in a step for each key row that one would remove."""
+"""A step that reads rows takes this many times `limit`."""
 ROW_SHARE = 4
-"""Rows removed in a step for each key row that one would remove, because rows lie side by side."""
+"""A step that removes rows takes this many times `limit`, because rows lie side by side."""
 
 
 class Dead(NamedTuple):
@@ -44,7 +44,7 @@ class Dead(NamedTuple):
 
     @property
     def first_key(self) -> bytes:
-        """The smallest possible key of the rows, right behind the boundary at `after_seqno`."""
+        """The smallest possible key in the range, right behind the boundary at `after_seqno`."""
         return keys.ROW.pack(self.branch, self.after_seqno) + keys.BOUNDARY_SUFFIX + b"\0"
 
     @property
@@ -53,7 +53,7 @@ class Dead(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Rows read in one step: their sorted key rows (key and dup joined), count with boundaries, and the next key."""
+    """The result of one read: sorted key rows (key and dup joined), number of rows and boundaries, next key."""
 
     references: list[bytes]
     size: int
@@ -61,7 +61,7 @@ class Slice(NamedTuple):
 
 
 def marks_of(slices: list[list[bytes]], batch_rows: int) -> list[bytes]:
-    """Return the keys that cut sorted slices into batches of about `batch_rows`, from a sample of all of them."""
+    """Return keys that cut sorted slices into batches of about `batch_rows`. Looks only at a sample of the slices."""
     stride = max(1, batch_rows // SAMPLES_PER_BATCH)
     sample = sorted(itertools.chain.from_iterable(each[::stride] for each in slices))
     return sample[SAMPLES_PER_BATCH::SAMPLES_PER_BATCH]
@@ -96,14 +96,14 @@ class Removal:
         self._position = position
         self._slices: list[list[bytes]] = []
         self._marks: list[bytes] = []
-        self._batches: list[list[list[bytes]]] = []  # the sorted parts of each batch; the last batch is next
-        self._left = 0  # rows and boundaries of the run that are still there
+        self._batches: list[list[list[bytes]]] = []  # each batch: its sorted parts; the last batch is taken first
+        self._left = 0  # rows and boundaries of the run that are still stored
         self._slice: Slice | None = None
         self._batch: list[bytes] = []
         self._count = 0
 
     def step(self, txn: Transaction, limit: int) -> int:
-        """Do a bounded part in `txn`; return the number of removed rows."""
+        """Do one step in `txn`, and return the number of removed rows."""
         if self._phase is RemovalPhase.READ:
             self._slice = self._read(txn, limit * READ_SHARE)
             return 0
@@ -156,7 +156,7 @@ class Removal:
                     break
                 count += 1
                 if len(key) == keys.ROW_KEY_SIZE and frame[1] != SYSTEM_EVENT:
-                    start = 24 + frame[4]  # `records.key_of`, written out
+                    start = 24 + frame[4]  # `records.key_of` inline
                     found.append(frame[start : start + (frame[2] << 8 | frame[3])] + key + frame[1:2])
         found.sort()
         return Slice(found, count, next_key)
@@ -172,7 +172,7 @@ class Removal:
         delete, tree, size = txn.raw.delete, txn.environment.db(self._keys), keys.DUP_SIZE
         self._count = min(limit, len(self._batch))
         for reference in islice(self._batch, self._count):
-            delete(reference[:-size], reference[-size:], tree)  # absent if the rows were never indexed
+            delete(reference[:-size], reference[-size:], tree)  # does nothing if the row has no key row
 
     def _remove_rows(self, txn: Transaction, limit: int) -> int:
         cursor = txn.cursor(self._rows)
