@@ -1,14 +1,15 @@
 """Documents in bulk: every document of a vbucket at one boundary as an undecoded row, for readers that build columns.
 
 Knows the key and row trees and the visible rows. Invariants:
-- the documents are those that `View.scan` of the boundary finds, whatever is written, purged or rolled back meanwhile;
-  otherwise ViewInvalidated is raised;
-- a chunk is read in one transaction and holds at most `rows_max` rows or `CHUNK_BYTES` (and a run of `GET_ROWS` rows).
+- a read yields the documents of `View.scan` at the boundary, despite writes, purges and rollbacks meanwhile, or raises
+  ViewInvalidated;
+- a chunk is read in one transaction and holds at most `rows_max` rows; it ends after the run of `GET_ROWS` rows that
+  exceeds `CHUNK_BYTES`.
 
 A read walks the rows from the newest to the oldest and takes the first row of each key. This is several times faster
-than a look-up of each row, but the read must remember keys, and visits older versions and unrequested rows. Once this
-does not pay, the read goes on in key order. It verifies every row that it visits. Only the walk over keys notices a
-missing row, as `check`, `scan` and `get` do.
+than a look-up of each row. But the walk must remember keys, and visits older versions and unrequested rows. Once that
+costs more than look-ups, the read continues in key order. A read verifies every row that it visits, but notices a
+missing row only in key order.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ ROWS_MAX = 2_000
 GET_ROWS = 128
 """Rows fetched between two checks of their size."""
 REMEMBERED_MAX = 500_000
-"""Most keys that a walk over rows remembers: some 60 MB."""
+"""Maximum number of keys that a walk over rows remembers: some 60 MB."""
 ROWS_PER_DOCUMENT = 3
-"""Up to about this many rows for each document, a walk over rows is faster than a look-up of each document."""
+"""With at most about this many rows per document, a walk over rows is faster than a look-up of each document."""
 _FOREVER = b"\xff"
 _NO_SEQNO = bytes(8)
 _MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"
-"""All mutations sort between these two: magic, opcode and the upper byte of the key's length (no key has 256 bytes)."""
+"""Rows of mutations sort between these two: magic, opcode, upper byte of the key's length (no key has 256 bytes)."""
 _TOMBSTONES = {b"\x58\x12", b"\x58\x15", b"\x59\x14"}
-"""Opcodes of tombstones, each with the length of its extras."""
+"""Opcodes of tombstones, each with the length of the message's extras."""
 _MAGIC = 0x80
-"""First byte of a row. A boundary may be as long as a row, but begins with a seqno."""
+"""First byte of a row. A boundary, which may be as long as a row, begins with a seqno instead."""
 _KEYS = [slice(55, 55 + length) for length in range(256)]
 
 
@@ -63,13 +64,13 @@ EVERY_KEY = KeyRange()
 class Chunk(NamedTuple):
     collection_id: int
     stored: list[bytes]
-    """Messages, each with its checksum (`seal.SIZE` bytes). If the view verifies reads, it has compared the checksums.
+    """DCP messages, each with its checksum (`seal.SIZE` bytes). The checksums were compared if the view verifies reads.
     """
     byte_count: int
 
     @property
     def frames(self) -> list[bytes]:
-        """Copies of the messages without checksums. A caller that joins rows can leave the checksums out itself."""
+        """Copies of the messages without checksums. To spare the copies, cut the checksums of `stored` yourself."""
         return [each[seal.FRAME] for each in self.stored]
 
 
@@ -114,8 +115,8 @@ class _Read:
         }
 
     def in_order_of_rows(self, after_seqno: int) -> Iterator[Chunk]:
-        """Walk the rows, newest first. Go on in key order once there are too many keys to remember, or most rows are
-        older versions.
+        """Walk the rows, newest first. Continue in key order once there are too many keys to remember, or too many rows
+        are older versions.
         """
         seen: set[bytes] = set()
         row_count = 0
@@ -160,7 +161,7 @@ class _Read:
             raise not_in_order(txn, self._vbid)
         if following <= first:
             following = b""
-            frames.clear()  # the rows are read again: do not hold large ones twice
+            frames.clear()  # these rows are read again: do not hold large ones twice
             if newest > first:
                 cursor.set_range(first)
                 rows = list(takewhile(lambda entry: entry[0] <= newest, cursor.iternext()))
@@ -193,7 +194,7 @@ class _Read:
         oldest_seqno = rows[0][24:32] if rows else b""
         for prefix, _, begin_seqno in self._collections:
             if newest and min(newest).startswith(prefix) and max(newest).startswith(prefix):
-                mine = newest  # all keys between the two have the prefix too
+                mine = newest  # every key between the smallest and the largest has the prefix, too
             else:
                 mine = {key: frame for key, frame in newest.items() if key.startswith(prefix)}
             if not seen.isdisjoint(mine):
@@ -208,9 +209,8 @@ class _Read:
                 yield [each for each in mine.values() if each[1] == MUTATION and each[24:32] > begin_seqno]
 
     def _without_boundaries(self, frames: list[bytes]) -> list[bytes]:
-        """Return the rows of `frames`. A damaged row of the length of a boundary is an error.
-
-        `frames` has no keys, so boundaries are recognized by their length, which format 2 fixes.
+        """Return `frames` without the boundaries. Without the keys, a boundary is recognized by its length. A damaged
+        row of this length is an error.
         """
         rows = [frame for frame in frames if len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC]
         if len(rows) < len(frames):
@@ -227,7 +227,7 @@ class _Read:
         return CorruptedError(message, path=self._environment.path, vbid=self._vbid)
 
     def in_order_of_keys(self, done: Set[bytes]) -> Iterator[Chunk]:
-        """Walk the requested keys, and look up the rows of those that are not `done`."""
+        """Walk the requested keys, and look up the rows of the keys that are not in `done`."""
         for collection_prefix, collection_id, begin_seqno in self._collections:
             prefix = collection_prefix + self._key_range.prefix
             end = None if self._key_range.end is None else collection_prefix + self._key_range.end
@@ -277,7 +277,9 @@ class _Read:
     def _versions(
         self, txn: Transaction, position: bytes, prefix: bytes, end: bytes | None
     ) -> tuple[dict[bytes, bytes], bytes]:
-        """Return the newest visible version of some keys from `position` on, and the next key (empty: the end)."""
+        """Return references to the newest visible versions of some keys from `position` on, by key. Return also the
+        next key (empty: the end).
+        """
         cursor = txn.raw.cursor(self._reader.keys)
         if not cursor.set_range(position):
             return {}, b""

@@ -1,9 +1,9 @@
-"""Published events of a vbucket in the order of seqnos, from any position on, also across a rollback.
+"""Published events of a vbucket in seqno order, from any position on, also across a rollback.
 
 Knows the row tree, chains and rollback records; `retractions` finds the versions that a rollback takes back, and
-`validity` keeps the promises to readers. Invariants:
+`validity` checks each transaction. Invariants:
 - every piece of rows is read in one checked transaction and holds at most `CHUNK_ROWS` rows;
-- the events between two positions are always the same while they are kept;
+- as long as the events between two positions are kept, every read of them is the same;
 - a range that is not kept is refused before its first event.
 """
 
@@ -28,20 +28,20 @@ _FROM_BEGINNING = "read it from the beginning"
 
 @dataclass(slots=True)
 class Pieces:
-    """Size of the pieces in which a reader gets changes. A reader without memory for a change can get it again."""
+    """The size of pieces of changes. A reader that has no memory for a change can drop it and get it again."""
 
     bytes_max: int
-    """Row bytes that are read at once; one document may be larger."""
+    """Maximum bytes of rows that are read at once; one document may be larger."""
     again: bool = False
-    """Set by a reader that released the last change: the change is read and returned again."""
+    """A reader that dropped the last change sets this to True. The change is then read and yielded again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """One published event. `kind` is mutation, deletion, expiration, system_event, rollback, retraction or restoration.
 
-    A rollback is the first event of its new branch. For each key that it took back, a retraction of the newest lost
-    version follows, and a restoration if an older version is visible again. `token` resumes after this event.
+    A rollback is the first event of its new branch. A retraction of the newest lost version of each key follows, with a
+    restoration if an older version is visible again. `token` resumes after this event.
     """
 
     kind: str
@@ -52,11 +52,11 @@ class Change:
 
 class Range(NamedTuple):
     served: Served
-    """The end of the range: the state served now, or at a position."""
+    """The state at the end of the range."""
     lost: chain.Chain
-    """The chain of the first position, if the end's chain does not see that position; otherwise empty."""
+    """The chain of the first position if `served` does not see that position; otherwise empty."""
     after_seqno: Seqno
-    """Both positions share their history up to here."""
+    """The last seqno of the history that both positions share."""
     purged_before: int = 0
     """The argument of `validity.check_tombstones`."""
 
@@ -69,7 +69,7 @@ def rollbacks(reader: VbucketReader) -> list[Rollback]:
 
 def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None) -> Range:
     """Return the range from `start` (None: the beginning) to `end` (None: the state served now). Raises ViewInvalidated
-    if the range is not kept, or a resync lies between.
+    if the range is not kept, or a resync lies between the positions.
     """
     with reader.environment.read() as txn:
         served = reader.readable(txn) if end is None else validity.served_at(reader, txn, end)
@@ -89,7 +89,7 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
 
 
 def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
-    """Raise ViewInvalidated if the range is no longer kept as it was when it was resolved."""
+    """Raise ViewInvalidated if part of the range is gone."""
     validity.check(reader, txn, way.served)
     validity.check_tombstones(reader, txn, way.served, way.after_seqno, way.purged_before)
     if way.lost:
@@ -100,8 +100,8 @@ def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
 
 
 def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> Manifest:
-    """Return the collections as of a position in the range; below the purge seqno, those that rows there can belong to.
-    Raises ViewInvalidated.
+    """Return the collections as of a position in the range. Below the purge seqno, return the collections as of the
+    purge seqno: older manifests may be gone. Raises ViewInvalidated.
     """
     with reader.environment.read() as txn:
         check_kept(reader, txn, way)
@@ -113,7 +113,7 @@ def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> M
 
 
 def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) -> Seqno:
-    """Return the seqno up to which the served chain shares the history of a token that is not on it."""
+    """Return the seqno up to which the served chain shares the history of `start`, which is not on this chain."""
     if start.seqno < lost[0].base_seqno:
         raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
     after = chain.common_seqno(served.links, lost)
@@ -129,7 +129,7 @@ def between(
 ) -> Iterator[Change]:
     """Yield the changes from `token` (None: the beginning) to `end` (None: the state served now).
 
-    The generator holds no more than one piece, and none of the documents that it returned.
+    The generator holds at most one piece, and none of the documents that it yielded.
     """
     way = resolve_range(reader, token, end)
     served, lost, after, _ = way
@@ -149,14 +149,14 @@ def between(
     documents = rows(reader, way, raw, pieces)
     if replacing:
         documents = filter(retractions.NewToReader(reader, lost, replacing, raw), documents)
-    yield from map(change, documents)  # a loop's variable would keep the document while the reader works
+    yield from map(change, documents)  # the variable of a loop would keep the last document
 
 
 def _rollback_from(
     reader: VbucketReader, served: Served, token: Token, common_seqno: int
 ) -> tuple[Rollback, chain.Chain]:
-    """Return the rollback that took readers from the history of `token` to the served one. Return also, after a
-    deferred rollback, the chain that readers then first saw, as far as it is still served.
+    """Return the rollback that took readers from the token's history to the served one. After a deferred rollback,
+    return also the chain that its publish made visible, up to where this chain is still served; else an empty chain.
     """
     rising = [link for link in reversed(served.links) if link.branch > token.branch]
     while rising[0].base_seqno != common_seqno:
@@ -189,8 +189,7 @@ def _after_rollback(
 ) -> Iterator[Change]:
     """Yield the rollback, its retractions and restorations; the last event has the first token of the new history.
 
-    Without `always`, yield nothing if the rollback undid nothing: a deferred one may concern no row that the reader
-    had.
+    Without `always`, yield no event if `undone` is empty: a deferred rollback may change no row that the reader had.
     """
     child = next(link for link in served.links if link.branch == record.to_branch)
     end = Token(reader.vbid, record.to_branch, record.to_seqno, child.history_id(record.to_seqno))
@@ -198,7 +197,7 @@ def _after_rollback(
     def change(each: retractions.Undone, at: Token) -> Change:
         return Change(each.kind, at, retractions.document_of(reader, each, raw))
 
-    # Only the last event has a token of the new history, so look one position ahead, without reading its document.
+    # Only the last event has a token of the new history. To find it, look one position ahead, without the document.
     following = next(undone, None)
     if following is None and not always:
         return
@@ -209,7 +208,7 @@ def _after_rollback(
 
 
 def _repeated(change: Callable[[], Change], pieces: Pieces | None) -> Iterator[Change]:
-    """Yield a change, and yield it again each time its reader asks for it."""
+    """Yield a change, and yield it again each time the reader sets `pieces.again`."""
     yield change()
     while pieces is not None and pieces.again:
         pieces.again = False

@@ -1,8 +1,9 @@
-"""The environments of a mirror that one reader has open, and a `VbucketReader` for each vbucket.
+"""The environments of a mirror that one view has open, and a `VbucketReader` for each vbucket.
 
-Knows the data directory and its identity; never a row. Many threads may use it. Invariants:
+Knows the data directory and its identity; never a row. Many threads may use a `Groups`. Invariants:
 - every environment belongs to the mirror that was opened first (`identity`);
-- a group's replaced file is left at the next use, and closed when the last transaction on it ends.
+- after a group's file was replaced, the next use opens the new file; the old file is closed when its last transaction
+  ends.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ class Groups:
         self._map_size = map_size
         self._environments: dict[int, Environment] = {}
         self.readers: dict[int, VbucketReader] = {}
-        """Readers by vbid, for vbuckets that were read. After `look_at` of its environment, get a reader by `reader`
-        again.
+        """Readers of vbuckets that were read before, by vbid. Once the time `environment.look_at` of a reader has
+        passed, call `reader` instead.
         """
         self._closed: str | None = None
 
     def reader(self, vbid: int) -> VbucketReader:
-        """Return the reader of a vbucket. Raises Closed, NotHeld, StorageError."""
+        """Raises Closed, NotHeld, StorageError."""
         reader = self.readers.get(vbid)
         if reader is not None and (
             monotonic() < reader.environment.look_at or reader.environment.writable or not reader.environment.look()
@@ -81,8 +82,8 @@ class Groups:
         return environment
 
     def _leave_replaced(self) -> None:
-        """Release files that were moved, removed or replaced; the next use opens the new file at the path. Other
-        threads may be reading an old file: the last one to release it closes it.
+        """Release files that were moved, removed or replaced, so that the next use opens the new file. Other threads
+        may be reading an old file: the last thread to release the file closes it.
         """
         identity = directory.load(self.path)
         if identity != self.identity:
@@ -102,7 +103,7 @@ class Groups:
         self._environments.clear()
 
     def leave_to_parent(self) -> None:
-        """Close without a call to LMDB, in a forked child: transactions and reader slots belong to the parent."""
+        """Close in a forked child, without a call of LMDB: transactions and reader slots belong to the parent."""
         self._closed = "opened before fork; open another view in the child"
         self.readers.clear()
         self._environments.clear()

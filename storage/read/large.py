@@ -1,8 +1,8 @@
-"""A large document, read in pieces: LMDB gives a row as a whole, and copying 20 MiB takes some 20 ms.
+"""Reads a large document in pieces, because one copy of 20 MiB would take some 20 ms.
 
-Knows rows of mutations and the map that LMDB reads them from; never the reader. Rows do not change, so each piece is
-read in a transaction of its own. Invariant: all pieces together are the value as it is stored. A wrong checksum is an
-error after the last piece, so a reader must use no piece before it has all.
+Knows rows of mutations and LMDB's map; never the reader. Rows do not change, so each piece is read in a transaction of
+its own. Invariant: all pieces together are the value as it is stored. The checksum is compared only after the last
+piece, so a reader must not use any piece before it has all.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from storage.read.vbucket_reader import VbucketReader
 
 PIECE_BYTES = 256 * 1024
 HEAD_BYTES_MAX = 24 + 31 + 255
-"""Header, extras and key of a mutation."""
+"""Maximum length of a mutation's header, extras and key."""
 SNAPPY_RATIO_MAX = 32
 """No value decompresses to more than this many times its length: three bytes become 64 at most."""
 _META_LENGTH = slice(52, 54)
-"""The length of extended metadata, which old servers put behind the value."""
+"""Where a mutation has the length of its extended metadata, which old servers put behind the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class LargeDocument:
     """A document whose value is still to be read."""
 
     document: Document
-    """The document without its value; `datatype` is that of the value as it is stored."""
+    """The document without its value; `datatype` describes the stored value."""
     stored_bytes: int
     value_bytes: int
-    """Length that the value claims to have when decompressed, with its xattrs."""
+    """Length of the decompressed value with its xattrs, according to the value's own header."""
     _reader: VbucketReader
     _row_key: bytes
     _head: bytes
@@ -43,12 +43,12 @@ class LargeDocument:
 
     @property
     def head(self) -> bytes:
-        """The message up to the value, as if it had no value and no extended metadata."""
+        """The DCP message without value and extended metadata; its lengths are adapted."""
         return _without_value(self._head, self._value_at)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the value as it is stored. Raises ViewInvalidated if the purger removed it meanwhile, CorruptedError
-        after the last piece if the checksum of the row does not match.
+        """Yield the pieces of the stored value. Raises ViewInvalidated if the purger removed the row meanwhile, and
+        CorruptedError after the last piece if the row's checksum is wrong.
         """
         reader = self._reader
         value_end = self._value_at + self.stored_bytes
@@ -75,13 +75,13 @@ class LargeDocument:
 
 
 def about(found: Document | LargeDocument) -> Document:
-    """Return the document, without its value if that is large."""
+    """Return the document, without its value if the value is large."""
     return found.document if isinstance(found, LargeDocument) else found
 
 
 def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_max: int) -> LargeDocument | None:
-    """Return the document of a mutation's row if its value, stored or decompressed, has more than `bytes_max`. Only
-    some bytes of the row are read. Raises CorruptedError.
+    """Return the document of a mutation's row if the value, stored or decompressed, has more than `bytes_max`; else
+    None. Reads only the row's first bytes. Raises CorruptedError.
     """
     size = len(stored)
     if size <= bytes_max // SNAPPY_RATIO_MAX:
@@ -93,7 +93,7 @@ def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_m
     stored_bytes = value_end - value_at
     value_bytes = stored_bytes
     if head[5] & records.DATATYPE_SNAPPY:
-        with contextlib.suppress(CorruptedError):  # reading that document raises it
+        with contextlib.suppress(CorruptedError):  # a read of the value raises this error
             value_bytes = records.decompressed_bytes(bytes(stored[value_at : value_at + 5]))
     if max(stored_bytes, value_bytes) <= bytes_max:
         return None

@@ -1,6 +1,6 @@
-"""Documents by key: one, many, or one by its wire key.
+"""Documents by key: one, many, or one by its wire key (collection id and key).
 
-Knows the key tree and the row tree of a vbucket through its reader. Invariants:
+Knows the key tree and the row tree of a vbucket through its `VbucketReader`. Invariants:
 - an answer is read in one LMDB transaction;
 - a vbucket's remembered state is used only in transactions of the same commit.
 """
@@ -36,11 +36,11 @@ SEAL_BYTES = seal.SIZE
 
 
 class Found(NamedTuple):
-    """The result of a lookup by wire key."""
+    """The result of `PointReads.find`."""
 
     document: Document | LargeDocument | None
     collection_exists: bool
-    """False: the key's collection is unknown, or was dropped."""
+    """False if the key's collection is unknown, or was dropped."""
     published_seqno: int
     stale: bool
     manifest: Manifest
@@ -55,14 +55,16 @@ class _Options(NamedTuple):
 
 
 class ReadRun:
-    """A run of point reads that share one transaction of each environment, from the first read there to the end of the
-    run. A read outside the run may see a newer commit than the run's later reads: make none if that matters.
+    """A run of point reads that share one transaction of each environment. This transaction is open from the first read
+    there to the end of the run, so a read outside of the run may see a newer commit.
     """
 
     def __init__(self) -> None:
         self._begun: dict[Environment, tuple[Any, int]] = {}
         self._views: dict[Environment, Any] = {}
-        """Transactions whose `get` returns buffers of LMDB's map. Since rows do not change, a later commit will do."""
+        """Transactions whose `get` returns buffers of LMDB's map. They may see a later commit, because rows do not
+        change.
+        """
 
     def __enter__(self) -> ReadRun:
         return self
@@ -76,7 +78,7 @@ class ReadRun:
             environment.end(views)
 
     def begun(self, reader: VbucketReader) -> tuple[Any, Visible]:
-        """Return the lmdb.Transaction to read a vbucket in, and the state served in it."""
+        """Return the run's lmdb.Transaction for a vbucket, and the vbucket's served state in this transaction."""
         known = self._begun.get(reader.environment)
         if known is None:
             txn = reader.environment.begin()
@@ -85,9 +87,9 @@ class ReadRun:
         return known[0], visible if visible[0] == known[1] else reader.look(known[0])
 
     def row(self, reader: VbucketReader, wire_key: bytes, bytes_max: int) -> bytes | None:
-        """Return the stored row of a document, also of an expired one, after comparing the row's checksum. `wire_key`
-        begins with a collection id of one byte. None: use `View.find`, because the answer needs more than this row or
-        the row has more than `bytes_max`.
+        """Return the stored row of a document, expired or not, after comparing the row's checksum. `wire_key` must
+        begin with a collection id of one byte. None: call `View.find`, because the row has more than `bytes_max`, or
+        this quick look-up does not suffice.
         """
         try:
             txn, (_, branch, above, up_to, _, flags, manifest) = self.begun(reader)
@@ -123,7 +125,7 @@ class ReadRun:
 
 
 _OTHER: Any = object()
-"""Returned by `_plain`: the newest version of the key is not the visible one."""
+"""`_plain` returns this if the key's newest version is not visible; an older one may be."""
 
 
 def _plain(
@@ -136,7 +138,7 @@ def _plain(
     raw: bool,
     lenient: bool,
 ) -> Document | None:
-    """Return the document of a key of the default collection, or `_OTHER`."""
+    """Return a document of the default collection, None if it does not exist, or `_OTHER`."""
     _, branch, above, up_to, _, _, _ = visible
     wire_key = b"\0" + key
     if not cursor.set_key(wire_key):
@@ -183,11 +185,11 @@ class PointReads:
         """Return a document, or None when it is absent, deleted or expired.
 
         `collection` is a name (`scope.collection`) or an id, by default `_default._default`. `as_of` is a seqno of the
-        key's vbucket or a `Time`. `now` (seconds since 1970) decides expiry; by default it is the clock's, and with
-        `as_of` the boundary's time. `raw` leaves the value compressed and with its xattrs.
+        key's vbucket or a `Time`. `now` (seconds since 1970) is the time for expiry: by default the present time, with
+        `as_of` the boundary's. `raw` leaves the value compressed and with its xattrs.
 
-        Raises UnknownCollection, NoSuchBoundary (`as_of` is before what is kept), Unavailable (the vbucket is resynced)
-        and NotHeld (another mirror holds the vbucket).
+        Raises UnknownCollection, NoSuchBoundary (`as_of` is before the kept history), Unavailable (the vbucket is being
+        resynced) and NotHeld (another mirror holds the vbucket).
         """
         if isinstance(key, str):
             key = key.encode()
@@ -286,7 +288,7 @@ class PointReads:
     def _reference(
         self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options
     ) -> tuple[bytes, bytes, float] | None:
-        """Return the wire key of a document, its reference, and the time that decides on its expiry."""
+        """Return a document's wire key, its reference and the time for its expiry; None if there is no document."""
         links: chain.Chain | None = None
         now = options.now
         if options.as_of is None:
@@ -318,7 +320,9 @@ class PointReads:
         raw: bool = False,
         bytes_max: int,
     ) -> Document | LargeDocument | None:
-        """Do as `get`, but leave a value of more than `bytes_max`, stored or decompressed, to be read in pieces."""
+        """Return what `get` returns, but a LargeDocument if the value, stored or decompressed, has more than
+        `bytes_max`.
+        """
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
         options = _Options(collection, as_of, None, raw)
         with reader.environment.read() as txn:
@@ -326,7 +330,7 @@ class PointReads:
         if found is None:
             return None
         document = document_or_large(reader, found[0], found[1], bytes_max, raw)
-        if document is None:  # it was purged meanwhile: there is a newer version
+        if document is None:  # purged meanwhile, so there is a newer version
             return self.get(key, collection, as_of=as_of, raw=raw)
         expiry = about(document).expiry
         return None if expiry and expiry <= found[2] else document
@@ -336,7 +340,9 @@ class PointReads:
         return self.get(key, collection, raw=True) is not None
 
     def key_at(self, vbid: int, seqno: int) -> bytes | None:
-        """Return the wire key of the document that changed at a seqno of the served history. The value is not read."""
+        """Return the wire key of the row at a seqno of the served history, or None if no document changed there. The
+        value is not read.
+        """
         reader = self.reader(vbid)
         while True:
             with reader.environment.read() as txn:
@@ -352,9 +358,8 @@ class PointReads:
     def find(
         self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, large_bytes: int | None = None
     ) -> Found:
-        """Return one document (raw) by its wire key, and the other facts of an answer, all read in one transaction.
-        With `deletions` a tombstone counts as a document. A value of more than `large_bytes`, stored or decompressed,
-        is not read.
+        """Look up one document (raw) by its wire key. With `deletions` a tombstone counts as a document. A value of
+        more than `large_bytes`, stored or decompressed, is not read.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:
@@ -393,8 +398,8 @@ def document_or_large(
     reader: VbucketReader, wire_key: bytes, reference: bytes, large_bytes: int, raw: bool
 ) -> Document | LargeDocument | None:
     """Return the document of the row that a reference names, or None if the row was purged. A value of more than
-    `large_bytes` is not read. Rows do not change, so another transaction than the lookup's will do; its buffers spare
-    the copy of a large value.
+    `large_bytes`, stored or decompressed, is not read. The row is read in a new transaction: its buffers spare the copy
+    of a large value.
     """
     row_key = reference[ROW_KEY]
     txn = reader.environment.begin(buffers=True)
@@ -419,7 +424,9 @@ def document_or_large(
 def _newest(
     reader: VbucketReader, txn: Transaction, wire_key: bytes, branch: int, seqno: int, links: chain.Chain | None = None
 ) -> bytes | None:
-    """Return the reference to the newest version of a key that is visible at (branch, seqno). `links`: its chain."""
+    """Return the reference to a key's newest version that is visible at (branch, seqno), or None. `links`: the chain
+    there.
+    """
     cursor = txn.raw.cursor(reader.keys)
     if not cursor.set_key(wire_key):
         reader.check_absent(txn.raw, cursor, wire_key)

@@ -1,11 +1,10 @@
-"""The versions that a rollback undoes: the newest lost version of each key, and the version that is visible again in
-its place.
+"""Finds the versions that a rollback undoes: the newest lost version of each key (retraction), and the older version
+that is visible again (restoration).
 
-Knows both trees of a vbucket, the lost chain and the served one; never the reader. A retraction is followed by its
-restoration. Invariants:
+Knows both trees of a vbucket, the lost chain and the served one; never the reader. Invariants:
 - memory holds positions, never documents;
 - each key is retracted once, by its newest lost version;
-- if the lost history dropped or flushed a collection, all its documents are restored, not only those with lost events.
+- if the lost history dropped or flushed a collection, all documents of the collection are restored.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from storage.read import scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
 UNDONE_BYTES = 1024
-"""Memory for the positions of a rolled back row and of the row in its place; a key has at most 250 bytes."""
+"""Memory for the positions of a retraction and its restoration; a key has at most 250 bytes."""
 
 
 class Undone(NamedTuple):
@@ -61,18 +60,18 @@ def undone(
     replacing: chain.Chain = (),
     bytes_max: int | None = None,
 ) -> Iterator[Undone]:
-    """Yield a retraction for each key that `lost` changed above `common_seqno`, and restorations. At most `bytes_max`
-    bytes of positions are held at once.
+    """Yield a retraction for each key that `lost` changed above `common_seqno`, and restorations. Holds at most
+    `bytes_max` bytes of positions at once.
 
-    `replacing` is the chain that a deferred rollback took readers to. A key is left out if `replacing` has a version of
-    it above `common_seqno`, or has dropped or flushed its collection.
+    `replacing` is the chain that a deferred rollback made visible. A key is left out if `replacing` has a version of
+    the key above `common_seqno`, or has dropped or flushed the key's collection.
     """
     rows_max = scan.CHUNK_ROWS if bytes_max is None else max(1, min(scan.CHUNK_ROWS, bytes_max // UNDONE_BYTES))
     return _RetractionWalk(reader, served, lost, common_seqno, replacing, rows_max).run()
 
 
 def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
-    """Read an undone document. Raises ViewInvalidated if the purger has removed it since it was found."""
+    """Read an undone version. Raises ViewInvalidated if the purger has removed the version since it was found."""
     with reader.environment.read() as txn:
         if txn.raw.get(undone.reference[records.ROW_KEY], db=reader.rows) is None:
             cursor = txn.raw.cursor(reader.keys)
@@ -82,7 +81,7 @@ def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
 
 
 def restored_collections(reader: VbucketReader, lost: chain.Chain, links: chain.Chain) -> dict[int, Seqno]:
-    """Return the begin of each collection of `links` that the lost history had dropped or flushed."""
+    """Return the begin_seqno of each collection of `links` that the lost history had dropped or flushed, by id."""
     with reader.environment.read() as txn:
         before, after = (reader.manifest_on(txn, each) for each in (lost, links))
     return {
@@ -104,7 +103,7 @@ class _RetractionWalk:
     rows_max: int
     restored_links: chain.Chain = ()
     back: dict[int, Seqno] = field(default_factory=dict)
-    """Collections that are restored whole, and their begin."""
+    """Result of `restored_collections`: all documents of these collections are restored."""
 
     def run(self) -> Iterator[Undone]:
         self.restored_links = chain.recut(self.served.links, self.common_seqno)
@@ -146,7 +145,7 @@ class _RetractionWalk:
         manifest = self.reader.manifest_on(txn, self.replacing or self.restored_links)
         for wire_key, dup in key_rows:
             if chain.newest_version(cursor, wire_key, self.lost) != dup:
-                continue  # superseded within the lost history: the newest lost version of this key comes later
+                continue  # the key's newest lost version comes later
             collection_id = keys.split_key(wire_key)[0]
             if self.replacing:
                 newest = chain.newest_version(cursor, wire_key, self.replacing)
@@ -163,24 +162,25 @@ class _RetractionWalk:
 
 
 class NewToReader:
-    """A filter that passes the events that are new to a reader from a lost history. Call it in rising seqno order.
+    """A filter that passes the events that are new to a reader from a lost history. Call it with events in rising seqno
+    order.
 
-    Documents of a collection that the new history has dropped or flushed are not new. The reader may already have had
-    the drop or flush, would not get it again, and would keep those documents.
+    Documents of a collection that the new history has dropped or flushed do not pass. A reader that already had the
+    drop or flush does not get it again, so it would keep these documents.
     """
 
     def __init__(self, reader: VbucketReader, lost: chain.Chain, replacing: chain.Chain, raw: bool) -> None:
-        """`lost`: the chain of the reader's position; `replacing`: the chain that a deferred rollback took it to."""
+        """`lost`: the chain of the reader's position; `replacing`: the chain that a deferred rollback made visible."""
         self._reader = reader
         self._lost = lost
         self._replacing = replacing
         self._raw = raw
         self._back = restored_collections(reader, lost, replacing)
-        """Collections that the reader emptied: the last event that it got of each was a drop or flush."""
+        """Collections that the lost history dropped or flushed, so that the reader has no documents of them."""
         with reader.environment.read() as txn:
             self._manifest = reader.manifest_on(txn, replacing)
         self._overridden: set[tuple[int, bytes]] = set()
-        """Keys whose newer version was retracted; the reader got an older version instead."""
+        """Keys of events that passed. Later events of these keys pass, too: the reader's own version was replaced."""
 
     def __call__(self, document: Document) -> bool:
         if document.seqno > self._lost[0].cut:
@@ -199,7 +199,7 @@ class NewToReader:
         return True
 
     def _lasts(self, seqno: int) -> bool:
-        """Return True if each scope and collection that begins at this seqno is still in the newest manifest."""
+        """Return True if the scopes and collections that begin at this seqno are all in the newest manifest."""
         with self._reader.environment.read() as txn:
             before, after = (
                 self._reader.manifest_on(txn, chain.recut(self._replacing, at)) for at in (seqno - 1, seqno)

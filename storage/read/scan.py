@@ -1,9 +1,9 @@
-"""Scans in the order of keys: chunks of documents of one vbucket, each chunk read in one transaction.
+"""Scans one vbucket in key order, in chunks of documents. Each chunk is read in one transaction.
 
 Knows the key tree and the visible rows. Invariants:
-- a scan keeps the boundary that it began with;
+- a scan reads one boundary from beginning to end;
 - a scan holds no transaction between chunks, so it neither blocks the purger nor makes the file grow;
-- a scan raises ViewInvalidated once a rollback or the purger has passed its boundary.
+- a scan raises ViewInvalidated once a rollback or the purger has passed this boundary.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from storage.read.vbucket_reader import KINDS, Served, VbucketReader
 
 CHUNK_ROWS = 2_000
 CHUNK_BYTES = 8 * 1024 * 1024
-"""Row bytes that a scan holds at once; a single document may be larger."""
+"""Bytes of documents that a scan holds at once; a single document may be larger."""
 
 
 class KeySelection(NamedTuple):
-    """Documents of a vbucket: `start` <= key < `end`, and each key begins with `prefix`."""
+    """Selects documents of a vbucket with `start` <= key < `end` whose key begins with `prefix`."""
 
     prefix: bytes = b""
     start: bytes = b""
     end: bytes | None = None
     deletions: bool = False
-    """Tombstones and expired documents too."""
+    """True: select tombstones and expired documents, too."""
     raw: bool = False
 
     def within(self, manifest: Manifest, collection_id: int) -> WireRange | None:
-        """Return the part in one collection of a manifest; None if the manifest lacks the collection."""
+        """Return the selection's wire keys in one collection; None if the manifest lacks the collection."""
         if (entry := manifest.collections.get(collection_id)) is None:
             return None
         collection = keys.encode_collection_id(collection_id)
@@ -49,7 +49,9 @@ class KeySelection(NamedTuple):
 
 
 class WireRange(NamedTuple):
-    """Wire keys from `start` on, with `prefix` and below `end`, whose rows lie above `begin_seqno`."""
+    """Wire keys from `start` to below `end` that begin with `prefix`, for rows above `begin_seqno`. `skip` is the
+    length of the collection id in a wire key.
+    """
 
     start: bytes
     prefix: bytes
@@ -101,8 +103,8 @@ def page(
 
 
 def count_keys(reader: VbucketReader, at: Pin, collection_id: int, *, start: bytes, keys_max: int) -> tuple[int, bytes]:
-    """Return the number of documents that `at` sees under the next `keys_max` keys, expired ones included, and the key
-    to go on from (empty: the end). Raises ViewInvalidated.
+    """Count the documents, expired ones included, that `at` sees among the next `keys_max` keys. Return also the key to
+    continue from (empty: the end). Raises ViewInvalidated.
     """
     served, wire_range = _pinned(reader, at, collection_id, KeySelection(start=start))
     if wire_range is None:
@@ -123,10 +125,8 @@ def page_or_large(
     bytes_max: int | None,
     large_bytes: int,
 ) -> tuple[list[Document], LargeDocument | None, bytes]:
-    """Return a page of documents as they are stored, and the key to go on from (empty: the end). A page ends before a
-    value of more than `large_bytes`, stored or decompressed. Such a document is a page by itself, unread.
-
-    Raises ViewInvalidated.
+    """Return a page of documents as stored, or one large document unread, and the key to continue from (empty: the
+    end). A document is large if its value, stored or decompressed, has more than `large_bytes`. Raises ViewInvalidated.
     """
     served, wire_range = _pinned(reader, at, collection_id, KeySelection(start=start, end=end))
     if wire_range is None:
@@ -172,7 +172,7 @@ def chunk(
     rows_max: int | None = None,
     bytes_max: int | None = None,
 ) -> tuple[list[Document], bytes]:
-    """Return the next documents of a range and the wire key to go on from (empty: the end). Raises ViewInvalidated."""
+    """Return a range's next documents and the wire key to continue from (empty: the end). Raises ViewInvalidated."""
     rows_max = CHUNK_ROWS if rows_max is None else rows_max
     bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
     with reader.environment.read() as txn:
@@ -193,8 +193,8 @@ def chunk(
 def references(
     reader: VbucketReader, txn: Transaction, served: Served, wire_range: WireRange, *, deletions: bool, rows_max: int
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Return the newest visible version of each of the next `rows_max` keys, and the key to go on from. Raises
-    ViewInvalidated.
+    """Return the newest visible versions (wire key, reference) of the next `rows_max` keys, and the key to continue
+    from. Raises ViewInvalidated.
     """
     validity.check(reader, txn, served)
     links = served.links
@@ -217,7 +217,7 @@ def references(
         if seen >= rows_max:
             return found, wire_key
         dup = cursor.value()
-        if cursor.count() > 1:  # not one by one: a key may have any number of versions
+        if cursor.count() > 1:  # go to the last one at once: a key may have very many versions
             dup = reader.newest(cursor, wire_key)
         dup_branch, seqno, kind = keys.DUP.unpack(dup)
         if dup_branch != branch or seqno > cut:

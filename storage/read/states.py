@@ -1,8 +1,8 @@
 """Positions of vbuckets: published positions, kept boundaries, and the newest seqnos of collections.
 
-Knows the small records and boundary rows; reads documents only to find the newest of a collection, a bounded number at
-a call. Invariants: each answer is read in one transaction; a returned Boundary is kept, and lies on the served chain or
-on the requested one.
+Knows the small records and boundary rows. Reads documents only for the newest seqno of a collection, a bounded number
+in each call. Invariants: each answer is read in one transaction; a returned Boundary is kept, and is on the served
+chain or the requested chain.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from storage.read.vbucket_reader import Served, VbucketReader
 KnownPositions = dict[
     int, tuple[Environment, int, dict[bytes, tuple[bytes, bytes | None, Served]], Mapping[int, Served]]
 ]
-"""By group: its environment, the last commit that was read, and by vbucket the rows of `pub` and `purge` and the state
-decoded from them.
+"""By the first vbucket of a group: the group's environment, the commit that was read last, the rows of `pub` and
+`purge` and the decoded state by `pub` key, and the states by vbid.
 """
 
 KnownUids = dict[int, tuple[Environment, dict[bytes, tuple[bytes, int]]]]
-"""By group: its environment, and by vbucket the position of its manifest's row and the uid in that row."""
+"""By the first vbucket of a group: the group's environment; by `pub` key, the position and uid of the manifest row."""
 
 
 Unreadable = dict[int, StorageError]
-"""By group: the error that says why it cannot be read."""
+"""The errors of unreadable groups, by group."""
 
 T = TypeVar("T")
 
 
 def _of_groups(groups: Groups, look: Callable[[int], Mapping[int, T]], unreadable: Unreadable | None) -> dict[int, T]:
-    """Call `look` with one vbucket of each group, and return all that it finds by vbid."""
     found: dict[int, T] = {}
     for first in groups.vbids[: groups.count]:
         try:
@@ -54,8 +53,8 @@ def _of_groups(groups: Groups, look: Callable[[int], Mapping[int, T]], unreadabl
 
 
 def published(groups: Groups, known: KnownPositions, unreadable: Unreadable | None = None) -> dict[int, Served]:
-    """Return the served state of every vbucket by vbid. With the `known` of an earlier call, read only vbuckets
-    that changed. Raise the error of a group that cannot be read, or put it into `unreadable` if that is given.
+    """Return the served state of every vbucket by vbid (`View.published`). `known` keeps what was read, so that the
+    next call reads only vbuckets that changed.
     """
 
     def look(first: int) -> Mapping[int, Served]:
@@ -79,9 +78,7 @@ def published(groups: Groups, known: KnownPositions, unreadable: Unreadable | No
 
 
 def manifest_uids(groups: Groups, known: KnownUids, unreadable: Unreadable | None = None) -> dict[int, int]:
-    """Return the uid of each vbucket's manifest. With the `known` of an earlier call, read only the uids of manifests
-    that changed. `unreadable` is as in `published`.
-    """
+    """Return the uid of each vbucket's manifest by vbid (`View.manifest_uids`). `known` keeps what was read."""
 
     def look(first: int) -> Mapping[int, int]:
         found = {}
@@ -112,9 +109,7 @@ def _manifest_uid(txn: Transaction, vbid_key: bytes, at: bytes) -> int:
 
 
 def history_ids(reader: VbucketReader, branch: int) -> tuple[int, ...]:
-    """Return the history ids of positions on a branch, oldest first; none for an unknown branch. There are several if a
-    power cut may have undone positions that readers had.
-    """
+    """Return the history ids of a branch (`branches.begin_history`), oldest first; none for an unknown branch."""
     with reader.environment.read() as txn:
         try:
             whole = reader.whole_chain(txn, branch)
@@ -127,7 +122,7 @@ def history_ids(reader: VbucketReader, branch: int) -> tuple[int, ...]:
 
 
 def newest(reader: VbucketReader, to_seqno: int) -> Boundary | None:
-    """Return the newest kept boundary not above a seqno."""
+    """Return the newest kept boundary at or below a seqno."""
     with reader.environment.read() as txn:
         served = reader.readable(txn)
         found = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)
@@ -143,16 +138,16 @@ def following(reader: VbucketReader, after_seqno: int) -> Boundary | None:
 
 
 def boundaries_between(reader: VbucketReader, branch: int, after_seqno: int, seqno: int) -> list[Boundary]:
-    """Return the kept boundaries of the chain of (branch, seqno) above another seqno, rising."""
+    """Return the kept boundaries above `after_seqno` on the chain of (branch, seqno), rising."""
     with reader.environment.read() as txn:
         falling = chain.boundaries(txn, reader.vbid, reader.chain_at(txn, branch, seqno))
         return list(takewhile(lambda boundary: boundary.seqno > after_seqno, falling))[::-1]
 
 
 def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundary | None, int | None]:
-    """Return the newest boundary (None: nothing was published yet), and the seqno up to which the served history
-    contains that of a position (None: the beginning). After a rollback this is below the position's seqno, after a
-    resync None.
+    """Return the newest boundary (None before the first publish), and the last seqno that the served history shares
+    with the history of `since` (None: the beginning). After a rollback this seqno is below the position's; after a
+    resync it is None.
     """
     with reader.environment.read() as txn:
         served = reader.readable(txn)
@@ -172,8 +167,9 @@ def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundar
 def newest_of(
     reader: VbucketReader, pin: Pin, collection_id: int, *, below: int | None = None, rows_max: int = 1_000
 ) -> tuple[int, int]:
-    """Return the seqno of the newest document event of a collection as `pin` sees it, or else the collection's begin.
-    One call looks at `rows_max` rows; pass the second number as `below` to look further (0: the search is over).
+    """Return the seqno of the newest document event that `pin` sees in a collection; the collection's begin_seqno if
+    there is none. One call looks at `rows_max` rows. To look further, pass the second number of the answer as `below`
+    (0: the search is over).
 
     Raises ViewInvalidated, UnknownCollection.
     """

@@ -1,10 +1,11 @@
-"""Stored rows of a vbucket in seqno order, for followers: one version of each key up to a boundary.
+"""Stored rows of a vbucket in seqno order, for followers (DCP clients of this mirror): one version of each key up to a
+boundary.
 
-Knows both trees of a vbucket, its chain and its state; never the follower. Each call does bounded work in a transaction
+Knows both trees of a vbucket, its chain and its state; never the follower. Each call does bounded work in transactions
 of its own. Invariants:
-- the rows up to a boundary are all system events, and each row whose key has no later version visible there;
-- their seqnos rise;
-- ViewInvalidated is raised before a row would be returned that contradicts earlier ones.
+- up to a boundary, a follower gets every system event, and the newest version of each key that is visible there;
+- seqnos rise;
+- instead of a row that contradicts earlier rows, ViewInvalidated is raised.
 
 Tombstones at or below `ServedState.purge_seqno` may be missing (docs/protocol.md 4.6).
 """
@@ -35,7 +36,7 @@ from storage.read.large import HEAD_BYTES_MAX, SNAPPY_RATIO_MAX, LargeDocument, 
 from storage.read.vbucket_reader import Served, VbucketReader
 
 PIECE_ROWS = 2_000
-"""Rows looked at in one transaction."""
+"""Rows that one transaction looks at."""
 SETTLED_MS = 10_000
 """A boundary this much older than the newest one is settled: a failover is not expected to undo it."""
 
@@ -47,7 +48,7 @@ Row = tuple[bytes, bytes]
 class ServedState(Served):
     failover_log: FailoverLog
     purge_seqno: int
-    """A follower below this seqno may hold documents whose deletion it will never get."""
+    """A follower below this seqno may hold deleted documents whose tombstones are gone."""
     manifest: Manifest
     whole: bool
     """False during the first fill and during a resync."""
@@ -77,11 +78,11 @@ def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
 def next_ends(
     reader: VbucketReader, after_seqno: int, least_seqno: int, ends_max: int
 ) -> tuple[ServedState, list[ServedState]]:
-    """Return the state served now, and the states at the ends of a follower's next snapshots. These ends are the next
-    kept boundaries above `after_seqno`; an up-to-date follower has none.
+    """Return the state served now, and the states at the ends of a follower's next snapshots: the next kept boundaries
+    above `after_seqno`. An up-to-date follower has none.
 
     No end is below `least_seqno`, the end of a snapshot that the follower holds in part. A follower below the floor
-    gets one snapshot up to the newest settled boundary, because the floor's boundary would be purged before a large
+    gets one snapshot up to the newest settled boundary, because the floor's boundary may be purged while a large
     snapshot is sent. `shared_seqno` allows for such snapshots, and `rows` checks that an end is still kept.
     """
     with reader.environment.read() as txn:
@@ -107,7 +108,7 @@ def _as_of(reader: VbucketReader, txn: Transaction, now: ServedState, seqno: int
 
 
 def _settled_seqno(reader: VbucketReader, txn: Transaction, links: chain.Chain, floor_seqno: int) -> int:
-    """Return the newest settled boundary, or the floor."""
+    """Return the seqno of the newest settled boundary above the floor, or the floor."""
     newest_ms = None
     for boundary in chain.boundaries(txn, reader.vbid, links):
         newest_ms = boundary.history_ms if newest_ms is None else newest_ms
@@ -119,13 +120,13 @@ def _settled_seqno(reader: VbucketReader, txn: Transaction, links: chain.Chain, 
 
 
 def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno: int) -> int:
-    """Return the boundary to which a follower must go back, or 0 if it is unknown. The follower holds rows above
-    `seqno` of the history `vbuuid`; the served history shares that history only up to `seqno`.
+    """Return the seqno of the boundary to which a follower must go back, or 0 (to the beginning). The follower holds
+    rows of the history `vbuuid` above `seqno`, the last seqno that the served history shares with `vbuuid`.
 
     If this mirror rolled back from that history, return the boundary of the rollback. Otherwise the mirror never sent
-    the lost rows: return the newest kept boundary of that history. Return 0 if the follower may hold a snapshot across
-    the boundary: one of a branch without the boundary, a first snapshot (`next_ends`), or one of a copy that a resync
-    replaced.
+    the lost rows: return the newest kept boundary up to `seqno`. Return 0 if the follower may hold a snapshot that
+    began below the boundary and ended above: a snapshot of a branch without the boundary, a first snapshot
+    (`next_ends`), or one of a copy that a resync replaced.
     """
     if seqno < pinned.pub.floor_seqno:
         return 0
@@ -145,7 +146,7 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
 
 
 def _kept_seqno(reader: VbucketReader, txn: Transaction, pinned: ServedState, vbuuid: int, seqno: int) -> int:
-    """Return the newest kept boundary of a history up to `seqno`, or 0."""
+    """Return the newest kept boundary below `seqno`, or at `seqno` if it is of the history `vbuuid`; else 0."""
     for boundary in chain.boundaries(txn, reader.vbid, chain.recut(pinned.links, seqno)):
         if boundary.seqno < pinned.pub.floor_seqno:
             break
@@ -155,9 +156,11 @@ def _kept_seqno(reader: VbucketReader, txn: Transaction, pinned: ServedState, vb
 
 
 def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool:
-    """Return True if a follower of the history `vbuuid` may hold snapshots above `seqno` that a rollback took back.
+    """Return True if a follower of the history `vbuuid` may hold snapshots above `seqno` that the rollback `lost` took
+    back.
 
-    The follower has no snapshot of a newer history, and gave up those above the end of an older one.
+    The follower holds no snapshot of a newer history. It has given up the snapshots above the end of each older
+    history.
     """
     known = [entry.vbuuid for entry in log]
     if lost.from_seqno <= seqno or lost.from_vbuuid in known[: known.index(Vbuuid(vbuuid))]:
@@ -167,7 +170,7 @@ def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool
 
 
 def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
-    """Return True if a boundary above `after_seqno` was settled before a rollback, or if this is no longer known."""
+    """Return True if a boundary above `after_seqno` was settled before a rollback, or if rows of that time are gone."""
     try:
         links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
         first = next(chain.boundaries_after(txn, lost.vbid, links, after_seqno), None)
@@ -180,23 +183,21 @@ def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
 
 
 class Commits:
-    """Notices a group's publishes. The first call returns all vbuckets; a call without a commit before it reads
-    nothing.
-    """
+    """Notices publishes in a group. Reads nothing if there was no commit since the last call of `news`."""
 
     def __init__(self) -> None:
         self._number = -1
         self._seen: dict[int, bytes] = {}
 
     def news(self, reader: VbucketReader) -> list[int]:
-        """Return the vbuckets whose served state changed. `reader` is that of any vbucket of the group. Raises
-        StorageError.
+        """Return the vbuckets whose served state changed since the last call; at first, all. `reader` may be of any
+        vbucket of the group. Raises StorageError.
         """
         found: list[int] = []
         if self._number == reader.environment.env.info()["last_txnid"]:
             return found
         with reader.environment.read() as txn:
-            self._number = txn.raw.id()  # a commit that LMDB already counts may not be readable yet
+            self._number = txn.raw.id()  # not `last_txnid`: this commit may not be readable yet
             for key, data in txn.raw.cursor(reader.pub).iternext():
                 vbid = int.from_bytes(key, "big")
                 if self._seen.get(vbid) != data:
@@ -216,12 +217,12 @@ def rows(
     begins: Mapping[int, int] | None = None,
     tombstones_from: int | None = None,
 ) -> tuple[list[Row], int, LargeDocument | None]:
-    """Return the next rows above `after_seqno` and the seqno that they reach. If the next mutation's value, stored or
-    decompressed, has more than `large_bytes`, return no rows but that mutation, unread.
+    """Return the next rows above `after_seqno`, and the seqno up to which rows were read. If the next row is a mutation
+    whose value has more than `large_bytes`, stored or decompressed, return this mutation unread, and no rows.
 
-    Looks at `rows_max` rows at most, and stops at the one that reaches `bytes_max`. `begins` maps each selected
-    collection to the seqno above which its rows are selected; None: select all. Pass `tombstones_from` if the reader
-    holds documents from before that seqno: then no tombstone above it may be missing. Raises ViewInvalidated.
+    Looks at `rows_max` rows at most, and stops at the row that reaches `bytes_max`. `begins` maps each selected
+    collection to the seqno above which its rows are selected; None: select all. With `tombstones_from` (the follower
+    holds documents up to there) no tombstone above that seqno may be missing. Raises ViewInvalidated.
     """
 
     def checked(txn: Transaction, found: list[Row], *, whole: bool) -> list[Row]:
@@ -229,7 +230,7 @@ def rows(
         if tombstones_from is not None:
             validity.check_tombstones(reader, txn, pinned, tombstones_from)
         if whole:
-            for row in found:  # also rows that are not selected
+            for row in found:  # verify also the rows that are then left out
                 reader.verify(*row)
             found = [(key, stored[seal.FRAME]) for key, stored in found]
         selected = begins
@@ -244,7 +245,7 @@ def rows(
         if stat["overflow_pages"] * stat["psize"] <= large_bytes // SNAPPY_RATIO_MAX:
             found, position, _ = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
             return checked(txn, found, whole=True), position, None
-    with reader.environment.read(buffers=True) as views:  # the next transaction checks that it was kept
+    with reader.environment.read(buffers=True) as views:  # `checked` raises if these rows were purged
         found, position, large = _look(reader, views, pinned.links, after_seqno, rows_max, bytes_max, large_bytes)
     with reader.environment.read() as txn:
         kept = checked(txn, found, whole=large is None)
@@ -254,9 +255,10 @@ def rows(
 
 
 def last_document_seqno(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
-    """Return the seqno of the last row of these collections above `after_seqno`, or `after_seqno`.
+    """Return the seqno of the last row of the collections in `begins` above `after_seqno`; `after_seqno` if there is
+    none.
 
-    Walks backwards, in a transaction for each piece of the way. Raises ViewInvalidated.
+    Walks backwards, and reads each piece in another transaction. Raises ViewInvalidated.
     """
     for link in pinned.links:
         low, high = max(after_seqno, link.base_seqno), link.cut
@@ -280,10 +282,10 @@ def _look(
     bytes_max: int,
     large_bytes: int | None = None,
 ) -> tuple[list[Row], int, LargeDocument | None]:
-    """Return the rows of the chain that come next, all versions, and the seqno that they reach.
+    """Return the next rows of a chain, in all versions, and the seqno up to which rows were read.
 
-    With `large_bytes`, and a `txn` that returns views, a large row is not copied. It ends the piece before it, or is a
-    piece by itself, cut behind its key.
+    With `large_bytes`, `txn` must return buffers. A large row is then not copied: it ends the piece before it, or is a
+    piece by itself, cut to its head.
     """
     found: list[Row] = []
     add = found.append
@@ -327,7 +329,7 @@ def _look(
 
 
 def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:
-    """Return at most PIECE_ROWS rows (low, high] of a branch, falling."""
+    """Return at most PIECE_ROWS rows (low, high] of a branch, newest first."""
     found: list[Row] = []
     cursor = txn.raw.cursor(reader.rows)
     first = row_key(prefix, low) + b"\xff"
@@ -357,7 +359,7 @@ def _is_selected(row: Row, begins: Mapping[int, int]) -> bool:
 def _newest(
     reader: VbucketReader, txn: Transaction, links: chain.Chain, found: list[Row], *, all_there: bool
 ) -> list[Row]:
-    """Return the rows that no later version replaces. With `all_there` no row follows these."""
+    """Return the rows of `found` that no later row of the chain replaces. `all_there`: the chain has no later rows."""
     cursor = txn.raw.cursor(reader.keys)
     seek = cursor.set_range_dup
     cuts = {keys.PREFIX.pack(link.branch): link.cut.to_bytes(8) for link in links}
@@ -371,7 +373,7 @@ def _newest(
             if wire_key in seen:
                 continue
             seen.add(wire_key)
-            if not all_there and seek(wire_key, key + b"\xff"):  # some version comes later: is it visible?
+            if not all_there and seek(wire_key, key + b"\xff"):  # a later version exists: is it visible?
                 later = cursor.value()
                 if later[BRANCH] == key[BRANCH] and later[SEQNO] <= cuts[key[BRANCH]]:
                     continue

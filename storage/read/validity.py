@@ -1,11 +1,12 @@
-"""Promises to reads of several transactions, and the checks that keep them.
+"""Checks that keep the promises to reads of several transactions.
 
-A reader of documents sees one boundary. A reader of changes that applies all of them has the documents of the boundary
-at which its read ends. If a rollback, resync, merge or purge between two transactions breaks either promise,
+All documents of a read are those of one boundary. A reader that applied all changes has the documents of the boundary
+at which the read ended. If a rollback, resync, merge or purge between two transactions breaks a promise,
 ViewInvalidated is raised. Every transaction of a read begins with `check`; a read of changes then calls
 `check_tombstones`. Knows chains, boundaries, the floor and the purge seqno; never the documents. Invariants:
-- after a check that did not raise, a transaction reads the same rows as the first transaction would have;
-- a reader of changes holds no version of a key whose tombstone was purged unread.
+- if the check of a transaction passes, the transaction reads the rows that the read's first transaction would have
+  read;
+- a reader of changes gets the tombstones of all deleted documents that it holds, or ViewInvalidated.
 """
 
 from __future__ import annotations
@@ -24,10 +25,7 @@ _FROM_BEGINNING = "read it from the beginning; if the purger overtakes that, hol
 
 
 def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survives_rollback: bool = True) -> Served:
-    """Return the state at a position, if all its rows are kept and, without `survives_rollback`, still served.
-
-    Raises ViewInvalidated.
-    """
+    """Return the state at a position. Raises ViewInvalidated like `check`, or if the position's history is unknown."""
     links = reader.chain_of_position(txn, at.branch, at.seqno, at.history_id)
     pub = Pub(at.branch, at.seqno, Seqno(0), manifests.key_on(txn, at.vbid, links))
     pinned = Served(pub, links, survives_rollback)
@@ -58,8 +56,8 @@ def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
 def check_tombstones(
     reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int, purged_before: int = 0
 ) -> None:
-    """Raise ViewInvalidated if the purger removed a tombstone above `after_seqno` after the reader began
-    (`purged_before`: the `purged_seqno` of that time).
+    """Raise ViewInvalidated if the purger removed a tombstone above `after_seqno` since the read began.
+    `purged_before`: the result of `purged_seqno` at that time.
     """
     purged = purged_seqno(reader, txn, pinned, after_seqno)
     if after_seqno < purged != purged_before:
@@ -70,8 +68,9 @@ def check_tombstones(
 def purged_seqno(reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int) -> int:
     """Return a seqno above which no tombstone was purged.
 
-    This seqno is no longer stored for a copy that a resync has replaced. But the purger takes no more tombstones from
-    such a copy, and it removed each boundary below a tombstone before that tombstone, or with it.
+    For a copy that a resync replaced, no such seqno is stored. But the purger removed each boundary below a tombstone
+    before the tombstone or with it, and now removes no more tombstones of this copy. So no tombstone is missing above a
+    kept boundary.
     """
     if pinned.survives_rollback:
         pub = txn.pub(reader.vbid)
@@ -82,7 +81,7 @@ def purged_seqno(reader: VbucketReader, txn: Transaction, pinned: Served, after_
 
 
 def check_unmoved(reader: VbucketReader, txn: Transaction, links: chain.Chain) -> None:
-    """Raise ViewInvalidated if branches of a chain were merged or removed since it was read."""
+    """Raise ViewInvalidated if branches of a chain were merged or removed since the chain was read."""
     try:
         whole = reader.whole_chain(txn, links[0].branch)
     except CorruptedError:
@@ -95,7 +94,7 @@ def check_unmoved(reader: VbucketReader, txn: Transaction, links: chain.Chain) -
 def _check_kept(
     reader: VbucketReader, txn: Transaction, pinned: Served, floor_seqno: int, common_seqno: int | None
 ) -> None:
-    """Raise ViewInvalidated unless every row that `pinned` sees is kept, on the served chain or not."""
+    """Raise ViewInvalidated if a row that `pinned` sees is gone, even if the served chain does not see the row."""
     if common_seqno is None:
         _check_replaced_copy(reader, txn, pinned)
         common_seqno = -1
@@ -103,20 +102,21 @@ def _check_kept(
         raise _gone(f"history before seqno {floor_seqno}", reader)
     for link in pinned.links:
         if link.cut <= link.base_seqno:
-            continue  # no row of this branch is visible, and the branch may be forgotten
+            continue  # no row of this branch is visible, and its record may be gone
         if branches.get_branch(txn, reader.vbid, link.branch).kept_seqno < link.cut > common_seqno:
             raise _gone("the history that a rollback left", reader)
 
 
 def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
-    """Raise ViewInvalidated if the purger removed rows that `pinned` sees before a resync replaced the chain.
+    """Raise ViewInvalidated if the purger removed rows that `pinned` sees before a resync replaced their copy.
 
-    The floor of that time is no longer stored. But the purger removes a boundary before, or together with, the first
-    document visible at it. So look for the last boundary of this history that was on the last chain before the resync.
+    The copy's last floor is no longer stored. But the purger removed each boundary before the first document visible
+    there, or with it. So check that one boundary is kept: the last boundary of `pinned` that was on the copy's last
+    served chain.
     """
     vbid, seqno = reader.vbid, int(pinned.pub.seqno)
     below = [link.branch for link in pinned.links if link.base_seqno < seqno]
-    shared = {int(pinned.pub.branch), *below[:1]}  # a branch that nothing was published on is the parent of none
+    shared = {int(pinned.pub.branch), *below[:1]}  # an unpublished branch has no child, so look at the one below, too
     for branch, row in branches.all_branches(txn, vbid).items():
         if branch > pinned.pub.branch and row.parent in shared:
             shared.add(branch)

@@ -1,8 +1,7 @@
 """One vbucket as a reader sees it: its trees, served state, chains, manifests and rows.
 
-Knows one vbucket's trees in one environment; never keys of other vbuckets or the environment's origin. Each method
-works in a transaction that the caller has opened. Invariant: remembered chains and manifests are used only while the
-vbucket has the chain id that they were read with.
+Knows one vbucket's trees in one environment; never another vbucket. Each method works in a transaction of the caller.
+Invariant: remembered chains and manifests are used only until the vbucket gets another chain id.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from storage.history import branches, chain, manifests
 from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Kind, Manifest, Seqno, VbucketState
 
 KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
-"""Kinds of rows that have a reference. A single flipped bit turns no kind into one with another meaning for readers."""
+"""Kinds of rows that have a reference (`keys.DUP`). One flipped bit cannot turn a mutation into a tombstone, or back.
+"""
 CHAINS_MAX = 8
-"""Most remembered chains of a vbucket: the served one, and those of a few positions."""
+"""Maximum number of remembered chains of a vbucket: the served chain, and the chains of a few positions."""
 MANIFESTS_MAX = 2
-"""Most remembered manifests of a vbucket; each holds every collection."""
+"""Maximum number of remembered manifests of a vbucket; each holds every collection."""
 
 Visible = tuple[int, Branch, bytes, bytes, int, int, Manifest]
-"""The served state of a vbucket in one commit, for point reads: the commit, served branch, `above` and `up_to` of the
-default collection, published seqno, flags of `pub`, manifest. A reference to a visible row of the default collection on
-the served branch sorts above `above`, and not above `up_to`. `above` is empty if the collection was dropped or readers
-wait for a resync.
+"""The served state of a vbucket in one commit, for point reads: commit, served branch, `above`, `up_to`, published
+seqno, flags of `pub`, manifest. A row of the default collection on the served branch is visible if `above` < its
+reference <= `up_to`. `above` is empty if the collection was dropped, or readers wait for a resync.
 """
 _INITIAL = Manifest.initial()
 _UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)
 
 
 def end_of_references(branch: int, seqno: int) -> bytes:
-    """Return a value that sorts between the references of a branch at or below a seqno and those above it."""
+    """Return a value that sorts right behind the references of a branch up to a seqno."""
     return keys.DUP.pack(branch, seqno, 0xFF)
 
 
@@ -51,18 +50,18 @@ class Served:
 
     pub: records.Pub
     links: chain.Chain
-    """The chain, newest link first, cut at the seqno of `pub`."""
+    """The chain, cut at the seqno of `pub`."""
     survives_rollback: bool = False
     """True if the position stays valid after a rollback or resync, as long as all its rows are kept."""
 
     @property
     def history_id(self) -> int:
-        """The id of the position's history; `Token` explains it."""
+        """The position's history id (`Token.history_id`)."""
         return self.links[0].history_id(self.pub.seqno)
 
 
 class _Memory:
-    """Chains and manifests that were read while the vbucket had one chain id (`branches.PurgeRow`)."""
+    """Chains and manifests that are valid while the vbucket has this `chain_id` (`branches.PurgeRow`)."""
 
     def __init__(self, chain_id: int) -> None:
         self.chain_id = chain_id
@@ -71,7 +70,7 @@ class _Memory:
 
 
 class VbucketReader:
-    """Reads one vbucket. Its attributes are public for the loops that read rows one by one."""
+    """Reads one vbucket. The attributes are public for other modules' loops over rows."""
 
     def __init__(self, environment: Environment, vbid: int, *, stale_reads: bool, verify_reads: bool) -> None:
         self.environment = environment
@@ -83,12 +82,12 @@ class VbucketReader:
         self.rows: Any = environment.db(keys.rows_db(vbid))
         self.vbid_key = keys.VBID_KEY.pack(vbid)
         self.begin: Any = environment.env.begin
-        """LMDB's own begin, without `Environment.begin` around it: for point reads."""
+        """The `begin` of lmdb.Environment, for point reads: `Environment.begin` costs more."""
         self.running: list[None] = environment.running
         self._memory: _Memory | None = None
         self._purge = (-1, branches.PurgeRow())
         self.visible = _UNKNOWN
-        """The state in the commit that was read last; valid in a transaction of that commit. `look` replaces it."""
+        """The served state in the commit that was read last; valid only in transactions of that commit."""
 
     def begin_read(self) -> Any:
         """Begin an lmdb.Transaction at the least cost; the caller ends it by `Environment.end`."""
@@ -98,7 +97,7 @@ class VbucketReader:
             if not self.environment.remapping:
                 return self.begin()
         except lmdb.Error:
-            pass  # `Environment.begin` handles it
+            pass  # `Environment.begin` below handles the cause
         running.pop()
         return self.environment.begin()
 
@@ -131,7 +130,7 @@ class VbucketReader:
     # -- chains and manifests -------------------------------------------------------------------------------------
 
     def remembered(self, txn: Transaction) -> _Memory:
-        """Return the memory that is valid in this transaction."""
+        """Return the chains and manifests that are valid in this transaction."""
         chain_id = self.purge_row(txn).chain_id
         memory = self._memory
         if memory is None or memory.chain_id != chain_id:
@@ -139,7 +138,7 @@ class VbucketReader:
         return memory
 
     def whole_chain(self, txn: Transaction, branch: int) -> chain.Chain:
-        """Return the chain of a branch, not cut at its tip. Only a new chain id changes it, so it is read once."""
+        """Return the chain of a branch up to the branch's newest row. The chain is read once per chain id."""
         chains = self.remembered(txn).chains
         links = chains.get(branch)
         if links is None:
@@ -152,8 +151,8 @@ class VbucketReader:
         return chain.recut(self.whole_chain(txn, branch), seqno)
 
     def chain_of_position(self, txn: Transaction, branch: int, seqno: int, history_id: int) -> chain.Chain:
-        """Return the chain up to a position that a caller was given. Raises ViewInvalidated if this mirror does not
-        have the position's history.
+        """Return the chain up to the position of a token or pin. Raises ViewInvalidated if this mirror does not have
+        the position's history.
         """
         hint = "start the read again"
         try:
@@ -180,10 +179,10 @@ class VbucketReader:
         return self.manifest(txn, manifests.key_on(txn, self.vbid, links))
 
     def state(self, txn: Transaction) -> VbucketState:
-        self.manifest(txn, txn.pub(self.vbid).manifest_key)  # so that it is remembered
+        self.manifest(txn, txn.pub(self.vbid).manifest_key)  # `load` then gets it from memory
         return branches.load(txn, self.vbid, self.remembered(txn).manifests)[0]
 
-    # -- what is served -------------------------------------------------------------------------------------------
+    # -- the served state -----------------------------------------------------------------------------------------
 
     def served(self, txn: Transaction) -> Served:
         pub = txn.pub(self.vbid)
@@ -201,8 +200,8 @@ class VbucketReader:
         return served
 
     def as_of(self, txn: Transaction, as_of: AsOf) -> tuple[Served, Boundary | None]:
-        """Return the state at the newest kept boundary that is not after a seqno or a time. Raises NoSuchBoundary,
-        Unavailable.
+        """Return the state at the newest kept boundary at or before `as_of`, and this boundary (None: the present
+        state). Raises NoSuchBoundary, Unavailable.
         """
         served = self.readable(txn)
         if as_of is None or (isinstance(as_of, Time) and not served.pub.seqno):  # nothing was ever published
@@ -232,7 +231,7 @@ class VbucketReader:
     def document(
         self, txn: Transaction, wire_key: bytes, reference: bytes, raw: bool, lenient: bool = False
     ) -> Document:
-        """Return the document of the row that a reference of a key names. Raises CorruptedError."""
+        """Return the document of the row that a reference of `wire_key` names. Raises CorruptedError."""
         row_key = reference[ROW_KEY]
         stored = txn.raw.get(row_key, b"", self.rows)
         if self.verify_reads and crc32c(stored) != RESIDUE:
@@ -249,8 +248,8 @@ class VbucketReader:
             raise seal.damaged(stored, row_key, self.vbid, self.environment.path)
 
     def check_row(self, stored: bytes, wire_key: bytes, reference: bytes) -> None:
-        """Raise CorruptedError unless a row has the key and seqno of a reference to it."""
-        if stored[24:32] != reference[SEQNO]:  # also if there is no row
+        """Raise CorruptedError if a row has another key or seqno than the reference to it."""
+        if stored[24:32] != reference[SEQNO]:  # also if the row is missing (empty)
             raise self.mismatch(wire_key)
         start = 24 + stored[4]
         if stored[start : start + (stored[2] << 8 | stored[3])] != wire_key:
@@ -265,8 +264,8 @@ class VbucketReader:
         )
 
     def newest(self, cursor: Any, wire_key: bytes) -> bytes:
-        """Return the last reference of the cursor's key, which must have several. Raises CorruptedError if the last two
-        are not in order.
+        """Return the last reference of the cursor's key, which must have at least two. Raises CorruptedError if the
+        last two are not in order.
         """
         cursor.last_dup()
         reference: bytes = cursor.value()
@@ -280,8 +279,8 @@ class VbucketReader:
             raise self.mismatch(wire_key)
 
     def newest_visible(self, txn: Any, cursor: Any, wire_key: bytes, newest: bytes, links: chain.Chain) -> bytes | None:
-        """Return the newest reference of a key that a chain sees, for a chain that does not see the key's `newest` one.
-        Raises CorruptedError if a skipped reference names no row of the key.
+        """Return the newest reference of a key that `links` sees, or None. `links` must not see `newest`, the key's
+        newest reference. Raises CorruptedError if a skipped reference names no row of the key.
         """
         self.check_named(txn, wire_key, newest)
         found = chain.newest_version(cursor, wire_key, links)
@@ -290,12 +289,12 @@ class VbucketReader:
         return found
 
     def check_named(self, txn: Any, wire_key: bytes, reference: bytes) -> None:
-        """Raise CorruptedError unless a reference names a row of its key. The row's checksum is not compared."""
+        """Raise CorruptedError if a reference names no row of its key. Does not compare the row's checksum."""
         self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), wire_key, reference)
 
     def check_absent(self, txn: Any, cursor: Any, wire_key: bytes) -> None:
-        """Raise CorruptedError unless the keys before and behind an absent one are in order and match their rows. A key
-        with a flipped bit lies next to its old place.
+        """Raise CorruptedError if `wire_key` may be absent only because of a flipped bit. A damaged key stays next to
+        its old place, so the keys before and behind that place must be in order and match their rows.
         """
         if there := cursor.set_range(wire_key):
             behind, reference = cursor.item()
@@ -309,7 +308,7 @@ class VbucketReader:
                 raise self.mismatch(wire_key)
 
     def damaged(self, error: Exception) -> StorageError:
-        """Return the error to raise for a struct.error, IndexError or lmdb.Error."""
+        """Convert a struct.error, IndexError or lmdb.Error of a read to the error to raise."""
         if isinstance(error, lmdb.Error):
             return storage_error(error, self.environment.path)
         return CorruptedError(f"a record is damaged: {error}", path=self.environment.path, vbid=self.vbid)

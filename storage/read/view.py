@@ -1,11 +1,11 @@
 """The reader's API: `open_view` and `View`. Any process may use it at any time.
 
-Knows the format and nothing of the service. Invariant: one answer is read in one LMDB transaction. `validity` states
-the promises to longer reads.
+Knows the storage format; never the service. Invariant: one answer is read in one LMDB transaction. `validity` states
+the promises to reads of several transactions.
 
-These modules do the work, each through a `VbucketReader` from `groups`: `point_reads` (documents by key), `scan`
-(documents in order), `changes` and `retractions` (events in order) and `states` (positions). Their functions that only
-one part of the service needs take `View.reader(vbid)`.
+The modules `point_reads` (documents by key), `scan` (documents in order), `changes` and `retractions` (events in order)
+and `states` (positions) do the work. Functions for a single part of the service are not methods of `View`: they take
+`View.reader(vbid)`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def open_view(
 
     `map_size` is the initial address space of each group, in bytes; it grows by itself. With `stale_reads` a vbucket is
     read from its old copy during a resync, even if the setting `resync_reads` withholds that copy. With `verify_reads`
-    the checksum of each row is compared, and CorruptedError is raised if it does not match.
+    each row's checksum is compared; a wrong one raises CorruptedError.
 
     Raises NotAMirror, ReadOnly (no write access to a lock file), CorruptedError, FormatTooNew, WrongBucket.
     """
@@ -76,11 +76,11 @@ os.register_at_fork(after_in_child=_after_fork)
 class View(PointReads):
     """A reader of one mirror, made by `open_view`. Use it as a context manager, or call `close`.
 
-    Each answer is read in one transaction, so documents and their position belong to one moment. A scan keeps the
-    boundary that it began with. Many threads may share a view; a generator belongs to one thread at a time. After fork,
+    Each answer is read in one transaction, so documents and their position belong to one moment. A scan reads each
+    vbucket at one boundary. Many threads may share a view, but only one at a time may use a generator. After a fork,
     open another view in the child.
 
-    Documents: `get`, `get_many`, `exists`, `scan`. Changes: `changes`, `changes_between`, `token`. One's own writes:
+    Documents: `get`, `get_many`, `exists`, `scan`. Changes: `changes`, `changes_between`, `token`. Your own writes:
     `wait_for`. Positions and history: `state`, `states`, `boundaries`, `rollbacks`, `history`. Collections: `manifest`.
     """
 
@@ -91,7 +91,7 @@ class View(PointReads):
         self.path = path
         self.identity: Identity = self.groups.identity
         self.vbids = self.identity.vbids
-        """The vbuckets that this mirror holds: all of the bucket's, unless several mirrors share them."""
+        """The vbuckets that this mirror holds: all of the bucket, or this mirror's share."""
         self._known_positions: states.KnownPositions = {}
         self._known_uids: states.KnownUids = {}
         _views.add(self)
@@ -125,8 +125,8 @@ class View(PointReads):
             return reader.manifest(txn, validity.served_at(reader, txn, pin, survives_rollback=False).pub.manifest_key)
 
     def manifest_uids(self, unreadable: Unreadable | None = None) -> dict[int, int]:
-        """Return the uid of each vbucket's manifest. Costs next to nothing if no uid changed since the last call.
-        `unreadable` is as in `published`.
+        """Return the uid of each vbucket's manifest, by vbid. Fast if no uid changed since the last call. For
+        `unreadable` see `published`.
         """
         return states.manifest_uids(self.groups, self._known_uids, unreadable)
 
@@ -148,10 +148,10 @@ class View(PointReads):
     ) -> Iterator[Document]:
         """Yield documents by vbucket, then by collection, then in key order.
 
-        Without `vbid` it covers all vbuckets, without `collection` all collections; `start` <= key < `end`. Each
-        vbucket is seen at one boundary. `deletions` adds tombstones and expired documents. The other arguments and
-        errors are those of `get`; a value that cannot be decompressed is returned as by `get_many`. Raises
-        ViewInvalidated once a rollback or the purger has passed the boundary: scan again.
+        Without `vbid` all vbuckets are scanned, without `collection` all collections; `start` <= key < `end`. The
+        documents of a vbucket are those of one boundary. `deletions` adds tombstones and expired documents. The other
+        arguments and errors are those of `get`; a value that cannot be decompressed is returned as by `get_many`.
+        Raises ViewInvalidated once a rollback or the purger has passed the boundary: scan again.
         """
         prefix, start = (text.encode() if isinstance(text, str) else text for text in (prefix, start))
         stop = end.encode() if isinstance(end, str) else end
@@ -167,7 +167,7 @@ class View(PointReads):
                     return
 
     def pin(self, vbid: int, as_of: AsOf = None, *, now: float | None = None) -> Pin:
-        """Return a pin of a vbucket's served state, now or as of a boundary, for `scan_page`. Raises NoSuchBoundary."""
+        """Pin a vbucket's served state, as it is now or as of a boundary, for `scan_page`. Raises NoSuchBoundary."""
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
             served, boundary = reader.as_of(txn, as_of)
@@ -190,18 +190,18 @@ class View(PointReads):
         deletions: bool = False,
         raw: bool = False,
     ) -> tuple[list[Document], bytes]:
-        """Return at most `limit` documents from `start` on as `pin` sees them, and the next page's start (empty: the
+        """Return at most `limit` documents that `pin` sees, from key `start` on, and the next page's start (empty: the
         end).
 
-        A page is one transaction of bounded work: it may hold fewer documents than `limit`, even none, before the end.
-        Its values have at most `bytes_max` bytes together; a larger document is a page by itself. Raises
-        ViewInvalidated once a rollback, a resync or the purger has passed the pin.
+        A page is one transaction of bounded work, so before the end it may hold fewer documents than `limit`, even
+        none. The values of a page have at most `bytes_max` bytes together; a larger document is a page by itself.
+        Raises ViewInvalidated once a rollback, a resync or the purger has passed the pin.
         """
         selection = scans.KeySelection(prefix, start, end, deletions, raw)
         return scans.page(self.reader(pin.vbid), pin, collection, selection, limit, bytes_max, self.path)
 
     def count(self, vbid: int) -> int:
-        """Return the number of documents of a vbucket, expired ones included, by a walk over its keys."""
+        """Count the documents of a vbucket, expired ones included, by a walk over its keys."""
         return scans.count(self.reader(vbid))
 
     # -- positions and history ------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class View(PointReads):
         return Token(reader.vbid, Branch(branch), Seqno(seqno), history_id)
 
     def history(self, vbid: int) -> History:
-        """Return the reach and the size of a vbucket's history."""
+        """Return how far back a vbucket's history reaches, and its size."""
         with self.groups.environment(vbid).read() as txn:
             return extent.of(txn, vbid)
 
@@ -258,8 +258,8 @@ class View(PointReads):
     def wait_for(self, token: wait.MutationToken, timeout_s: float) -> None:
         """Return once the write that `token` names can be read here.
 
-        Raises WriteLost as soon as a failover of the source is known to have undone the write, and NotPublished after
-        `timeout_s` seconds. No transaction is held meanwhile.
+        Raises WriteLost if the mirror learns that a failover of the source has undone the write, and NotPublished after
+        `timeout_s` seconds. Holds no transaction while it waits.
         """
         wait.wait_for(self.groups, token, timeout_s)
 
@@ -270,44 +270,46 @@ class View(PointReads):
     ) -> Iterator[Change]:
         """Yield published events in order, up to now; with `since`, only those after a token.
 
-        A token below the history floor is accepted as long as no tombstone above it was purged. Superseded versions may
-        then be missing, as after the source's own deduplication. If the token's history was rolled back, the rollback
-        comes first, then its retractions and restorations; the last of these carries the first token of the new
-        history. A reader that applied every change has the documents of the boundary that was published when it began.
+        A token below the history floor is accepted as long as no tombstone above the token was purged. Superseded
+        versions may then be missing, as after the source's own deduplication. If the token's history was rolled back,
+        the rollback comes first, then its retractions and restorations; the last of these has the first token of the
+        new history. A reader that applied every change has the documents of the boundary that was the newest when the
+        generator began.
 
-        Raises ViewInvalidated if a resync replaced the token's history, or the history is no longer kept. While the
-        generator runs, raises it also if a rollback happens or the purger overtakes the reader. A lease on the oldest
-        boundary holds the purger back.
+        Raises ViewInvalidated if a resync replaced the token's history, or if this history is no longer kept. A running
+        generator raises ViewInvalidated also after a rollback, or if the purger overtakes the reader. A lease on the
+        oldest boundary holds the purger back.
 
-        With `pieces` the generator holds no more than one piece, and none of the documents that it returned.
+        With `pieces` the generator holds at most one piece, and none of the documents that it returned.
         """
         for each in self.vbids if vbid is None else (vbid,):
             token = since if since is not None and since.vbid == each else None
             yield from events.between(self.reader(each), token, None, raw, pieces)
 
     def changes_between(self, start: Token | None, end: Token, *, raw: bool = False) -> Iterator[Change]:
-        """Yield the changes from one published position (None: the beginning) to a later one: the same ones at every
-        call.
+        """Yield the changes from one published position (None: the beginning) to a later one. Every call yields the
+        same changes.
 
-        `end` may be on a history that is no longer served. Rows and branches never change, so the two positions alone
-        decide the changes between them. Raises ViewInvalidated if these are no longer kept, or a resync lies between.
+        `end` may be on a history that is no longer served. Raises ViewInvalidated if the changes are no longer kept, or
+        a resync lies between the positions.
         """
         return events.between(self.reader(end.vbid), start, end, raw)
 
     def check_way(self, start: Token | None, end: Token) -> int:
         """Return the seqno up to which both positions share their history. Raises ViewInvalidated if `changes_between`
-        would raise it at its beginning.
+        would refuse these positions.
         """
         return events.resolve_range(self.reader(end.vbid), start, end).after_seqno
 
     def check_since(self, token: Token) -> None:
-        """Raise ViewInvalidated if `changes` since this token would raise it at its beginning."""
+        """Raise ViewInvalidated if `changes` would refuse this token."""
         events.resolve_range(self.reader(token.vbid), token, None)
 
     def retracted_by(
         self, vbid: int, to_seqno: int, *, raw: bool = False
     ) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
-        """Return the boundary that a rollback to `to_seqno` would go to now, and its retractions and restorations.
+        """Return the boundary that a rollback to `to_seqno` would go to now, and the rollback's retractions and
+        restorations.
 
         Raises NoSuchBoundary below the history floor.
         """

@@ -1,14 +1,15 @@
-"""Reads of one's own writes: decides if a write at the source is visible here, is not yet visible, or never will be.
+"""Decides if a write at the source is visible here, not yet visible, or lost: readers can wait for their own writes.
 
-Knows mutation tokens as SDKs give them, failover logs and published seqnos; never who waits. Polling is enough, because
-a publish is one transaction, and so is a rollback with its failover log. The rules for a token (vbid, vbuuid, seqno):
-- if its history is in the failover log, writes above the seqno at which the next newer history began are lost, and
-  others are visible once published_seqno has reached them;
-- if its history was rolled back here and a newer failover log lacks it, the write is lost;
-- if its history is unknown, the mirror has not heard of a failover yet, so the reader waits.
+Knows mutation tokens of SDKs, failover logs and published seqnos; never the reader. Polling is enough, because a
+publish is one transaction, and so is a rollback with its failover log. The rules for a write with the token (vbid,
+vbuuid, seqno):
+- if the failover log has the vbuuid, the write is lost if it lies above the seqno at which the next newer history
+  began; otherwise it is visible once published_seqno has reached it;
+- if this mirror rolled back the history of the vbuuid, and a newer failover log lacks the vbuuid, the write is lost;
+- if the vbuuid is unknown, the mirror has not heard of a failover yet, so the reader waits.
 
-While a vbucket is resynced or a rollback is deferred, no write counts as published. Invariant: the history that is
-served now never had a `LOST` token `PUBLISHED`.
+During a resync or a deferred rollback no write counts as published. Invariant: a write that is reported as `LOST` was
+never published in the history that is served now.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from storage.read.vbucket_reader import VbucketReader
 
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.025
-"""The writer's own interval of commits."""
+"""The writer's default commit interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class MutationToken:
-    """A write at the source: `seqno` of the history `vbuuid` (0: of any) of a vbucket."""
+    """A write at the source: `seqno` of the history `vbuuid` (0: any history) of a vbucket."""
 
     vbid: int
     vbuuid: Vbuuid
@@ -73,7 +74,7 @@ def write_status(reader: VbucketReader, token: MutationToken) -> WriteStatus:
     log = state.failover_log
     if not token.vbuuid:
         return here
-    if state.rollback_deferred:  # the log is of the staged history, which may or may not have the write
+    if state.rollback_deferred:  # the log is the staged history's, not the served one's
         return WriteStatus.WAITING
     end_seqno = log.end_of(token.vbuuid, SEQNO_MAX)
     if end_seqno is not None:
@@ -93,7 +94,7 @@ def wait_for(
     sleep: Callable[[float], None] = time.sleep,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Return once the write can be read (`View.wait_for`)."""
+    """See `View.wait_for`."""
     deadline = monotonic() + timeout_s
     delay = POLL_MIN_S
     while (now := write_status(groups.reader(token.vbid), token)) is not WriteStatus.PUBLISHED:
