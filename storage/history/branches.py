@@ -1,8 +1,8 @@
 """Reads the branch records of a vbucket, and opens new branches for rollbacks, abandoned rows and resyncs.
 
 Functions that write use the writer's transaction, so the trees `branch`, `pub`, `state` and `rollback` and the boundary
-row change together. The new chain does not see the old branch's rows, and the purger removes them later. Branch numbers
-rise and are never reused.
+row change together. After a rollback, the new branch's chain does not see the retracted rows; the purger removes them
+later. Branch numbers rise and are never reused.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ def begin_history(txn: Transaction, vbid: int) -> None:
     """Begin a new history id for positions above the published seqno. Each new owner calls this.
 
     A power cut, an older copy of the file or a restored volume may have undone commits that readers saw. With the new
-    id, a token of an undone commit differs from the token of a later commit at the same seqno. Open readers load their
-    chains again.
+    id, a token of an undone commit differs from the token of a later commit at the same seqno. A new chain id makes
+    open readers load their chains again.
     """
     history_id = txn.environment.history_id
     pub = txn.pub(vbid)
@@ -229,8 +229,8 @@ def put_published(
     """Publish the staging branch up to `after.published_seqno`, and write the boundary there. Return the boundary's
     counters.
 
-    The first publish after a resync or deferred rollback sets the branch's time, from which on readers see the branch.
-    After a resync the purger starts again from seqno 0.
+    The first publish after a resync or deferred rollback sets the branch's time: the moment from which readers see the
+    branch. After a resync the purger starts again from seqno 0.
     """
     vbid, branch, seqno = after.vbid, after.branch, after.published_seqno
     if branch != before.branch:
@@ -313,7 +313,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     txn.put_pub(vbid, records.Pub(branch, at, min(floor_seqno, at), manifest_key))
     _copy_boundary(txn, vbid, branch, boundary, vbuuid)
     _put_rollback(txn, state, branch, at, vbuuid, now.wall_ms)
-    # The resync overwrote the served copy's `stream_filter` and `missing_seqno`; the latter was at most the floor.
+    # The resync overwrote the served copy's `stream_filter` and `missing_seqno`. The floor is at least the latter.
     _put_state(
         txn,
         state,

@@ -1,7 +1,7 @@
 """Finds the rows of a vbucket that a view sees, and the kept boundaries among these rows.
 
 Knows the tree `branch` and boundary rows; writes only the tree `span`. A chain is a branch, its parent, and so on to
-the root. Each link has a cut: rows of its branch with seqno <= cut are visible. Invariants:
+the root. Each link (a branch of the chain) has a cut: the branch's rows with seqno <= cut are visible. Invariants:
 - a parent's number is smaller than its child's;
 - a parent's cut is the smaller of its child's cut and base_seqno, so cuts never rise towards the root;
 - the rows of a branch lie above its base_seqno, so the rows of a chain strictly rise in seqno from root to tip.
@@ -138,7 +138,7 @@ def _link_of(chain: Sequence[ChainLink], branch: int, start: int) -> int:
 
 
 def boundary_of(key: bytes, value: bytes, vbid: int, link: ChainLink | None = None) -> Boundary:
-    """Decode a boundary row. Without `link`, the link of the row's branch, the history id is 0 (unknown)."""
+    """Decode a boundary row. `link` is the link of the row's branch; without a link the history id is 0 (unknown)."""
     branch, seqno = keys.ROW.unpack_from(key)
     if len(value) != keys.BOUNDARY.size:
         raise CorruptedError(f"boundary row {branch}:{seqno} has {len(value)} bytes", vbid=vbid)
@@ -198,7 +198,7 @@ def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int
             span_key = keys.SPAN_KEY.pack(vbid, link.branch, first)
             if spans.set_range(span_key) and spans.key()[:6] == span_key[:6]:
                 (before,) = keys.SEQNO.unpack(spans.value())
-                if before < first:  # no boundary before the end of this snapshot: continue there
+                if before < first:  # the next boundary is the end of this snapshot
                     first = int.from_bytes(spans.key()[6:], "big")
             position = link.cut
             if first <= link.cut and cursor.set_range(keys.ROW.pack(link.branch, first)):

@@ -7,9 +7,9 @@ branch, seqno) makes these promises until it ends:
 - rows that this rollback retracts are kept, so the position can still be read, and the changes since it listed.
 
 After a resync a lease holds nothing, because the new copy shares no history with the position. A lease at seqno 0 holds
-nothing either, because all changes since 0 can always be listed. A power cut may have undone the publish of a position.
-A lease of such a position holds the history below, and the position once that is published again. If no boundary below
-is kept, the next published boundary may lie above the position. Invariants:
+nothing either, because all changes since 0 can always be listed. A lease of an unpublished position (a power cut may
+undo a publish) holds the kept history below the position, and after the publish also the position. If no boundary below
+the position is kept, the next published boundary may lie above it. Invariants:
 - a lease is granted only for history that is still kept;
 - a released or expired lease holds nothing.
 """
@@ -71,7 +71,7 @@ class Leases:
         return [positions[vbid] for positions in active if vbid in positions and positions[vbid][1]]
 
     def floor_max(self, txn: Transaction, vbid: int, served: chain.Chain, now_ms: int) -> int | None:
-        """Return the seqno that the floor of the served chain may not pass; None: no limit."""
+        """Return the seqno that the floor of the served chain must not pass; None: no limit."""
         limits = [
             common
             for branch, seqno in self.of(vbid, now_ms)

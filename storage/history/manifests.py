@@ -1,8 +1,7 @@
 """The collections of a vbucket at each of its seqnos, read from the tree `manifest`.
 
 Each row belongs to a system event and holds the event's change. Some rows hold the whole manifest instead, so that a
-read needs few rows. Knows this tree, `pub` and chains; `storage.write.pending` decides which rows hold the whole
-manifest.
+read needs few rows. Knows this tree, `pub` and chains.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from storage.model import Manifest, ManifestChange
 
 SHARED_MAX = 8
 _shared: dict[int, Manifest] = {}
-"""Recently read manifests, by uid, shared by vbuckets with equal collections. Otherwise 1,000 collections in 1,024
-vbuckets would be a million objects, and each garbage collection would take 0.2 s.
+"""Recently read manifests, by uid, shared by vbuckets with equal collections. Without sharing, 1,000 collections in
+1,024 vbuckets would be a million objects, and each garbage collection would take 0.2 s.
 """
 
 Key = tuple[int, int]

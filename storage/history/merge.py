@@ -1,10 +1,10 @@
 """Merges old links of a chain, so that reads do not slow down with each failover.
 
 Knows chains and every tree with branch numbers; the purger decides when to merge. After a rollback, the old branch
-stays on the chain as long as one of its rows is visible. Once it lies below the floor, no rollback can go back to it.
-Then its rows can move to its parent, oldest first. The base of the branch rises with the moved rows, and the empty
-branch is removed. The link with the fewest seqnos is merged first, so a row moves again only after its branch has at
-least doubled in size.
+stays on the chain as long as one of its rows is visible. Once the branch lies below the floor, no rollback can go back
+to it. Then its rows can move to its parent, oldest first. The base of the branch rises with the moved rows, and the
+empty branch is removed. The branch with the fewest seqnos is merged first, so a row moves again only after its branch
+has at least doubled in size.
 
 Invariants:
 - a step is one transaction and leaves the same rows visible at the same seqnos; another process may do the next step;
@@ -29,7 +29,9 @@ from storage.model import SEQNO_MAX, BranchReason
 LINKS_MAX = 16
 """A chain with at most this many links below the floor is not merged."""
 ROLLBACKS_KEPT = 16
-"""Number of the newest rollback records that are always kept, for people and for `wait`."""
+"""Number of the newest rollback records that are always kept, for people and for readers that wait for a write
+(`wait`).
+"""
 
 
 class Pair(NamedTuple):
@@ -44,7 +46,7 @@ class Pair(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The result of a step: the rows of `branch` up to `to_seqno` are now rows of `parent`."""
+    """The rows of `branch` up to `to_seqno` are now rows of `parent`."""
 
     branch: int
     parent: int

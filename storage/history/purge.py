@@ -38,8 +38,7 @@ LOOK_VBUCKETS = 8
 STEP_ROWS = 4_000
 """Rows of a full-size step. A step that only removes neighbouring rows takes four times as many."""
 STEP_MS_MAX = 20
-"""Upper target for a step's duration in milliseconds. The step after one of more than 60 % of this has half the size.
-"""
+"""Upper target for a step's duration in milliseconds. A step that takes more than 60 % of this halves the next one."""
 NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.DEFERRED_ROLLBACK)
 """Branches opened for these reasons are hidden from readers until their first publish. Until then `time_ms` is 0."""
 SHARE_MIN = 0.05
@@ -168,8 +167,7 @@ class Purger:
 
     def _forget(self, txn: Transaction, vbid: int, numbers: list[int]) -> None:
         branches.forget(txn, vbid, numbers)
-        # `_forgettable` would not see this removal if another vbucket opened as many branches: it compares the group's
-        # count.
+        # `_forgettable` compares the group's number of branches: another vbucket may restore it by opening some.
         self._forgotten.pop(vbid, None)
 
     def _merge(self, txn: Transaction, vbid: int, pair: merge.Pair) -> None:
@@ -351,8 +349,8 @@ class Purger:
         return known[1]
 
     def _announce_gap(self, txn: Transaction, vbid: int, dead: Dead) -> None:
-        """Lower the branch's `kept_seqno` before the first row is removed, so that readers refuse the range. Remove the
-        range's rows of `span` and `manifest`.
+        """Before the first row of a dead range is removed, lower `kept_seqno`, so that readers refuse the range. Remove
+        the range's rows of `span` and `manifest`.
         """
         row = branches.get_branch(txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
@@ -360,7 +358,7 @@ class Purger:
         if dead.after_seqno == SEQNO_MAX:
             return
         last = keys.SPAN_KEY.pack(vbid, dead.branch, dead.to_seqno)
-        for tree in (keys.DB_SPAN, keys.DB_MANIFEST):  # the keys of both have this form
+        for tree in (keys.DB_SPAN, keys.DB_MANIFEST):  # both have keys of this form
             cursor = txn.cursor(tree)
             there = cursor.set_range(keys.SPAN_KEY.pack(vbid, dead.branch, dead.after_seqno + 1))
             for _ in range(self.step_size.rows):
@@ -417,7 +415,7 @@ class _Victims:
 def _forget_boundaries(
     txn: Transaction, vbid: int, links: chain.Chain, boundaries: list[bytes], purged: int, floor: int, position: int
 ) -> None:
-    """Remove boundaries up to `position`: `boundaries`, the one at `purged`, and the copies at branch bases."""
+    """Remove boundaries up to `position`: `boundaries`, the boundary at `purged`, and the copies at branch bases."""
     row_tree = keys.rows_db(vbid)
     for key in boundaries:
         if records.seqno_of(key) <= position:
@@ -484,8 +482,8 @@ def forgettable(known: branches.Known, served: int, staging: int, with_rows: set
 
 
 def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Return the branches of those replaced copies that have no row left. As long as a copy has rows, its readers need
-    all its branches to check which rows are kept (`storage.read.validity`).
+    """Return the branches of the replaced copies without rows. As long as a copy has rows, its readers need all its
+    branches to check which rows are kept (`storage.read.validity`).
     """
     copy_of: dict[int, int] = {}
     for branch, row in known.items():
