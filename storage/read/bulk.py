@@ -1,4 +1,4 @@
-"""Documents in bulk: every document of a vbucket at one boundary as an undecoded row, for readers that build columns.
+"""Documents in bulk: every document of a vbucket at one boundary as an undecoded row.
 
 Knows the key and row trees and the visible rows. Invariants:
 - a read yields the documents of `View.scan` at the boundary, despite writes, purges and rollbacks meanwhile, or raises

@@ -3,7 +3,7 @@
 Knows the row tree, chains and rollback records; `retractions` finds the versions that a rollback takes back, and
 `validity` checks each transaction. Invariants:
 - every piece of rows is read in one checked transaction and holds at most `CHUNK_ROWS` rows;
-- as long as the events between two positions are kept, every read of them is the same;
+- as long as the events between two positions are kept, every read yields the same events;
 - a range that is not kept is refused before its first event.
 """
 
@@ -127,10 +127,7 @@ def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) ->
 def between(
     reader: VbucketReader, token: Token | None, end: Token | None, raw: bool, pieces: Pieces | None = None
 ) -> Iterator[Change]:
-    """Yield the changes from `token` (None: the beginning) to `end` (None: the state served now).
-
-    The generator holds at most one piece, and none of the documents that it yielded.
-    """
+    """Yield the changes from `token` (None: the beginning) to `end` (None: the state served now)."""
     way = resolve_range(reader, token, end)
     served, lost, after, _ = way
     replacing: chain.Chain = ()

@@ -55,7 +55,7 @@ class _Options(NamedTuple):
 
 
 class ReadRun:
-    """A run of point reads that share one transaction of each environment. This transaction is open from the first read
+    """A run of point reads that share one transaction in each environment. This transaction is open from the first read
     there to the end of the run, so a read outside of the run may see a newer commit.
     """
 

@@ -1,9 +1,8 @@
 """Stored rows of a vbucket in seqno order, for followers (DCP clients of this mirror): one version of each key up to a
 boundary.
 
-Knows both trees of a vbucket, its chain and its state; never the follower. Each call does bounded work in transactions
-of its own. Invariants:
-- up to a boundary, a follower gets every system event, and the newest version of each key that is visible there;
+Knows both trees of a vbucket, its chain and its state; never the follower. Each call does bounded work. Invariants:
+- up to a boundary, a follower gets every system event, and of each key the newest version that is visible there;
 - seqnos rise;
 - instead of a row that contradicts earlier rows, ViewInvalidated is raised.
 
@@ -123,10 +122,10 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
     """Return the seqno of the boundary to which a follower must go back, or 0 (to the beginning). The follower holds
     rows of the history `vbuuid` above `seqno`, the last seqno that the served history shares with `vbuuid`.
 
-    If this mirror rolled back from that history, return the boundary of the rollback. Otherwise the mirror never sent
-    the lost rows: return the newest kept boundary up to `seqno`. Return 0 if the follower may hold a snapshot that
-    began below the boundary and ended above: a snapshot of a branch without the boundary, a first snapshot
-    (`next_ends`), or one of a copy that a resync replaced.
+    If this mirror rolled back from the history `vbuuid`, return the boundary of the rollback. Otherwise the mirror
+    never sent the lost rows: return the newest kept boundary up to `seqno`. Return 0 if the follower may hold a
+    snapshot that began below the boundary and ended above: a snapshot of a branch without the boundary, a first
+    snapshot (`next_ends`), or one of a copy that a resync replaced.
     """
     if seqno < pinned.pub.floor_seqno:
         return 0
@@ -146,7 +145,7 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
 
 
 def _kept_seqno(reader: VbucketReader, txn: Transaction, pinned: ServedState, vbuuid: int, seqno: int) -> int:
-    """Return the newest kept boundary below `seqno`, or at `seqno` if it is of the history `vbuuid`; else 0."""
+    """Return the newest kept boundary below `seqno`, or at `seqno` for a boundary of the history `vbuuid`; else 0."""
     for boundary in chain.boundaries(txn, reader.vbid, chain.recut(pinned.links, seqno)):
         if boundary.seqno < pinned.pub.floor_seqno:
             break
@@ -197,7 +196,7 @@ class Commits:
         if self._number == reader.environment.env.info()["last_txnid"]:
             return found
         with reader.environment.read() as txn:
-            self._number = txn.raw.id()  # not `last_txnid`: this commit may not be readable yet
+            self._number = txn.raw.id()  # `last_txnid` may name a commit that is not readable yet
             for key, data in txn.raw.cursor(reader.pub).iternext():
                 vbid = int.from_bytes(key, "big")
                 if self._seen.get(vbid) != data:

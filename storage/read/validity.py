@@ -1,9 +1,9 @@
 """Checks that keep the promises to reads of several transactions.
 
-All documents of a read are those of one boundary. A reader that applied all changes has the documents of the boundary
-at which the read ended. If a rollback, resync, merge or purge between two transactions breaks a promise,
-ViewInvalidated is raised. Every transaction of a read begins with `check`; a read of changes then calls
-`check_tombstones`. Knows chains, boundaries, the floor and the purge seqno; never the documents. Invariants:
+A read of documents sees one boundary. A reader that applied all changes of a read has the documents of the boundary at
+which the read ended. If a rollback, resync, merge or purge between two transactions breaks a promise, ViewInvalidated
+is raised. Every transaction of a read begins with `check`; a read of changes then calls `check_tombstones`. Knows
+chains, boundaries, the floor and the purge seqno; never the documents. Invariants:
 - if the check of a transaction passes, the transaction reads the rows that the read's first transaction would have
   read;
 - a reader of changes gets the tombstones of all deleted documents that it holds, or ViewInvalidated.
@@ -57,7 +57,7 @@ def check_tombstones(
     reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int, purged_before: int = 0
 ) -> None:
     """Raise ViewInvalidated if the purger removed a tombstone above `after_seqno` since the read began.
-    `purged_before`: the result of `purged_seqno` at that time.
+    `purged_before`: the result of `purged_seqno` when the read began.
     """
     purged = purged_seqno(reader, txn, pinned, after_seqno)
     if after_seqno < purged != purged_before:

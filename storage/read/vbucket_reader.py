@@ -243,7 +243,7 @@ class VbucketReader:
         return document
 
     def verify(self, row_key: bytes, stored: bytes) -> None:
-        """Raise CorruptedError if a row is damaged or was not stored at this position."""
+        """Raise CorruptedError if a row is damaged or was not stored under `row_key`."""
         if (self.verify_reads and crc32c(stored) != RESIDUE) or stored[24:32] != row_key[SEQNO]:
             raise seal.damaged(stored, row_key, self.vbid, self.environment.path)
 

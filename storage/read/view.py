@@ -55,7 +55,7 @@ def open_view(
 
     `map_size` is the initial address space of each group, in bytes; it grows by itself. With `stale_reads` a vbucket is
     read from its old copy during a resync, even if the setting `resync_reads` withholds that copy. With `verify_reads`
-    each row's checksum is compared; a wrong one raises CorruptedError.
+    each row's checksum is compared; a wrong checksum raises CorruptedError.
 
     Raises NotAMirror, ReadOnly (no write access to a lock file), CorruptedError, FormatTooNew, WrongBucket.
     """
@@ -223,7 +223,7 @@ class View(PointReads):
         return states.published(self.groups, self._known_positions, unreadable)
 
     def token(self, vbid: int, branch: int | None = None, seqno: int | None = None) -> Token:
-        """Return the token of a position of a vbucket, by default of the published one."""
+        """Return the token of a position of a vbucket, by default of the published position."""
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
             if branch is None or seqno is None:
