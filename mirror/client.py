@@ -38,7 +38,7 @@ def socket_address(directory: Path) -> Iterator[str]:
 
 
 class ServiceSaidNo(MirrorError):
-    """The service refused a command; carries its message and exit code."""
+    """The service refused a command. The error has the service's message and exit code."""
 
     def __init__(self, answer: Reply) -> None:
         super().__init__(str(answer.get("error") or "the service refused"))

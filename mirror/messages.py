@@ -184,7 +184,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """A worker has opened all streams, lost one, or caught up."""
+    """A worker has opened all streams, lost a stream, or caught up."""
 
     op: ClassVar[str] = "turned"
 

@@ -3,7 +3,7 @@
 Knows lookup operations and path flags (kv_engine docs/SubDocument.md) and the virtual attributes; must never know
 requests, vbuckets or how documents are kept. Invariants:
 - xattrs are the members of one object;
-- a lookup of any number of paths checks once that the body is JSON, and computes its checksum at most once, on request;
+- a lookup of many paths checks the body's JSON once, and computes the body's checksum once, if requested;
 - a document that is nested too deeply raises a `PathError`.
 """
 

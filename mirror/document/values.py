@@ -1,8 +1,8 @@
 """Split and join values: compression, xattrs, body, and the datatype bits for them.
 
 Knows the datatype bits, snappy and the xattr blob (kv_engine docs/Document.md); must never know documents or
-connections. Invariant: datatype and value change together, so a function that alters one returns both. Snappy covers
-the whole value, xattrs included. The name of a system xattr begins with an underscore.
+connections. Invariant: datatype and value change together, so a function that alters one of them returns both. Snappy
+covers the whole value, xattrs included. The name of a system xattr begins with an underscore.
 """
 
 from __future__ import annotations

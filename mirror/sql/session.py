@@ -27,11 +27,10 @@ from storage.read.bulk import KeyRange
 from storage.read.view import AsOf, View
 
 BATCH_ROWS = 10_000
-"""Rows in a batch of an answer."""
 VALUE = "value"
 DEFAULT_TABLE = "documents"
 TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "json_each", "json_tree", "repeat"})
-"""Functions that make tables from their arguments alone."""
+"""Functions that make tables only from their arguments."""
 _METADATA = [pa.field(f"_{each.name}", each.type) for each in DOCUMENTS if each.name != VALUE]
 _VALUE = pa.field(VALUE, pa.json_())
 _PREFIX_FUNCTIONS = {"~~": r"([^%_\\]+)%.*", "^@": "(.+)", "starts_with": "(.+)", "prefix": "(.+)"}
@@ -116,14 +115,14 @@ class SqlSession:
         self._connection.interrupt()
 
     def progress(self) -> float | None:
-        """Return the share of the vbuckets that the running query has read, 0 to 1; None before its first read."""
+        """Return the share of the vbuckets that the running query has read, 0 to 1; None before the first read."""
         boundaries = self.boundaries
         if boundaries is None or not boundaries.vbuckets_planned:
             return None
         return boundaries.vbuckets_done / boundaries.vbuckets_planned
 
     def tables(self) -> dict[str, list[Column]]:
-        """Return every table with its columns, from a sample of each collection."""
+        """Return every table with its columns. Samples each collection."""
         names = sorted(self._collections(), key=lambda name: (name != DEFAULT_COLLECTION, name))
         return {DEFAULT_TABLE if name == DEFAULT_COLLECTION else name: self.columns(name) for name in names}
 
@@ -183,7 +182,7 @@ class SqlSession:
         names = boundaries.collections(None if all_vbuckets else self._view.vbids[:1])
         return names if self._allowed is None else names & self._allowed
 
-    # -- before DuckDB runs it ------------------------------------------------------------------------------------
+    # -- before DuckDB runs a query -------------------------------------------------------------------------------
 
     def _tree(self, query: str) -> Any:
         if query.count("(") > NESTED_MAX:

@@ -39,7 +39,7 @@ _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
 with escapes.
 """
 _DECIMAL = pa.decimal256(75, 38)
-"""The type of decimals before rounding. It has 75 digits because a difference has one more, and 76 is Arrow's limit."""
+"""The type of decimals before rounding: 75 digits, because a difference needs 76, Arrow's limit."""
 _NO_TIME = r"^0000|[ T][0-9]{2}[^:]|:[0-9.]*[-+](1[89]|2)"
 """Texts that Arrow reads as times and values.py may refuse: the year 0000, an hour without minutes before a zone, and
 offsets from 18 hours on.
@@ -52,13 +52,13 @@ MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
 @dataclass(frozen=True, slots=True)
 class Reading:
     mode: Mode = "failfast"
-    """`failfast`: a misfit is an error that names the document. `permissive`: fields that do not fit are null.
-    `dropmalformed`: the row is left out.
+    """`failfast`: a misfit is an error. `permissive`: its fields that do not fit are null. `dropmalformed`: its row is
+    left out.
     """
     corrupt_record: str = "_corrupt_record"
     """The name of the column for the text of misfits, if the schema has it."""
     time_zone: str | None = None
-    """The zone of times without a zone of their own. None: UTC; in Spark, the session's zone."""
+    """The zone of times whose text has none. None: UTC; in Spark the session's zone."""
     epoch: str | None = None
     """The unit of times that are numbers. None: most times are texts, and numbers are seconds."""
     keep_numbers: bool = False

@@ -47,7 +47,7 @@ class MergeFigures:
 
 
 class Listener(StreamingQueryListener):
-    """Turns progress events into figures, and calls `on_figures` in a thread of Spark's."""
+    """Turns progress events into figures, and calls `on_figures` in one of Spark's threads."""
 
     def __init__(self, on_figures: Callable[[BatchFigures], None]) -> None:
         self._on_figures = on_figures

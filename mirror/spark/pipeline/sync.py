@@ -1,4 +1,4 @@
-"""`sync`: run a stream of changes into the tables of a lake, and restart it from its checkpoint.
+"""`sync`: run a stream of changes into Delta tables (lake.py), and restart the stream from its checkpoint.
 
 Knows Spark's streaming queries and their batches; lake.py explains why tables get each event exactly once. Spark writes
 a batch's offsets to the checkpoint (`offsets/N`) before the batch runs, and `commits/N` after the batch. So after a

@@ -321,7 +321,7 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             names_lost = manifest_at(reader, passed, way.start.branch, way.start.seqno).names()
         elif change.kind in ("retraction", "restoration"):
             retracted = change.kind == "retraction"
-            if retracted and document.collection_id not in names_lost:  # it ended before the start: look as of the row
+            if retracted and document.collection_id not in names_lost:  # dropped before the start: look as of the row
                 where = int(document.branch), int(document.seqno)
                 names_lost |= manifest_at(reader, passed, *where).names()
             name = name_of(names_lost if retracted else names, document.collection_id)

@@ -78,7 +78,7 @@ class MirrorSource(DataSource):
 
     @with_clear_errors
     def schema(self) -> StructType:
-        """Spark calls it only if the user gives no schema."""
+        """Spark calls this only if the user gives no schema."""
         if self._options.infer_schema:
             return from_arrow_schema(inferred(self._options))
         self._own_schema = False
@@ -164,8 +164,8 @@ class Share(InputPartition):
 
 
 def in_session(shape: Shape) -> Shape:
-    """Fill in the session's time zone if the options name none. Call this in a task, because tasks have the session's
-    settings. A session without the setting uses the machine's zone.
+    """Fill in the session's time zone if the options name none. Only tasks have the session's settings. A session
+    without the setting uses the machine's zone.
     """
     if shape.reading.time_zone is not None:
         return shape

@@ -53,7 +53,7 @@ class Offset:
     names: Mapping[int, str] = field(default_factory=dict)
     """Over a connection: collection id -> name, with dropped collections. The source forgets their names."""
     selection: str = ""
-    """`Options.selection`. A position says nothing about changes that were filtered out, so an offset is valid for one
+    """`Options.selection`. A position does not tell which changes were filtered out, so an offset is valid for one
     selection.
     """
 

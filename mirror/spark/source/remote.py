@@ -98,7 +98,6 @@ class ReadJob:
     keys: KeyRange
     now_ms: int
     followed: MapRecord | None = None
-    """The driver's newest cluster map; tasks follow no older one."""
 
 
 def plan(options: Options, restriction: Restriction) -> tuple[ReadJob, list[list[int]]]:
@@ -173,7 +172,7 @@ class Newest:
         self._count = 0
         self._first_count: int | None = None
         self._last: dict[bytes, int] = {}
-        self._dropped: dict[int, int] = {}  # collection id -> number of the row that ended it
+        self._dropped: dict[int, int] = {}  # collection id -> number of the first row after its end
         self.names: dict[int, str] = {}
 
     def add(self, snapshot: Snapshot) -> None:

@@ -3,8 +3,7 @@
 Knows one table, and the files of `changes` as the events of batches; never the origin of events, nor the other tables
 (lake.py, which also explains why each event counts exactly once). A table has the columns STATE. With a schema
 (`Layout.fields`) these are named `_key`, `_value` and so on, and columns for fields of the JSON body follow. `_value`
-stays in the table: when a column is added, one commit writes all rows again and reads the column from `_value`. So a
-new column has its value in every row.
+stays in the table: when a column is added, one commit writes all rows again and reads the column from `_value`.
 
 Invariants: rows are live documents, each once; a batch is folded in one commit that carries its number; all rows were
 read with one schema and one `Reading` (`READING_MARK`); for a first load or an added column, memory holds one row
@@ -165,8 +164,8 @@ class DocumentsTable:
     def __init__(
         self, folder: Folder, layout: Layout, selection: str, misfits_table: MisfitsTable, collection: str | None = None
     ) -> None:
-        """Open the table, or make a missing one. If its columns differ from `layout`, write it again. It has the
-        documents of `collection` (None: of all). `selection` is the stream's. Raises ConfigError, MirrorError.
+        """Open or make the table. If its columns differ from `layout`, write it again. It has the documents of
+        `collection` (None: of all). `selection` is the stream's. Raises ConfigError, MirrorError.
         """
         self.folder = folder
         self._misfits_table = misfits_table

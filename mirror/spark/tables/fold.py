@@ -23,7 +23,7 @@ PUTS = frozenset({"mutation", "restoration"})
 RESYNC = "resync"
 
 STATE = pa.schema([*DOCUMENTS, CHANGES.field("vbuuid"), CHANGES.field("at_branch"), CHANGES.field("at_seqno")])
-"""Columns of a table of current state: a document, and the position of the event that put it there."""
+"""Columns of a table of current state: a document, and the position of the event that put it into the table."""
 
 FOLD_COLUMNS = [*STATE.names, "kind"]
 
@@ -33,7 +33,7 @@ FOLDED = pa.schema([*STATE, pa.field("live", pa.bool_())])
 
 @dataclass(frozen=True)
 class Voids:
-    """The vbuckets, and the collections in vbuckets, of which a batch removes all earlier rows."""
+    """The vbuckets, and the collections in vbuckets, whose earlier rows a batch removes."""
 
     vbuckets: set[int] = field(default_factory=set)
     collections: set[tuple[int, str]] = field(default_factory=set)

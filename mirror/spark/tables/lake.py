@@ -71,7 +71,7 @@ CHECKPOINT_MARK = "dcp-mirror/checkpoint"
 OFFSETS_MARK = "dcp-mirror/offsets"
 
 STATISTICS = "key,kind,collection,vbid,seqno,at_branch,at_seqno"
-"""Columns of `changes` whose statistics let readers skip files. Statistics of `value` would only make the log large."""
+"""Columns of `changes` whose statistics let readers skip files."""
 
 WAITING_BYTES_MAX = 64 * 1024 * 1024
 """Most bytes of compressed events that wait for a fold. The fold holds all of them in memory."""
@@ -82,7 +82,7 @@ VACUUM_INTERVAL_S = 900.0
 @dataclass(frozen=True)
 class Costs:
     rewrite_rate: int = 1 << 20
-    """Bytes a second that merging may write on average. 0: merge each batch, whatever it costs."""
+    """Bytes a second that merging may write on average. 0: merge after every batch."""
     keep_documents_hours: int = 1
     """Time for which replaced files of `documents` are kept. A reader of one version must not take longer."""
 
@@ -91,7 +91,7 @@ class Batch(NamedTuple):
     number: int
     checkpoint: str
     offsets: str
-    """The batch's offsets as text, compared and never parsed."""
+    """The batch's offsets as text, which is compared but never parsed."""
 
     def marks(self) -> list[Transaction]:
         return [
@@ -125,7 +125,7 @@ class Lake:
         self._costs = costs or Costs()
         self._layouts = layouts or Layouts()
         self._clock = clock
-        self._folded: int | None = None  # the newest batch that this object has brought into `documents`
+        self._folded: int | None = None  # the newest batch that this object has folded into `documents`
         self._due_s = self._vacuumed_s = clock()
         self.rewritten_bytes = 0  # bytes that the last merge wrote
         self._waiting_bytes = 0  # bytes of files in `changes` that are not folded yet
@@ -323,9 +323,7 @@ class Lake:
         return self._costs.rewrite_rate * 3600 * max(1, self._costs.keep_documents_hours) + self.documents_bytes()
 
     def _files_of(self, above: int, to: int) -> list[str]:
-        """Return the files in `changes` of the batches above `above`, up to `to`, in order. Files keep their names
-        until every table of documents has their batch.
-        """
+        """Return the files in `changes` of the batches above `above`, up to `to`, in order."""
         found = ((batch_of(name), name) for name in self._files())
         return [name for number, name in sorted((n, name) for n, name in found if n is not None and above < n <= to)]
 
