@@ -58,9 +58,9 @@ class PurgeRow(NamedTuple):
     """The purger's position in a vbucket; zeros before the first purge."""
 
     purged_seqno: int = 0
-    """The purger has visited the rows up to this seqno."""
+    """Seqno up to which the purger has visited the rows."""
     local_purge_seqno: int = 0
-    """The purger may have removed tombstones and manifests up to this seqno, but none above."""
+    """Seqno up to which the purger may have removed tombstones and manifests."""
     chain_id: int = 0
     """A random number. When it changes, readers load their remembered chains again."""
     resyncs_gone: int = 0
@@ -93,8 +93,8 @@ def draw_chain_id(txn: Transaction, vbid: int, **fields: int) -> None:
 def load(
     txn: Transaction, vbid: int, known: Mapping[manifests.Key, Manifest] | None = None
 ) -> tuple[VbucketState, manifests.StagingRows]:
-    """Return the state of a vbucket, and the `manifest` rows of its staging branch. `known` has manifests that need not
-    be read.
+    """Return the state of a vbucket, and the `manifest` rows of its staging branch. `known`: manifests that the caller
+    has already.
     """
     pub, row = txn.pub(vbid), txn.state_row(vbid)
     staging, staged, published = row.staging_branch, row.staged_seqno, row.staging_published_seqno
@@ -192,7 +192,7 @@ def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
 
 
 def with_history(history_ids: records.HistoryIds, history_id: int, above_seqno: int) -> records.HistoryIds:
-    """Add a history id for positions above `above_seqno` to the ids of a branch."""
+    """Return the history ids of a branch with a new id for positions above `above_seqno`."""
     kept = [*history_ids[:1], *(each for each in history_ids[1:] if each[1] < above_seqno)]
     return (*kept, (history_id, above_seqno))[-HISTORY_IDS_MAX:]
 

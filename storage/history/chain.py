@@ -27,7 +27,7 @@ class ChainLink(NamedTuple):
     base_seqno: int
     cut: int
     kept_seqno: int = SEQNO_MAX
-    """The purger may have removed the branch's rows above this seqno, because the served chain does not see them."""
+    """Seqno above which the purger may have removed the branch's rows. The served chain does not see those rows."""
     first_branch: int = 0
     """The oldest empty branch that this branch replaced (`branches.abandon`); `branch` or 0: none. A position on a
     replaced branch counts as `base_seqno` of this branch.
@@ -158,7 +158,8 @@ def newest_boundary(txn: Transaction, vbid: int, chain: Chain, to_seqno: int) ->
 
 
 def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
-    """Yield the kept boundaries of a chain, newest first. Leaves out the copies at the bases of branches.
+    """Yield the kept boundaries of a chain, newest first. A boundary with a copy at the base of a branch is yielded
+    once.
 
     Walks rows backwards, and skips long snapshots by `span`: at most `SPAN_SEQNOS` rows are read between two
     boundaries.
@@ -187,7 +188,7 @@ def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
 
 
 def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int) -> Iterator[Boundary]:
-    """Yield the kept boundaries of a chain above `after_seqno`, rising. Skips long snapshots like `boundaries`."""
+    """Yield the kept boundaries of a chain above `after_seqno`, rising. Like `boundaries`, skips long snapshots."""
     cursor = txn.cursor(keys.rows_db(vbid))
     spans = txn.cursor(keys.DB_SPAN)
     for link in reversed(chain):
@@ -235,7 +236,7 @@ def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:
 
 
 def put_span(txn: Transaction, vbid: int, branch: int, end_seqno: int, before_seqno: int) -> None:
-    """Record in `span` that no boundary lies between two seqnos of a branch. Does nothing if they are close."""
+    """Record in `span` that no boundary lies between two seqnos of a branch, if more than `SPAN_SEQNOS` apart."""
     if end_seqno - before_seqno > SPAN_SEQNOS:
         key = keys.SPAN_KEY.pack(vbid, branch, end_seqno)
         txn.put(keys.DB_SPAN, key, keys.SEQNO.pack(before_seqno))

@@ -35,8 +35,7 @@ class History(NamedTuple):
     resync_count: int
     """Number of resyncs whose copy replaced the old one."""
     resyncs_ms: tuple[int, ...]
-    """Times at which these copies were first published, milliseconds since 1970, oldest first. Copies that are no
-    longer stored are left out.
+    """Times of the first publish of the resynced copies that are still stored: milliseconds since 1970, oldest first.
     """
 
     @property

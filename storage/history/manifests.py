@@ -30,15 +30,15 @@ class StagingRows(NamedTuple):
     """The `manifest` rows that make up the newest manifest of a staging branch."""
 
     key: Key
-    """The newest row at or below the published seqno."""
+    """Key of the newest row at or below the published seqno."""
     above: list[Key]
-    """The rows above the published seqno, rising."""
+    """Keys of the rows above the published seqno, rising."""
     depth: int
     """Number of rows from the newest back to one with a whole manifest, both included."""
 
 
 def read(txn: Transaction, vbid: int, key: Key, known: Mapping[Key, Manifest] | None = None) -> tuple[Manifest, int]:
-    """Return the manifest as of a row, and the number of rows read. `known` has manifests that need not be read."""
+    """Return the manifest as of a row, and the number of rows read. `known`: manifests that the caller has already."""
     base, known = Manifest.initial(), known or {}
     if key == (0, 0) or key in known:
         return known.get(key, base), 0

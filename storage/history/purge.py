@@ -1,8 +1,8 @@
 """The purger raises the floor, and removes the rows that no boundary at or above the floor sees, in small steps.
 
-Knows boundaries, versions, branches and the time of `HistoryClock`. The group's writer calls the purger when it has
-nothing else to do. The purger visits each row once, in seqno order, after the floor has passed the row, so its work
-grows with the changes, not with the bucket. Invariants:
+Knows boundaries, versions, branches and the time of `HistoryClock`. The group's writer, when idle, calls the purger.
+The purger visits each row once, in seqno order, after the floor has passed the row, so its work grows with the changes,
+not with the bucket. Invariants:
 - the floor is a kept boundary and falls only with a resync;
 - a new floor is committed before any row below it is removed;
 - readers cannot read as of a boundary below the floor (`vbucket_reader` and `validity` refuse);
@@ -50,7 +50,7 @@ class Window:
     """Limits of the kept history (None: no limit). The tightest limit decides."""
 
     time_ms: int | None = None
-    """Readers can go back at least this far, if the mirror is old enough."""
+    """Readers can go back at least this many milliseconds, if the mirror is old enough."""
     boundaries: int | None = None
     size_bytes: int | None = None
     """Bytes of rows of a vbucket above its floor."""
@@ -106,7 +106,7 @@ class Purger:
         self.removed_rows = 0
 
     def plan(self, now_ms: int) -> Step | None:
-        """Look for work in a few vbuckets. Return the next step, or None if there is none. Reads only."""
+        """Look for work in a few vbuckets, without writing. Return the next step, or None."""
         if self._removal is not None:
             return Step(self._removal.vbid, self._remove)
         with self.environment.read() as txn:
@@ -167,7 +167,7 @@ class Purger:
 
     def _forget(self, txn: Transaction, vbid: int, numbers: list[int]) -> None:
         branches.forget(txn, vbid, numbers)
-        # `_forgettable` compares the group's number of branches: another vbucket may restore it by opening some.
+        # `_forgettable` compares the group's number of branches, which a branch opened elsewhere may restore.
         self._forgotten.pop(vbid, None)
 
     def _merge(self, txn: Transaction, vbid: int, pair: merge.Pair) -> None:

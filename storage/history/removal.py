@@ -29,9 +29,9 @@ SAMPLES_PER_BATCH = 16
 DEAL_SLICES = 8
 """Slices that one step distributes to batches."""
 READ_SHARE = 2
-"""A step that reads rows takes this many times `limit`."""
+"""Rows of a step that reads, as a multiple of `limit`."""
 ROW_SHARE = 4
-"""A step that removes rows takes this many times `limit`, because rows lie side by side."""
+"""Rows of a step that removes rows, as a multiple of `limit`: rows lie side by side."""
 
 
 class Dead(NamedTuple):

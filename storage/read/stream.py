@@ -47,7 +47,7 @@ Row = tuple[bytes, bytes]
 class ServedState(Served):
     failover_log: FailoverLog
     purge_seqno: int
-    """A follower below this seqno may hold deleted documents whose tombstones are gone."""
+    """Seqno up to which tombstones may be gone. A follower below this seqno may hold deleted documents."""
     manifest: Manifest
     whole: bool
     """False during the first fill and during a resync."""

@@ -40,7 +40,7 @@ _UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)
 
 
 def end_of_references(branch: int, seqno: int) -> bytes:
-    """Return a value that sorts right behind the references of a branch up to a seqno."""
+    """Return an upper bound for the references of a branch up to a seqno."""
     return keys.DUP.pack(branch, seqno, 0xFF)
 
 
