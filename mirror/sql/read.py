@@ -81,7 +81,7 @@ class Boundaries:
                 self._lease = None
 
     def collections(self, vbids: Iterable[int] | None = None) -> set[str]:
-        """Return the names of the collections that any of some vbuckets knows (None: of all)."""
+        """Return the names of the collections that any of these vbuckets knows (None: all vbuckets)."""
         pins = self.pins(list(self.view.vbids if vbids is None else vbids), held=False)
         return {name for pin in pins for name in bulk.collection_names(self.view, pin).values()}
 

@@ -3,8 +3,8 @@
 Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know the origin of rows. A
 column is cut out of all rows at once, in C, and only if it is read: a count decompresses no value. Invariants: the
 values equal those of `storage.format.records.decode_row`, which also raises the error for a damaged row. A value that
-cannot be split (larger than `VALUE_LENGTH_MAX` without compression, or shorter than its xattrs should be) stays as
-stored, with its datatype bits, and stops no other document.
+cannot be split (larger than `VALUE_LENGTH_MAX` without compression, or too short for its xattrs) stays as stored, with
+its datatype bits, and stops no other document.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read one JSON document into values of a user's schema, value by value, as Spark's from_json does.
 
 bodies.py uses this module for documents that Arrow's reader refuses; both must give the same results. A value that its
-column's type cannot take is a misfit: it becomes null, and the rest of the document stays. In an array or map the whole
-array or map becomes null, unless its elements are structs. A number in a text column keeps the document's spelling.
+column's type cannot take is a misfit: it becomes null, and the rest of the document stays. A misfit in an array or map
+makes all of it null, but in a struct only the struct's field. A number in a text column keeps the document's spelling.
 
 tests/typed/differences.md lists the differences from from_json.
 """

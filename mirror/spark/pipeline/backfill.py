@@ -1,11 +1,10 @@
 """`backfill`: many tasks copy a bucket into files, one group of vbuckets each. A mirror continues from these files.
 
-A task runs the same consumer as the service's workers, which writes a group to LMDB on the disk of the task's machine.
-When the group has caught up, the task closes it and copies it to the target as one compacted file: the target may be on
-a network file system, where no LMDB environment must be open. Invariants: the target becomes a mirror (`mirror.json`)
-when it has every group. Until then its name is `<target>.incomplete`, and the next run for the same bucket pulls the
-missing groups. A vbucket has caught up when it has published the high seqno that the source had at the start of the
-task.
+A task runs the same consumer as the service's workers. The consumer writes a group to LMDB on the disk of the task's
+machine. When the group has caught up, the task copies it to the target as one compacted file: the target may be on a
+network file system, where no LMDB environment may be open. Invariants: the target becomes a mirror (`mirror.json`) when
+it has every group. Until then its name is `<target>.incomplete`, and the next run for the same bucket pulls the missing
+groups. A vbucket has caught up when it has published the high seqno that the source had at the start of the task.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ the end makes one export of the files. Invariants:
 - Delta: one commit makes the table's next version. Its metadata has the boundaries as tokens. Parquet: tasks write the
   files to `<target>.incomplete`, and `_SUCCESS` has the metadata as JSON. Then one rename makes the folder the target.
   A killed export leaves no version and no `_SUCCESS`; the next run removes its files.
-- An object store has no rename: Parquet files are written in place. `_SUCCESS` is the last object, and names them. A
-  prefix without `_SUCCESS` is not a complete export. `overwrite` removes `_SUCCESS` first.
+- An object store has no rename: Parquet files are written in place. `_SUCCESS` is the last object, and names the files.
+  A prefix without `_SUCCESS` is not a complete export. `overwrite` removes `_SUCCESS` first.
 """
 
 from __future__ import annotations

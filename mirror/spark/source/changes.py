@@ -112,7 +112,7 @@ class LocalChanges(ChangesDriver):
         identity = self._view.identity
         super().__init__(options, "path", identity.bucket_uuid, identity.group_count)
         self._known: set[int] = set()
-        self._undelivered: set[int] = set()  # vbuckets whose first batch found its history lost: they begin again
+        self._undelivered: set[int] = set()  # vbuckets whose history was lost before the first batch: begin again
         self._lease: Lease | None = None
         self._leased_s = 0.0
 
@@ -214,8 +214,8 @@ class LocalChanges(ChangesDriver):
     def _hold(self, start: Offset) -> None:
         """Lease the history that the batches after `start` need. An older lease holds more, so its renewal can wait.
 
-        For a vbucket of which nothing was sent yet, the lease begins at its first kept boundary, because its first
-        batch may end at any boundary.
+        If nothing of a vbucket was sent yet, its lease begins at the first kept boundary, because the first batch may
+        end at any boundary.
         """
         if self._lease is not None and time.monotonic() - self._leased_s < self._options.lease_seconds / 3:
             return

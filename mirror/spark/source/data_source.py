@@ -97,7 +97,7 @@ class MirrorSource(DataSource):
         shape = shape_of(fields, options, own_schema)
         mark = MARK if own_schema else ""
         if options.pushdown:
-            hide_tracebacks()  # if its setting is off, PySpark refuses this reader: one line is enough
+            hide_tracebacks()  # if the session's setting is off, PySpark refuses this reader: one line is enough
             return PushdownDocumentsReader(options, shape, mark)
         return DocumentsReader(options, shape, mark)
 

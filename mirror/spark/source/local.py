@@ -1,4 +1,4 @@
-"""Documents of a mirror's directory, for Spark: `plan` fixes the boundaries of a job, and its tasks `read` them.
+"""Documents of a mirror's directory, for Spark: `plan` fixes the boundaries of a job, and tasks `read` there.
 
 Knows views, pins and leases; must never know Spark. Planning and tasks run on the same machine. Invariants: a job reads
 one boundary of each vbucket, which `plan` chooses, despite later writes, rollbacks and purges. A lease holds that
@@ -69,7 +69,7 @@ def dealt(vbids: Sequence[int], parts: int, group_count: int) -> list[list[int]]
 
 
 def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int]]]:
-    """Choose a boundary of each vbucket that the restriction leaves, lease it, and deal these vbuckets to tasks."""
+    """Choose and lease a boundary of each vbucket that the restriction leaves, and deal these vbuckets to tasks."""
     assert options.path is not None
     with open_view(options.path) as view:
         chosen = [vbid for vbid in options.vbids_of(view.vbids) if restriction.takes(vbid)]

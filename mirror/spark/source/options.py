@@ -1,7 +1,7 @@
 """The options of the data source: names, meanings and bounds, as a user gives them to Spark.
 
 Knows text; never a store, a connection or a session. A password is no option: Spark's UI and event log show options.
-Invariant: `parse` returns complete options in bounds, or raises ConfigError with one line that names option and remedy.
+Invariant: `parse` returns complete and valid options, or raises ConfigError with one line that names option and remedy.
 docs/spark.md, "Options", describes them.
 """
 

@@ -43,7 +43,7 @@ from storage.read.view import Pin
 AGAIN = "start the query again"
 FRAMES_AT_ONCE = 2_000
 SUSPECTS = 16
-"""Number of vbuckets with an unchanged high seqno whose failover log each batch requests."""
+"""Each batch requests the failover log of this many vbuckets with an unchanged high seqno."""
 LENGTH_BYTES = 4
 SPOOL_BYTES = 4 * 1024 * 1024
 """Bytes of a vbucket's rows in memory; more go to disk."""

@@ -164,8 +164,8 @@ class DocumentsTable:
     def __init__(
         self, folder: Folder, layout: Layout, selection: str, misfits_table: MisfitsTable, collection: str | None = None
     ) -> None:
-        """Open or make the table. If its columns differ from `layout`, write it again. It has the documents of
-        `collection` (None: of all). `selection` is the stream's. Raises ConfigError, MirrorError.
+        """Open or make the table of `collection` (None: of all). If its columns differ from `layout`, write all rows
+        again. `selection` is the stream's. Raises ConfigError, MirrorError.
         """
         self.folder = folder
         self._misfits_table = misfits_table

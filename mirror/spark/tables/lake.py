@@ -9,7 +9,7 @@ each event exactly once, for these reasons:
    The commit is based on the version in which the mark was looked up and may only become the next version (delta.py).
    So of any number of attempts at a batch (after a crash, an executor's retry, or by a process that seemed dead) one is
    committed. The files of other attempts are orphans that no reader sees.
-2. Each table of documents is a function of `changes`: the fold of its batches in order. A fold reads the committed
+2. Each table of documents is a function of `changes`: the fold of all batches in order. A fold reads the committed
    files. It does not read the source, which may have forgotten superseded versions or rolled back. A fold's merge is
    one commit with the same kind of mark.
 3. A batch begins only when the batch before is in `changes`. So after a crash only the newest batch may be missing in
@@ -114,8 +114,8 @@ class Lake:
         layouts: Layouts | None = None,
     ) -> None:
         """Make missing tables. `checkpoint` names the stream's checkpoint, or is None for a new one; `selection` is the
-        stream's. Raises ConfigError for tables with another checkpoint, another selection (their description) or
-        another layout.
+        stream's. Raises ConfigError for tables with another checkpoint, another selection (stored in their description)
+        or another layout.
         """
         self.folder = folder
         self.changes_folder = folder.child(CHANGES_FOLDER)
@@ -362,7 +362,7 @@ class Lake:
             table.vacuum(min(keep_hours, self._costs.keep_documents_hours))
 
     def tidy_documents(self) -> None:
-        """Remove old files of older versions of `documents`, at most every VACUUM_INTERVAL_S."""
+        """Remove expired files of older versions of `documents`, at most every VACUUM_INTERVAL_S."""
         if self._clock() >= self._vacuumed_s + VACUUM_INTERVAL_S:
             self._vacuumed_s = self._clock()
             for table in self._tables.values():

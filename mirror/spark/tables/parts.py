@@ -1,4 +1,5 @@
-"""Parquet files as parts of a table. A process that reads data writes them, and reports a few hundred bytes for each.
+"""Parquet files as parts of a table. The process that reads the data writes them, and reports a few hundred bytes for
+each.
 
 Knows Arrow batches and one folder (places.py); never tables, commits or Spark. Invariants: a reported part is complete
 and synced. An unfinished part is never reported, and its file is removed. If the process is killed, the file stays as
