@@ -397,7 +397,7 @@ def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> None:
 
 
 def begin_resync(txn: Transaction, state: VbucketState, *, unavailable: bool = False) -> None:
-    """Open a staging branch without parent, next to the served copy. Its time stays 0 until its first publish."""
+    """Open a staging branch without parent, next to the served copy. The branch has time 0 until its first publish."""
     branch = _open_branch(txn, state.vbid, None, 0, 0, BranchReason.RESYNC)
     pub = txn.pub(state.vbid)
     flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)

@@ -9,7 +9,7 @@ branch, seqno) makes these promises until it ends:
 After a resync a lease holds nothing, because the new copy shares no history with the position. A lease at seqno 0 holds
 nothing either, because all changes since 0 can always be listed. A lease of an unpublished position (a power cut may
 undo a publish) holds the kept history below the position, and after the publish also the position. If no boundary below
-the position is kept, the next published boundary may lie above it. Invariants:
+the position is kept, the next published boundary may lie above this position. Invariants:
 - a lease is granted only for history that is still kept;
 - a released or expired lease holds nothing.
 """

@@ -99,7 +99,7 @@ class Purger:
         self._next_walk: tuple[int, bytes, bytes] | None = None  # `_walk` after the step's commit
         self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
         self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
-        self._short: dict[int, int] = {}  # by vbid: the served branch if its chain, which never grows, is short
+        self._short: dict[int, int] = {}  # by vbid: the served branch, if its chain is short (it never grows)
         self.moved: merge.Moved | None = None
         """Rows that the last step moved between branches."""
         self.step_size = AdaptiveStepSize()

@@ -24,7 +24,7 @@ HEAD_BYTES_MAX = 24 + 31 + 255
 SNAPPY_RATIO_MAX = 32
 """No value decompresses to more than this many times its length: three bytes become 64 at most."""
 _META_LENGTH = slice(52, 54)
-"""Where a mutation has the length of its extended metadata, which old servers put behind the value."""
+"""Place of the length of extended metadata, which old servers put behind the value."""
 
 
 @dataclass(frozen=True, slots=True)

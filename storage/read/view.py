@@ -51,7 +51,7 @@ __all__ = [
 def open_view(
     path: str | os.PathLike[str], *, map_size: int = MAP_SIZE, stale_reads: bool = False, verify_reads: bool = True
 ) -> View:
-    """Open the mirror in the data directory `path` for reading, whether its service runs or not.
+    """Open the mirror in the data directory `path` for reading, even if its service does not run.
 
     `map_size` is the initial address space of each group, in bytes; it grows by itself. With `stale_reads` a vbucket is
     read from its old copy during a resync, even if the setting `resync_reads` withholds that copy. With `verify_reads`
@@ -268,7 +268,7 @@ class View(PointReads):
     def changes(
         self, vbid: int | None = None, *, since: Token | None = None, raw: bool = False, pieces: Pieces | None = None
     ) -> Iterator[Change]:
-        """Yield published events in order, up to now; with `since`, only those after a token.
+        """Yield published events in order, up to now; with `since`, only events after this token.
 
         A token below the history floor is accepted as long as no tombstone above the token was purged. Superseded
         versions may then be missing, as after the source's own deduplication. If the token's history was rolled back,
