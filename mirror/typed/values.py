@@ -26,7 +26,7 @@ class Problems(list[str]):
     """The misfits of one document."""
 
     lost_number = False
-    """True if a misfit is a number that its integer column cannot hold. As null the number would be missing in sums."""
+    """True if a misfit is a number that its integer column cannot hold: sums would lack it."""
 
 
 Reader = Callable[[Any, Problems], Any]

@@ -2,8 +2,8 @@
 
 Knows views, pins and leases; must never know Spark. Planning and tasks run on the same machine. Invariants: a job reads
 one boundary of each vbucket, which `plan` chooses, despite later writes, rollbacks and purges. A lease holds that
-history until `lease_seconds` after the plan or a task last renewed it (without a running service no row is purged).
-If the history is gone all the same, the job fails with an error.
+history until `lease_seconds` after the plan or a task last renewed it. If the history is gone all the same, the job
+fails with an error.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
 
     @with_clear_errors
     def initialOffset(self) -> Encoded:
-        """Return the start of a query without a checkpoint. Spark calls it more than once."""
+        """Return the start of a query without a checkpoint. Spark calls this more than once."""
         if self._initial is None:
             driver = self._driver
             self._initial = (driver.published() if self._options.latest else driver.beginning()).encode()

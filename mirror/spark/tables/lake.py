@@ -7,8 +7,7 @@ each event exactly once, for these reasons:
 
 1. `changes` is the truth. A batch's files become part of it in ONE commit, which carries the batch's number as a mark.
    The commit is based on the version in which the mark was looked up and may only become the next version (delta.py).
-   So of any number of attempts at a batch (after a crash, an executor's retry, or by a process that seemed dead) one is
-   committed. The files of other attempts are orphans that no reader sees.
+   So of several attempts at a batch one is committed. The files of other attempts are orphans that no reader sees.
 2. Each table of documents is a function of `changes`: the fold of all batches in order. A fold reads the committed
    files. It does not read the source, which may have forgotten superseded versions or rolled back. A fold's merge is
    one commit with the same kind of mark.
@@ -25,8 +24,7 @@ each event exactly once, for these reasons:
 
 The cost of `documents`: a merge rewrites every file in which it changes a row, because delta-rs writes no deletion
 vectors. If changes are spread over all keys, each merge writes the whole table. So merges wait: on average they write
-at most `rewrite_rate` bytes a second (`Costs`), for any size of tables and batches. Replaced files are kept for only
-`keep_documents_hours`.
+at most `rewrite_rate` bytes a second (`Costs`). Replaced files are kept for only `keep_documents_hours`.
 
 Invariants: rows of `documents` are live documents; at any moment both tables can be read, and show the state after some
 batch.
@@ -76,7 +74,6 @@ STATISTICS = "key,kind,collection,vbid,seqno,at_branch,at_seqno"
 WAITING_BYTES_MAX = 64 * 1024 * 1024
 """Most bytes of compressed events that wait for a fold. The fold holds all of them in memory."""
 VACUUM_INTERVAL_S = 900.0
-"""Time between two clean-ups of `documents`."""
 
 
 @dataclass(frozen=True)
