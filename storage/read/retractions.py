@@ -166,7 +166,7 @@ class NewToReader:
     order.
 
     Documents of a collection that the new history has dropped or flushed do not pass. A reader that already had the
-    drop or flush does not get it again, so it would keep these documents.
+    drop or flush does not get that event again, and would keep the documents.
     """
 
     def __init__(self, reader: VbucketReader, lost: chain.Chain, replacing: chain.Chain, raw: bool) -> None:
@@ -180,7 +180,8 @@ class NewToReader:
         with reader.environment.read() as txn:
             self._manifest = reader.manifest_on(txn, replacing)
         self._overridden: set[tuple[int, bytes]] = set()
-        """Keys of events that passed. Later events of these keys pass, too: the reader's own version was replaced."""
+        """Keys of events that passed. Later events of these keys pass, too, because the reader's version was replaced.
+        """
 
     def __call__(self, document: Document) -> bool:
         if document.seqno > self._lost[0].cut:
