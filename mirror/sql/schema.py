@@ -66,8 +66,6 @@ def type_ddl(kind: Any) -> str:
 
 
 class _Found:
-    """The types of a field's values in the sample, and an example."""
-
     __slots__ = ("count", "element", "example", "fields", "kinds")
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ because Spark has no unsigned ones (a cas or vbuuid above 2^63-1 becomes negativ
 The other columns of changes are:
 
     kind        - mutation, deletion, expiration: a published version
-                - retraction: a rollback took this version, the newest of its key, from readers; it has its old fields
-                - restoration: after a rollback this older version is valid again; it has its old fields
+                - retraction: a rollback took this version, the newest of its key, from readers
+                - restoration: after a rollback this older version is valid again
                 - collection_dropped, collection_flushed: all documents of the collection in this vbucket, up to this
                   row, are gone. The key is null
                 - resync: the vbucket's history could not be followed. All its earlier rows are void, and all its
