@@ -1,7 +1,7 @@
 """Errors of the store. Each says what failed, where (`path`, `vbid`) and what to do (`hint`).
 
-`mirror/__init__.py` lists those that a reader can meet. Exit codes are those of the command line; `retryable` is true
-if the same call may succeed later without anybody acting.
+`mirror/__init__.py` lists the errors that readers can get. `exit_code` is the exit code of the command. `retryable` is
+true if the same call may succeed later without intervention.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CorruptedError(StorageError):
 
 
 class WrongBucket(StorageError):
-    """The directory mirrors another bucket than the one offered."""
+    """The directory or group folder belongs to another bucket."""
 
     exit_code = 3
 
@@ -55,13 +55,13 @@ class NotAMirror(StorageError):
 
 
 class Locked(StorageError):
-    """Another process owns the group or the directory."""
+    """Another process holds the group, the directory, or the last reader slot."""
 
     retryable = True
 
 
 class ReadOnly(StorageError):
-    """The directory cannot be written, or a reader cannot write the lock file."""
+    """A permission is missing: on the directory, or on the lock file, which readers must write."""
 
     exit_code = 2
 
@@ -79,7 +79,7 @@ class Full(StorageError):
 
 
 class SeqnoOrder(StorageError):
-    """Rows do not rise in seqno, or lie below the staged ones: the source broke its rules."""
+    """The rows do not rise in seqno above the staged rows: the source broke the protocol."""
 
 
 class NotHeld(StorageError):
@@ -87,21 +87,21 @@ class NotHeld(StorageError):
 
 
 class UnknownCollection(StorageError):
-    """The vbucket has no collection of that name at this point of its history."""
+    """The vbucket has no collection of that name at the requested position."""
 
     exit_code = 2
 
 
 class NoSuchBoundary(StorageError):
-    """No boundary is kept at or below the requested one; the message names the floor."""
+    """No boundary is kept at or below the requested position; the message names the floor."""
 
 
 class AnswerTooLarge(StorageError):
-    """The requested documents are larger than the caller's own limit."""
+    """The requested documents are larger than the caller's `bytes_max`."""
 
 
 class WriteLost(StorageError):
-    """A failover of the source undid the write that a reader waits for: it will never come."""
+    """A failover of the source undid the write that a reader waits for."""
 
 
 class NotPublished(StorageError):
@@ -111,18 +111,18 @@ class NotPublished(StorageError):
 
 
 class ViewInvalidated(StorageError):
-    """A rollback or the purger passed the reader's position: start again from a fresh view."""
+    """The data at the reader's position is gone: a rollback, a resync, the purger or a replaced file removed it."""
 
     retryable = True
     rolled_back = False
-    """True: another history is served now. False: rows that the read needs are no longer kept."""
+    """True if another history is served now; False if rows that the read needs are no longer kept."""
 
 
 class Unavailable(StorageError):
-    """The vbucket is being resynced, and the setting `resync_reads` withholds its old copy."""
+    """The vbucket is being resynced, and `resync_reads = unavailable` refuses readers."""
 
     retryable = True
 
 
 class Closed(StorageError):
-    """The view or writer was used after close, or in a child process that did not open it."""
+    """The view or writer was used after `close`, or after fork in the child."""

@@ -1,6 +1,6 @@
-"""The nouns of the store: identifiers, documents, boundaries and the state of a vbucket.
+"""The value types of the store: identifiers, documents, boundaries and the state of a vbucket.
 
-Knows plain values only: no LMDB, no sockets, no clock. Everything here is immutable; `ingest` imports nothing else of
+Knows plain values only: no LMDB, no sockets, no clock. All types are immutable. `ingest` imports no other module of
 `storage`.
 """
 
@@ -18,7 +18,7 @@ ManifestUid = NewType("ManifestUid", int)
 Branch = NewType("Branch", int)
 
 NO_VBUUID = Vbuuid(0)
-"""No history: used in a stream request from 0, and for seqnos below a failover log."""
+"""The vbuuid in a stream request from 0, and of seqnos below the oldest entry of a failover log."""
 
 SEQNO_MAX = 2**64 - 1
 DEFAULT_COLLECTION = 0
@@ -41,7 +41,7 @@ class BranchReason(IntEnum):
     ABANDONED = 4
     DEFERRED_ROLLBACK = 6
     MERGING = 7
-    """The branch lies below the floor, and its rows are moving to its parent."""
+    """The branch lies below the floor, and the purger is moving its rows to the parent."""
 
 
 class FailoverEntry(NamedTuple):
@@ -52,7 +52,7 @@ class FailoverEntry(NamedTuple):
 
 
 class FailoverLog(tuple[FailoverEntry, ...]):
-    """Histories of a vbucket, newest first; seqnos never rise on the way to older entries (docs/protocol.md 2.5)."""
+    """Histories of a vbucket, newest first; seqnos never rise from one entry to the next (docs/protocol.md 2.5)."""
 
     __slots__ = ()
 
@@ -66,8 +66,8 @@ class FailoverLog(tuple[FailoverEntry, ...]):
         return self[0].vbuuid if self else NO_VBUUID
 
     def vbuuid_at(self, seqno: int) -> Vbuuid:
-        """Return the vbuuid of the newest entry that began at or below a seqno. Return NO_VBUUID if there is none, or
-        for seqno 0, which is part of every history.
+        """Return the vbuuid of the newest entry that began at or below `seqno`. Return NO_VBUUID if there is none, and
+        for seqno 0, which every history has.
         """
         if seqno:
             for entry in self:
@@ -76,7 +76,9 @@ class FailoverLog(tuple[FailoverEntry, ...]):
         return NO_VBUUID
 
     def end_of(self, vbuuid: int, high_seqno: int) -> int | None:
-        """Return the last seqno that the history `vbuuid` shares with the log's owner; None if the log lacks it."""
+        """Return the last seqno of the history `vbuuid`: the seqno of the next newer entry, or `high_seqno` for the
+        newest. None: no entry has this vbuuid.
+        """
         end_seqno = high_seqno
         for entry in self:
             if entry.vbuuid == vbuuid:
@@ -87,7 +89,8 @@ class FailoverLog(tuple[FailoverEntry, ...]):
     def pruned(self, seqno: int, vbuuid: int | None = None) -> FailoverLog:
         """Return the log after a rollback to a boundary at `seqno`.
 
-        If no entry is left, the log begins at the boundary with its `vbuuid`: earlier rows may be of an older history.
+        If no entry is left, add the boundary's (`vbuuid`, `seqno`). That entry does not begin at 0, because earlier
+        rows may belong to an older history.
         """
         kept = [entry for entry in self if entry.seqno <= seqno]
         if not kept and seqno and vbuuid:
@@ -97,7 +100,7 @@ class FailoverLog(tuple[FailoverEntry, ...]):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRange:
-    """An open (incomplete) snapshot: first and last seqno as the marker gave them, and the marker's flags."""
+    """An incomplete snapshot: first seqno, last seqno and flags of its marker."""
 
     start_seqno: Seqno
     end_seqno: Seqno
@@ -106,7 +109,7 @@ class SnapshotRange:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A collection at some seqno of a vbucket. Documents with seqno <= `begin_seqno` are not in it."""
+    """A collection as of some seqno of a vbucket. Only documents above `begin_seqno` belong to the collection."""
 
     collection_id: int
     scope_id: int
@@ -128,7 +131,7 @@ class Manifest:
         return Manifest(ManifestUid(0), {0: "_default"}, {DEFAULT_COLLECTION: default})
 
     def name_of(self, collection_id: int) -> str | None:
-        """Return `scope.collection`; None for an unknown id."""
+        """Return `scope.collection`, or None for an unknown id."""
         entry = self.collections.get(collection_id)
         return None if entry is None else self._name(entry)
 
@@ -144,12 +147,12 @@ class Manifest:
         return {name: collection_id for collection_id, name in self.names().items()}
 
     def has(self, collection_id: int, seqno: int) -> bool:
-        """Return False for a row of a collection that was dropped, or flushed after the row."""
+        """Return True if the collection exists and was not flushed after a row at `seqno`."""
         collection = self.collections.get(collection_id)
         return collection is not None and seqno > collection.begin_seqno
 
     def changed(self, *changes: ManifestChange) -> Manifest:
-        """Return the manifest after some changes, oldest first."""
+        """Return the manifest after `changes`, given oldest first."""
         uid, scopes, collections = self.uid, dict(self.scopes), dict(self.collections)
         for change in changes:
             if change.whole:
@@ -170,15 +173,15 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class ManifestChange:
-    """The difference between two manifests. None: the scope or collection ended."""
+    """The difference between two manifests. The value None marks a dropped scope or collection."""
 
     uid: ManifestUid
     scopes: dict[int, str | None]
     collections: dict[int, Collection | None]
     emptied: tuple[int, ...] = ()
-    """Collections of the first manifest that ended or were flushed."""
+    """Ids of the collections that were dropped or flushed."""
     whole: bool = False
-    """True if the change holds all of the second manifest, so that the first is not needed."""
+    """True if `scopes` and `collections` are the complete second manifest."""
 
     @staticmethod
     def between(
@@ -187,7 +190,7 @@ class ManifestChange:
         scope_ids: Iterable[int] | None = None,
         collection_ids: Iterable[int] | None = None,
     ) -> ManifestChange:
-        """Compare two manifests, in these scopes and collections only (None: in all)."""
+        """Compare two manifests. `scope_ids` and `collection_ids` limit the comparison (None: compare all)."""
         old, new = before.collections, after.collections
         scope_ids = [*before.scopes, *after.scopes] if scope_ids is None else scope_ids
         collection_ids = [*old, *new] if collection_ids is None else collection_ids
@@ -212,30 +215,30 @@ def _begin(collection: Collection | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A kept end of a published snapshot: a vbucket can be read as of it, and rolled back to it."""
+    """The kept end of a published snapshot. A vbucket can be read as of a boundary and rolled back to it."""
 
     branch: Branch
     seqno: Seqno
     snap_start_seqno: Seqno
     vbuuid: Vbuuid
     time_ms: int
-    """Wall clock when it was published, milliseconds since 1970."""
+    """Wall clock when published, milliseconds since 1970."""
     history_ms: int = 0
-    """The `HistoryClock` when it was published; it measures the boundary's age."""
+    """`HistoryClock` when published; the boundary's age is measured from here."""
     ordinal: int = 0
-    """Number of boundaries of its chain up to and with this one, purged ones included."""
+    """Number of boundaries on the chain up to this one, purged ones included."""
     row_bytes: int = 0
-    """Bytes of the rows of its chain up to here, purged ones included."""
+    """Bytes of the rows on the chain up to this boundary, purged ones included."""
     history_id: int = field(default=0, compare=False)
-    """The id of the position's history; `Token` explains it."""
+    """See `Token.history_id`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A rollback that readers saw: from (branch, seqno) to a new branch that begins at `to_seqno`.
+    """A rollback that readers saw: from (`from_branch`, `from_seqno`) to a new branch that begins at `to_seqno`.
 
-    A deferred one (`publish=persisted`) took them to `reached_seqno` of that branch in one step. It retracts a key that
-    they saw above `to_seqno` only if the new branch has no version of the key up to `reached_seqno`.
+    A deferred rollback (`publish = persisted`) moved readers to `reached_seqno` of the new branch in one step. It
+    retracts a version above `to_seqno` only if the new branch has no version of the key up to `reached_seqno`.
     """
 
     vbid: int
@@ -250,15 +253,15 @@ class Rollback:
 
 
 def purge_seqno_of(local_purge_seqno: int, missing_seqno: int, floor_seqno: int) -> int:
-    """Return the purge seqno of a served copy: the newest tombstone that it may lack (docs/protocol.md 4.6).
+    """Return the purge seqno of a served copy: tombstones up to it may be missing (docs/protocol.md 4.6).
 
-    The floor bounds only an unknown missing_seqno; the first versions did not store it.
+    In states that the first versions stored, `missing_seqno` is SEQNO_MAX (unknown). Then the floor bounds the result.
     """
     return max(local_purge_seqno, min(missing_seqno, floor_seqno))
 
 
 class SourceFacts(TypedDict, total=False):
-    """Facts that a source tells of a vbucket besides its rows: members of `VbucketState`, which explains them."""
+    """Facts about a vbucket that a source reports besides rows. `VbucketState` explains them."""
 
     failover_log: FailoverLog
     source_purge_seqno: Seqno
@@ -267,9 +270,9 @@ class SourceFacts(TypedDict, total=False):
 
 
 class VbucketState(NamedTuple):
-    """The facts needed to resume a vbucket; stored in the same transaction as its rows."""
+    """The state that a vbucket resumes from. A commit writes it together with the rows."""
 
-    # A tuple because each commit makes one for each vbucket: `_replace` takes an eighth of `dataclasses.replace`.
+    # A tuple for speed: a commit makes one for each vbucket, and `_replace` takes an eighth of `dataclasses.replace`.
 
     vbid: int
     branch: Branch
@@ -279,26 +282,26 @@ class VbucketState(NamedTuple):
     staging_branch: Branch
     """The branch that rows are written to. It differs from `branch` during a resync or a deferred rollback."""
     staged_seqno: Seqno
-    """Rows (or seqno advances) of the staging branch were accepted up to here, published or not."""
+    """The last seqno accepted on the staging branch, from a row or a seqno advance, published or not."""
     staging_published_seqno: Seqno
-    """Newest published end on the staging branch: `published_seqno` if it is also the served branch, otherwise 0
-    (resync) or the boundary of the deferred rollback.
+    """The newest published snapshot end on the staging branch. Equals `published_seqno` if that branch is served.
+    Otherwise it is 0 (resync) or the boundary of the deferred rollback.
     """
     open_snapshot: SnapshotRange | None
-    """The snapshot that staged rows above the newest complete end belong to; None between snapshots."""
+    """The incomplete snapshot that the last staged rows belong to; None between snapshots."""
     failover_log: FailoverLog
-    """Newest first, as the source sent it, pruned by rollbacks."""
+    """The source's log, without the entries that rollbacks removed."""
     source_purge_seqno: Seqno
     local_purge_seqno: Seqno
     manifest: Manifest
-    """As of `staged_seqno`."""
+    """The manifest as of `staged_seqno`."""
     rollback_count: int = 0
     last_rollback_ms: int | None = None
     stream_filter: str | None = None
-    """The filter of the staging branch's streams, in the words of the requester; None: no filter."""
+    """The filter in the stream requests of the staging branch; None: no filter."""
     missing_seqno: int = 0
-    """Tombstones of the staging branch up to here may be missing, because the source had purged them before its first
-    snapshot. If the source does not report its purge seqno, this is SEQNO_MAX until that snapshot is published.
+    """Tombstones up to here may be missing on the staging branch: the source purged them before the first snapshot. If
+    the source does not report its purge seqno, the value is SEQNO_MAX until that snapshot is published.
     """
 
     @property
@@ -307,13 +310,13 @@ class VbucketState(NamedTuple):
 
     @property
     def rollback_deferred(self) -> bool:
-        """True while the staging branch continues an older boundary of the served branch, unseen by readers."""
+        """True during a deferred rollback: rows go to a new branch, and readers see the old one."""
         return self.staging_branch != self.branch and self.staging_published_seqno > 0
 
     @property
     def is_whole(self) -> bool:
-        """True once a complete snapshot is served. That of an empty vbucket was published at 0: the vbucket has a
-        failover log but no rows.
+        """True once a complete snapshot is served. An empty vbucket publishes its snapshot at seqno 0; afterwards it
+        has a failover log and no rows.
         """
         if self.published_seqno:
             return True
@@ -322,14 +325,16 @@ class VbucketState(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document as readers get it. `value` is the body, decompressed and without xattrs, unless `raw` was given."""
+    """A document as readers get it. `value` is the decompressed body without xattrs; in a `raw` read it is the stored
+    value.
+    """
 
-    # A tuple because each read makes one: a frozen dataclass of these fields takes three times as long to build.
+    # A tuple for speed: a frozen dataclass of these fields takes three times as long to build.
 
     vbid: int
     collection_id: int
     key: bytes
-    """Without the collection id prefix."""
+    """The key without its collection id prefix."""
     seqno: Seqno
     rev_seqno: int
     cas: int
@@ -337,7 +342,7 @@ class Document(NamedTuple):
     expiry: int
     """Seconds since 1970; 0: never. For tombstones: the delete time, if the source gave one."""
     datatype: int
-    """Datatype of `value` as it is here; bits as on the wire: 1 JSON, 2 Snappy, 4 XATTR."""
+    """Datatype of `value`. Bits as on the wire: 1 JSON, 2 Snappy, 4 XATTR."""
     value: bytes
     kind: Kind = Kind.MUTATION
     branch: Branch = Branch(0)
@@ -348,12 +353,12 @@ class Document(NamedTuple):
 
 
 class DocumentField(NamedTuple):
-    """A number of a document that readers get as an HTTP header, JSON member, and column of SQL, Arrow and Spark."""
+    """A numeric field of a document: an HTTP header, a JSON member, and a column of SQL, Arrow and Spark."""
 
     name: str
-    """The member of `Document`."""
+    """The field's name in `Document`."""
     byte_count: int
-    """Size of the unsigned number."""
+    """Size as an unsigned integer."""
     meaning: str
     in_json: bool = True
     is_column: bool = True
@@ -361,7 +366,7 @@ class DocumentField(NamedTuple):
 
 DOCUMENT_FIELDS = (
     DocumentField("vbid", 2, "the vbucket"),
-    DocumentField("collection_id", 4, "the collection", is_column=False),  # the column holds the name
+    DocumentField("collection_id", 4, "the collection", is_column=False),  # columns hold the name instead
     DocumentField("seqno", 8, "number of the version in its vbucket"),
     DocumentField("rev_seqno", 8, "number of the version among those of its key"),
     DocumentField("cas", 8, "CAS of the version"),
@@ -370,13 +375,15 @@ DOCUMENT_FIELDS = (
     DocumentField("datatype", 1, "bits of the value as it is here: 1 JSON, 2 Snappy, 4 xattrs"),
     DocumentField("branch", 4, "the line of local history that the version is on", in_json=False, is_column=False),
 )
-"""The fields in the order in which they are shown."""
+"""The fields in display order."""
 JSON_FIELDS = tuple(each.name for each in DOCUMENT_FIELDS if each.in_json)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The bucket that a data directory mirrors; every environment's `meta` must match `mirror.json`."""
+    """The bucket that a data directory mirrors, and its layout. The tree `meta` of each environment must match
+    `mirror.json`.
+    """
 
     cluster_uuid: str
     bucket_name: str
@@ -384,9 +391,9 @@ class Identity:
     vbucket_count: int
     group_count: int
     held: tuple[int, int] | None = None
-    """The first and the last vbucket that this mirror holds, if other mirrors hold the rest; None: it holds all."""
+    """First and last vbucket of this mirror, if other mirrors hold the rest; None: it holds all."""
     selection: str = ""
-    """The mirrored part of the bucket, in the words of the person who made the mirror; empty: all of it."""
+    """The mirrored part of the bucket (text of a `Selection`); empty: the whole bucket."""
 
     @property
     def vbids(self) -> range:
@@ -395,7 +402,7 @@ class Identity:
         return range(self.held[0], self.held[1] + 1)
 
     def group_vbids(self, group: int) -> range:
-        """Return the vbuckets of a group that the mirror holds, rising."""
+        """Return the vbuckets of a group that this mirror holds, in rising order."""
         first = self.vbids.start
         first += (group - first) % self.group_count
         return range(first, self.vbids.stop, self.group_count)
