@@ -1,9 +1,10 @@
 """Fingerprints of document versions, to compare two copies of a bucket without moving values.
 
-Knows documents as they are stored (`raw`); must never know where the other copy is. A fingerprint has: the key,
+Knows documents as they are stored (`raw`); must never know the origin of the copies. A fingerprint has: the key,
 prefixed by its collection id; seqno; rev_seqno; cas; a tombstone flag; and a digest of the rest: value and xattrs
-(decompressed), flags, expiry, datatype without Snappy. It leaves out a tombstone's delete time (a source knows it only
-for rows from its disk) and its kind, deleted or expired. Invariant: two copies of one version have equal fingerprints.
+(decompressed), flags, expiry, datatype without Snappy. Two facts of a tombstone are left out: its delete time, which
+sources send only for rows from disk, and its kind (deletion or expiration). Invariant: two copies of one version have
+equal fingerprints.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _VERSION = struct.Struct(">IQQQ?")
 
 
 class Fingerprint(NamedTuple):
-    """One version of one key. Sorts by key, then by seqno."""
+    """One version of one key. Fingerprints sort by key, then by seqno."""
 
     key: bytes
-    """With its collection id, as on the wire."""
+    """The key, prefixed by the collection id as on the wire."""
     seqno: int
     rev_seqno: int
     cas: int
@@ -43,7 +44,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(document: Document) -> Fingerprint:
-    """Return the fingerprint of a document that was read `raw`. Raises CorruptedError if its value is damaged."""
+    """Return the fingerprint of a document that was read `raw`. Raises CorruptedError if the value is damaged."""
     _, collection_id, key, seqno, rev_seqno, cas, flags, expiry, datatype, value, kind, _ = document
     deleted = kind is not _MUTATION
     if datatype & DATATYPE_SNAPPY:
@@ -55,7 +56,7 @@ def fingerprint(document: Document) -> Fingerprint:
 
 
 class Digest:
-    """Digest of many versions, added in rising order of their keys."""
+    """A digest of many fingerprints, which must be added in rising order of keys."""
 
     def __init__(self) -> None:
         self._hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -75,6 +76,6 @@ class Runs(SortedRuns[Fingerprint]):
         super().__init__(folder, run_rows)
 
     def newest(self) -> Iterator[Fingerprint]:
-        """Yield the fingerprint with the highest seqno of each key, in the order of keys. Add none meanwhile."""
+        """Yield the newest fingerprint of each key, in key order. Add no fingerprints during the iteration."""
         for _, versions in groupby(self.sorted(), key=itemgetter(0)):
             yield Fingerprint(*deque(versions, maxlen=1)[0])

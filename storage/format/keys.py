@@ -1,7 +1,7 @@
-"""Keys and fixed structs (FORMAT.md, "Keyspaces"), big-endian so that LMDB's order of bytes is that of numbers.
+"""Keys and fixed structs (FORMAT.md, "Keyspaces"). Numbers are big-endian, so LMDB sorts them by value.
 
-Invariant: a row key has 12 bytes; a boundary key is the row key of its seqno and one 0x01, so a boundary sorts right
-behind the row of the same seqno.
+Invariant: a row key has 12 bytes. A boundary key is the row key of its seqno and one byte 0x01, so a boundary sorts
+directly after the row of its seqno.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import struct
 import zlib
 
 ROW = struct.Struct(">IQ")
-"""branch u32, seqno u64: key of a row in `v<vbid>`, and the first 12 bytes of a dup in `k<vbid>`."""
+"""branch u32, seqno u64: key of a row in `v<vbid>`, and the first 12 bytes of a reference in `k<vbid>`."""
 DUP = struct.Struct(">IQB")
-"""branch u32, seqno u64, kind u8: a dup of `k<vbid>`."""
+"""branch u32, seqno u64, kind u8: a reference, which is one of the values ("dups" in LMDB) of a key in `k<vbid>`."""
 DUP_SIZE = DUP.size
 PREFIX = struct.Struct(">I")
 BRANCH_KEY = struct.Struct(">HI")
@@ -24,7 +24,9 @@ PUB = struct.Struct(">IQQIQB")
 PUB_MANIFEST = slice(20, 32)
 """Manifest branch and seqno in a row of `pub`: `MANIFEST_KEY` without the vbid."""
 PURGE = struct.Struct(">QQQI")
-"""purged seqno u64 (rows up to it were looked at), local_purge_seqno u64, chain id u64, resyncs that are gone u32."""
+"""purged seqno u64 (last row that the purger examined), local_purge_seqno u64, chain id u64, count of forgotten resyncs
+u32.
+"""
 SPAN_KEY = struct.Struct(">HIQ")
 """vbid u16, branch u32, end seqno u64: key of a row of `span`."""
 SEQNO = struct.Struct(">Q")
@@ -35,9 +37,9 @@ ROW_KEY_SIZE = ROW.size
 BOUNDARY_KEY_SIZE = ROW_KEY_SIZE + 1
 
 PUB_STALE = 1
-"""Flag of `pub`: a resync is under way next to the served copy."""
+"""Flag of `pub`: a resync is under way, and the served copy is the old one."""
 PUB_UNAVAILABLE = 2
-"""Flag of `pub`, only with PUB_STALE: readers are refused meanwhile."""
+"""Flag of `pub`, only with PUB_STALE: readers are refused during the resync."""
 
 DB_BRANCH = b"branch"
 DB_PUB = b"pub"
@@ -71,7 +73,9 @@ def encode_collection_id(collection_id: int) -> bytes:
 
 
 def split_key(wire_key: bytes) -> tuple[int, bytes]:
-    """Return collection id and document key of a prefixed key. Raises ValueError if the prefix does not end."""
+    """Return collection id and document key of a prefixed key. Raises ValueError if the prefix does not end within 5
+    bytes.
+    """
     collection_id = shift = 0
     for index, byte in enumerate(wire_key[:5]):
         collection_id |= (byte & 0x7F) << shift

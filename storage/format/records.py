@@ -1,8 +1,8 @@
 """Values of the store: rows, states and small records as bytes (FORMAT.md, "Keyspaces").
 
-Knows byte layouts and the model; never LMDB. A row is the DCP message as it came from the wire (24-byte header, extras,
-prefixed key, value); its vbucket and opaque fields mean nothing here. Everything else is a msgpack array whose first
-element is the record's version.
+Knows byte layouts and the model; never LMDB. A row is the DCP message from the wire (24-byte header, extras, prefixed
+key, value); its vbucket and opaque fields have no meaning here. A `pub` record is a fixed struct. The others are
+msgpack arrays that begin with the record's version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAGIC = 0x80
 DATATYPE_SNAPPY = 0x02
 DATATYPE_XATTR = 0x04
 VALUE_LENGTH_MAX = 32 * 1024 * 1024
-"""A document of 20 MiB, its xattrs, and a reserve."""
+"""Largest decompressed value, bytes: a document of 20 MiB, its xattrs, and a reserve."""
 
 _MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
 _MUTATION_BYTES = _MUTATION.size
@@ -52,7 +52,7 @@ _READ_MUTATION = struct.Struct(">xBHBBxxI4xQQQII4xHxB").unpack_from
 the key.
 """
 NUMBERS_AT = {"cas": 16, "seqno": 24, "rev_seqno": 32, "flags": 40, "expiry": 44}
-"""Offsets of a document's fields in a stored mutation, for readers of many rows at once."""
+"""Offsets of fields in a stored mutation, for code that reads many rows at once."""
 _READ_ANSWER = struct.Struct(">2xHxBxxI4xQ16xII4xHx").unpack_from
 """key length, datatype, body length, cas, flags, expiry, nmeta."""
 _new_tuple = tuple.__new__
@@ -63,21 +63,21 @@ _MUTATION_KIND = Kind.MUTATION
 _KINDS = {int(kind): kind for kind in Kind}
 
 MUTATION, DELETION, SYSTEM_EVENT = int(Kind.MUTATION), int(Kind.DELETION), int(Kind.SYSTEM_EVENT)
-"""Plain numbers for loops over rows: comparing with a member of an enum takes a tenth of a row's time."""
+"""Integers for loops over rows: comparing enum members would take a tenth of a row's time."""
 
 
 ROW_KEY = slice(0, keys.ROW_KEY_SIZE)
-"""The row's key in a reference (a dup of `k<vbid>`), and in the key of a boundary."""
+"""The row key in a reference (a value of `k<vbid>`) or boundary key."""
 KIND = keys.ROW_KEY_SIZE
-"""The kind of the row in a reference."""
+"""The row's kind in a reference."""
 BRANCH, SEQNO = slice(0, 4), slice(4, keys.ROW_KEY_SIZE)
-"""Branch and seqno in both, as bytes that sort like the numbers."""
+"""Branch and seqno in a row key or reference. As bytes they sort like the numbers."""
 AFTER_BRANCH = slice(4, None)
-"""The part of a row key or reference that a merge keeps."""
+"""The part of a row key or reference that a merge keeps when it moves the row to the parent branch."""
 
 
 def row_key(prefix: bytes, seqno: int) -> bytes:
-    """Return the key of the row at a seqno of the branch with this `keys.PREFIX`."""
+    """Return the key of the row at `seqno`; `prefix` is its branch, packed by `keys.PREFIX`."""
     return prefix + seqno.to_bytes(8, "big")
 
 
@@ -98,13 +98,15 @@ def is_system_event(frame: bytes) -> bool:
 
 
 def key_of(frame: bytes) -> bytes:
-    """Return the prefixed key of a message in stored form. Loops over many rows have this code inline."""
+    """Return the prefixed key of a stored message. Loops over many rows repeat this code inline."""
     start = 24 + frame[4]
     return frame[start : start + (frame[2] << 8 | frame[3])]
 
 
 def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the key-tree rows of `rows` ((row key, frame) pairs), in their order; system events have none."""
+    """Return (prefixed key, reference) for each (row key, frame) of `rows`, in the same order. System events are left
+    out.
+    """
     out = []
     for row_key, frame in rows:
         if frame[1] != SYSTEM_EVENT:
@@ -123,8 +125,9 @@ def _split_key(wire_key: bytes, vbid: int) -> tuple[int, bytes]:
 def decode_row(
     vbid: int, branch: Branch, frame: bytes, raw: bool = False, lenient: bool = False, tail_bytes: int = 0
 ) -> Document:
-    """Return a stored row as a Document. `raw` leaves the value compressed and with its xattrs; `lenient` does so only
-    if the value cannot be decoded. `datatype` says which. The last `tail_bytes` of `frame` are not part of the message.
+    """Decode a stored row. `raw` keeps the value as stored: compressed and with xattrs. `lenient` does so only if the
+    value cannot be decoded. `Document.datatype` shows the result. The last `tail_bytes` of `frame` are not part of the
+    message.
 
     Raises CorruptedError if the bytes contradict the format.
     """
@@ -145,8 +148,7 @@ def decode_row(
             collection_id, key = _split_key(frame[55:value_start], vbid)
         if datatype & 6 and not raw:
             value, datatype = body_or_all(value, datatype) if lenient else body_of(value, datatype)
-        # Not Document(...): the same tuple without the Python-level __new__ of a named tuple, which costs as much as
-        # finding the row.
+        # Not Document(...): the Python-level __new__ of a named tuple takes as long as finding the row.
         return _new_tuple(
             Document,
             (vbid, collection_id, key, seqno, rev_seqno, cas, flags, expiry, datatype, value, _MUTATION_KIND, branch),
@@ -155,7 +157,7 @@ def decode_row(
 
 
 def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int, bytes]:
-    """Return datatype, cas, flags, expiry and value of a mutation, as they are stored. Raises CorruptedError."""
+    """Return datatype, cas, flags, expiry and value of a mutation, as stored. Raises CorruptedError."""
     key_length, datatype, body_length, cas, flags, expiry, nmeta = _READ_ANSWER(frame)
     end = len(frame) - tail_bytes
     if 24 + body_length != end or 55 + key_length + nmeta > end:
@@ -164,7 +166,9 @@ def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int
 
 
 def _decode_other(vbid: int, branch: Branch, frame: bytes, raw: bool, lenient: bool) -> Document:
-    """Decode a tombstone or a system event; the latter has its name as key and collection id 0."""
+    """Decode a tombstone or a system event. For a system event, `key` is the name of the scope or collection, and the
+    collection id is 0.
+    """
     try:
         _, opcode, key_length, extras_length, datatype, _, body_length, _, cas = HEADER.unpack_from(frame)
         kind = _KINDS.get(opcode)
@@ -195,8 +199,8 @@ def _decode_other(vbid: int, branch: Branch, frame: bytes, raw: bool, lenient: b
 
 
 def body_of(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """Return the document body, decompressed and without the xattr section, and the datatype that is left."""
-    if not value:  # streamed without values: the datatype is that of the omitted value
+    """Return the body, decompressed and without xattrs, and its datatype. Raises CorruptedError."""
+    if not value:  # a stream without values: the datatype describes the omitted value
         return value, datatype & ~(DATATYPE_SNAPPY | DATATYPE_XATTR)
     if datatype & DATATYPE_SNAPPY:
         value = decompress(value)
@@ -210,7 +214,7 @@ def body_of(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """As `body_of`, but return the value as it is stored if it cannot be taken apart (see `value_problem`)."""
+    """Like `body_of`, but return `value` and `datatype` unchanged if the value cannot be decoded."""
     try:
         return body_of(value, datatype)
     except CorruptedError:
@@ -218,7 +222,7 @@ def body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def value_problem(document: Document) -> str | None:
-    """Return the reason why a document read without `raw` has its stored value; None: it has its body."""
+    """Return why the value of a document read without `raw` could not be decoded; None: it was decoded."""
     if document.datatype & (DATATYPE_SNAPPY | DATATYPE_XATTR):
         try:
             body_of(document.value, document.datatype)
@@ -228,7 +232,7 @@ def value_problem(document: Document) -> str | None:
 
 
 def decompressed_bytes(value: bytes) -> int:
-    """Return the length that a compressed value (Snappy, raw format) claims. Raises CorruptedError above a bound."""
+    """Return the decompressed length that a Snappy value (raw format) claims. Raises CorruptedError above a limit."""
     claimed = shift = 0
     for byte in value[:5]:
         claimed |= (byte & 0x7F) << shift
@@ -241,7 +245,7 @@ def decompressed_bytes(value: bytes) -> int:
 
 
 def decompress(value: bytes) -> bytes:
-    """Decompress Snappy (raw format); the length that the data claims is bounded first."""
+    """Decompress Snappy (raw format). Raises CorruptedError, also above the limit of `decompressed_bytes`."""
     decompressed_bytes(value)
     try:
         return bytes(cramjam.snappy.decompress_raw(value))
@@ -250,7 +254,9 @@ def decompress(value: bytes) -> bytes:
 
 
 def decompress_into(value: bytes | mmap, found: bytes | mmap) -> None:
-    """Decompress into memory of the length that the data claims, without holding the interpreter's lock."""
+    """Decompress Snappy into `found`, which has the claimed length, without the interpreter's lock. Raises
+    CorruptedError.
+    """
     try:
         byte_count = cramjam.snappy.decompress_raw_into(value, found)
     except Exception as error:
@@ -286,7 +292,7 @@ _T = TypeVar("_T")
 
 
 def _reads(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Turn errors of the decorated reader into a CorruptedError that names the record."""
+    """Turn errors of a decoding function into a CorruptedError that names the record."""
 
     def wrap(read: Callable[_P, _T]) -> Callable[_P, _T]:
         @wraps(read)
@@ -318,13 +324,13 @@ def _unpack(data: bytes | None, what: str, *counts: int) -> list[Any]:
 
 
 HistoryIds = tuple[tuple[int, int], ...]
-"""(history id, seqno) pairs, rising. Positions on a branch above the seqno have that id; the first id also holds for
-positions at or below its seqno.
+"""(history id, seqno) pairs of a branch, rising. An id belongs to the positions above its seqno, up to the seqno of the
+next pair. The first id also belongs to the positions below.
 """
 
 
 def history_id_at(history_ids: HistoryIds, seqno: int) -> int:
-    """Return the history id of a position; 0: unknown."""
+    """Return the history id of a position, or 0 if none is stored."""
     if not history_ids:
         return 0
     return history_ids[bisect_left(history_ids, seqno, 1, key=itemgetter(1)) - 1][0]
@@ -339,7 +345,7 @@ class Pub(NamedTuple):
     floor_seqno: Seqno
     """The oldest kept boundary."""
     manifest_key: tuple[int, int] = (0, 0)
-    """Branch and seqno of the row in `manifest`; 0, 0: the initial manifest, for which there is no row."""
+    """Branch and seqno of the row in `manifest`; (0, 0): the initial manifest, which has no row."""
     flags: int = 0
 
     @property
@@ -349,7 +355,7 @@ class Pub(NamedTuple):
 
     @property
     def is_unavailable(self) -> bool:
-        """True while readers are refused until the resync has ended."""
+        """True while a resync is under way and readers are refused."""
         return bool(self.flags & keys.PUB_UNAVAILABLE)
 
 
@@ -370,13 +376,13 @@ class BranchRow(NamedTuple):
     vbuuid: int
     reason: int
     time_ms: int
-    """Time at which readers first saw the branch, milliseconds since 1970; 0: never yet."""
+    """Time at which readers first saw the branch, milliseconds since 1970; 0: not yet."""
     kept_seqno: int = SEQNO_MAX
-    """Rows of this branch above this seqno are dead, and the purger has begun to remove them."""
+    """The last seqno to keep: the purger is removing the branch's rows above it."""
     history_ms: int = 0
     """The history clock at `time_ms`."""
     first_branch: int = 0
-    """The oldest branch whose place this one took; 0: none. Nothing was published on those branches."""
+    """The oldest branch that this one replaced; 0: none. Replaced branches had published nothing."""
     history_ids: HistoryIds = ()
 
 
@@ -391,7 +397,7 @@ def decode_branch(data: bytes | None) -> BranchRow:
 
 
 class StateRow(NamedTuple):
-    """A row of `state`, from which a writer continues: members of `VbucketState`, which explains them, and one more."""
+    """A row of `state`, from which a writer continues. `VbucketState` explains the fields except `indexed_seqno`."""
 
     staging_branch: int
     staged_seqno: int
@@ -408,8 +414,8 @@ class StateRow(NamedTuple):
 
     @classmethod
     def of(cls, state: VbucketState) -> StateRow:
-        """Return the row of a state. Its indexed seqno is the published one: after a crash, key rows above that are
-        built again.
+        """Return the row of a state. `indexed_seqno` becomes the published end: after a crash, key rows above it are
+        made again.
         """
         return cls(*_stored_fields(state))
 
@@ -433,12 +439,12 @@ def decode_state(data: bytes | None) -> StateRow:
         SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None,
         FailoverLog.of(log),
     )
-    fields += (None, SEQNO_MAX)[len(fields) - 9 :]  # an earlier version wrote 9
+    fields += (None, SEQNO_MAX)[len(fields) - 9 :]  # earlier versions wrote 9 fields
     return StateRow(*fields)
 
 
 _MANIFEST_UID_END = 16
-"""The first bytes of a row of `manifest`, which hold its uid: at most 9 bytes, behind two others."""
+"""Bytes at the start of a `manifest` record that contain its uid: up to 9 bytes, after 2 others."""
 
 
 def encode_manifest(change: ManifestChange) -> bytes:

@@ -1,7 +1,7 @@
-"""Sorts more rows than memory holds, by sorted runs in files without a name.
+"""Sorts more rows than memory holds: spills sorted runs to unnamed files, and merges them.
 
-Knows tuples and files; never what a row means. Memory holds one run and a chunk of each file. The files vanish with the
-process.
+Knows tuples and files; never the meaning of a row. Memory holds one run and a chunk of each file. The files vanish with
+the process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class SortedRuns(Generic[Row]):
-    """Sorts tuples. Rows that went through a file come back as plain tuples."""
+    """Sorts tuples. Rows that were spilled come back as plain tuples."""
 
     def __init__(self, folder: str | None, run_rows: int, key: Callable[[Row], Any] | None = None) -> None:
-        """Runs of `run_rows` go to files in `folder` (None: the system's). `key` makes the sort of a run faster, and
-        must give the order of the tuples.
+        """Spill runs of `run_rows` rows to `folder` (None: the system's). `key` makes sorting a run faster; it must
+        order rows as the tuples themselves do.
         """
         self._folder = folder
         self._run_rows = run_rows
@@ -44,7 +44,7 @@ class SortedRuns(Generic[Row]):
             self._spill()
 
     def sorted(self) -> Iterator[Row]:
-        """Yield all rows in order. Add none meanwhile."""
+        """Yield all rows in order. Add no rows during the iteration."""
         self._run.sort(key=self._key)
         return heapq.merge(self._run, *map(_read, self._files)) if self._files else iter(self._run)
 
@@ -55,7 +55,7 @@ class SortedRuns(Generic[Row]):
 
     def _spill(self) -> None:
         self._run.sort(key=self._key)
-        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - lives as long as the runs
+        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed by `close`
         self._files.append(file)
         for start in range(0, len(self._run), _CHUNK_ROWS):
             file.write(msgpack.packb(self._run[start : start + _CHUNK_ROWS]))

@@ -1,7 +1,7 @@
 """Checksums of rows: a stored row is a message followed by its CRC-32C. LMDB itself has no checksums.
 
-Knows bytes, and positions for its errors; never LMDB. The checksum is little-endian: then the CRC-32C of a message with
-its checksum is the same number for all messages, so one call verifies a row as LMDB returns it.
+Knows bytes, and positions for its errors; never LMDB. The checksum is little-endian, because then the CRC-32C of a
+stored row is the same number for every intact row (RESIDUE). So one call verifies a row as LMDB returns it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ SIZE = 4
 FRAME = slice(0, -SIZE)
 """The message in a stored row."""
 RESIDUE = 0x48674BC7
-"""CRC-32C of any message that is followed by its CRC-32C."""
+"""CRC-32C of every intact stored row."""
 
 _pack = struct.Struct("<I").pack
 
 
 def sealed_rows(row_keys: Sequence[bytes], rows: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return rows with their checksums. In this hot path of ingest, only the first list runs bytecode for each row."""
+    """Return (row key, stored row) pairs; the second elements of `rows` are the frames. In this hot path of ingest,
+    only the first list runs bytecode for each row.
+    """
     frames = [row[1] for row in rows]
     return list(zip(row_keys, map(add, frames, map(_pack, map(crc32c, frames))), strict=True))
 
@@ -44,7 +46,7 @@ def check_all(stored: Sequence[bytes], vbid: int, path: str) -> None:
 
 
 def damaged(stored: bytes, row_key: bytes, vbid: int, path: str) -> CorruptedError:
-    """Return the error of a row whose checksum does not match; an empty row is a missing one."""
+    """Return the error for a row whose checksum does not match, or for a missing row (`stored` is empty)."""
     if not stored:
         return CorruptedError("a key points to a row that is missing", path=path, vbid=vbid)
     where = "a row"

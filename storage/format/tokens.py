@@ -1,7 +1,7 @@
-"""Positions, moments and collections as a reader names them: `Token`, `Pin`, `Time`, `CollectionName`.
+"""Positions, times and collections as readers name them: `Token`, `Pin`, `Time`, `CollectionName`.
 
-Knows values only: no LMDB, no clock. Invariants: `Token.parse` accepts exactly the texts that `str` writes; a
-collection name without a scope is in `_default`; the name None is `_default._default`.
+Knows values only: no LMDB, no clock. Invariants: `Token.parse` reads every text that `str` writes, and the same with
+leading zeros; a collection name without a scope is in `_default`; the name None is `_default._default`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from storage.errors import UnknownCollection
 from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Branch, Manifest, Seqno
 
 TOKEN_LENGTH_MAX = 80
-"""Characters of a token: 5 digits, 10, 20 and 16, including leading zeros."""
+"""Characters of the longest text of a token: 5, 10, 20 and 16 digits, and a reserve for leading zeros."""
 
 CollectionName = str | int
 """`scope.collection`, `collection` of the scope `_default`, or a collection id."""
 
 
 def full_name(name: str) -> str:
-    """Return `scope.collection`; a collection without a scope is in `_default`."""
+    """Return `scope.collection`; the scope is `_default` if `name` has none."""
     return name if "." in name else f"_default.{name}"
 
 
 def collection_id_of(manifest: Manifest, name: CollectionName | None, path: str) -> int:
-    """Return the id of a collection; an id is returned as it is. Raises UnknownCollection, which names `path`."""
+    """Return the id of a collection; an id is returned unchanged. Raises UnknownCollection with `path`."""
     if name is None:
         return DEFAULT_COLLECTION
     if isinstance(name, int):
@@ -60,17 +60,17 @@ AsOf = int | Time | None
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A position in the changes of a vbucket: everything up to `seqno` on `branch` was seen.
+    """A position in the changes of a vbucket: the reader has everything up to `seqno` on `branch`.
 
-    `str(token)` is its text for a file or a URL; `Token.parse` reads it.
+    `str(token)` is the text for a file or a URL; `Token.parse` reads it.
     """
 
     vbid: int
     branch: Branch
     seqno: Seqno
     history_id: int
-    """64 random bits. The other numbers can occur twice: after a group was set aside and filled again, after a power
-    cut that undid a commit, and in another mirror made at the same path. `View.token` fills it in.
+    """64 random bits, set by `View.token`. The other numbers can occur again with other data: after a group was set
+    aside and filled again, after a power cut undid a commit, or in a new mirror at the same path.
     """
 
     def __str__(self) -> str:
@@ -93,19 +93,19 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One vbucket as it was served at one published seqno; all pages of a scan share it."""
+    """A vbucket's served position and a time for expiry. All pages of a scan share them."""
 
     vbid: int
     branch: Branch
     seqno: Seqno
     history_id: int
     now_ms: int
-    """The moment that decides expiry, milliseconds since 1970."""
+    """The time that decides expiry, milliseconds since 1970."""
 
     def __str__(self) -> str:
         return str(Token(self.vbid, self.branch, self.seqno, self.history_id))
 
 
 def positions_of(pins: Iterable[Pin]) -> dict[int, tuple[int, int]]:
-    """Return branch and seqno by vbid, as a lease holds them. An empty vbucket has no position."""
+    """Return (branch, seqno) by vbid, for a lease. An empty vbucket has no position."""
     return {int(pin.vbid): (int(pin.branch), int(pin.seqno)) for pin in pins if pin.seqno}
