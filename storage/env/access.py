@@ -1,10 +1,10 @@
-"""Rights on a mirror's files for readers other than its owner.
+"""File permissions for readers who do not own the mirror: the members of one system group (`readers_group`).
 
-Knows modes and groups of the system; never the contents of the files. Members of the group may list and enter the
-directories, read `mirror.json`, `map.json` and the data files, and write the lock files, in which LMDB registers its
-readers. Invariants:
-- the group gets no right to write data, and other users get no right at all;
-- a file gets its group before it gets the group's rights.
+Knows modes and system groups; never the contents of the files. The members may list and enter the directories, read
+`mirror.json`, `map.json` and the data files, and write the lock files, because LMDB registers readers there.
+Invariants:
+- the system group cannot write data, and other users have no access;
+- the group of a file is set before its mode, so no other group ever gets access.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ LOCK_MODE = 0o660
 
 
 def group_id(name: str) -> int:
-    """Return the number of a group (by name or number) that this user may give files to. Raises StorageError."""
+    """Return the id of a system group, given by name or id. Raises StorageError for an unknown group, or one that this
+    user may not give files to.
+    """
     try:
         found = grp.getgrnam(name).gr_gid
     except KeyError:
-        if not name.isdecimal():  # containers often have only numbers
+        if not name.isdecimal():  # containers often lack the names of groups
             raise StorageError(
                 f"there is no group {name!r} on this system",
                 hint="name one of `getent group`, or make it with groupadd",
@@ -42,7 +44,7 @@ def group_id(name: str) -> int:
 
 
 def share(path: str, gid: int) -> None:
-    """Let a group enter the mirror at `path` and read its description; `share_group` does the same for each folder."""
+    """Let a system group enter the data directory and read its JSON files."""
     _give(path, gid, DIRECTORY_MODE)
     for name in (directory.FILE, directory.MAP_FILE):
         _give(os.path.join(path, name), gid, READ_MODE)
@@ -55,7 +57,9 @@ def share_group(folder: str, gid: int) -> None:
 
 
 def _give(path: str, gid: int, mode: int) -> None:
-    """Set group and mode by path: closing a descriptor of the lock file would end LMDB's locks of this process."""
+    """Set group and mode by path, without opening the file: closing the lock file would release this process's LMDB
+    locks.
+    """
     try:
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):
@@ -65,13 +69,13 @@ def _give(path: str, gid: int, mode: int) -> None:
         if stat.S_IMODE(found.st_mode) != mode:
             os.chmod(path, mode)
     except FileNotFoundError:
-        return  # a mirror that is being made, or one that has followed no map yet
+        return  # the mirror is being made, or has no `map.json` yet
     except OSError as error:
         raise storage_error(error, path) from error
 
 
 def closed_parent(path: str, gid: int) -> str | None:
-    """Return the first directory above `path` whose modes shut out the members of a group, or None."""
+    """Return the first directory above `path` that members of the system group cannot enter, or None."""
     parent = os.path.dirname(os.path.realpath(path))
     while True:
         try:

@@ -1,12 +1,12 @@
 """A compacted copy of an LMDB file as of one transaction, made page by page.
 
-Knows the layout of LMDB 0.9 files (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta); never the contents of the trees. It
-does not use LMDB's own compacting copy. That of py-lmdb 3.0.0 ends the process if a key has some hundred values of a
-fixed size: its patch `validate-md-pad` uses a cursor's tree, which the copy's cursor lacks. And every version follows
-damaged page numbers. Invariants:
+Knows the layout of LMDB 0.9 files (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta); never the contents of the trees.
+LMDB's own compacting copy is not used, because it follows damaged page numbers. In py-lmdb 3.0.0 it also crashes if a
+key has some hundred values of a fixed size: the patch `validate-md-pad` reads the tree of a cursor, and the copy's
+cursor has none. Invariants:
 - pages are read from the file, never from the map;
-- a page number, a node and a length are compared with their bounds before they are used;
-- the copy holds the live pages in their old order, with their references renumbered, and an empty list of free pages.
+- page numbers, nodes and lengths are checked against their bounds before use;
+- the copy holds the live pages in their old order, with renumbered references and an empty free list.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from storage.env.environment import DATA_FILE, Environment
 from storage.errors import SET_ASIDE, CorruptedError, StorageError
 
 _PAGE = struct.Struct("=QHHHH")
-"""Page number, pad, flags, lower, upper; in a large value's first page the last two are the number of its pages."""
+"""Page number, pad, flags, lower, upper; in a large value's first page the last two fields are its number of pages."""
 _EXTENT = struct.Struct("=12xI")
 _NODE = struct.Struct("=HHHH")
-"""Size of the data, low and high half; flags; size of the key. In a branch page the first three are a page number."""
+"""Size of the data, low and high half; flags; size of the key. In a branch page the first three fields are a page
+number.
+"""
 _META = struct.Struct("=IIQQ48s48sQQ")
 """Magic, data version, address, map size, tree of free pages, main tree, last page, transaction."""
 _TREE = struct.Struct("=IHHQQQQQ")
-"""Pad (page size, in the tree of free pages), flags, depth, three counts of pages, entries, root."""
+"""Pad (in the free list: the page size), flags, depth, three counts of pages, entries, root."""
 _NUMBER = struct.Struct("=Q")
 _MAGIC, _DATA_VERSION, _INTEGER_KEY = 0xBEEFC0DE, 1, 0x08
 _ROOT_AT = _TREE.size - _NUMBER.size
@@ -38,15 +40,15 @@ _BRANCH, _LEAF, _OVERFLOW, _META_PAGE, _FIXED_LEAF = 0x01, 0x02, 0x04, 0x08, 0x2
 _BIG, _SUBTREE = 0x01, 0x02
 _NO_ROOT = 2**64 - 1
 _VERBATIM, _BRANCHES, _REFERS, _CONTINUES = 1, 2, 3, 4
-"""Kinds of live pages. The last kind is a page of a large value behind the first one; it has no header."""
+"""Kinds of live pages. `_CONTINUES`: a page after the first one of a large value, without a header."""
 
 
 class Compaction:
-    """The live pages of one transaction, found before the first is copied. Use it while that transaction is open."""
+    """The live pages of one transaction, which must stay open. The constructor finds them; `pages` copies them."""
 
     def __init__(self, environment: Environment, txn: lmdb.Transaction) -> None:
-        """Find the live pages. Call it soon after the transaction began, because two commits later its meta page is
-        overwritten.
+        """Find the live pages. Call this soon after the begin of `txn`: two commits later LMDB overwrites the meta
+        page.
 
         Raises CorruptedError, StorageError.
         """
@@ -75,7 +77,7 @@ class Compaction:
         return CorruptedError(f"the LMDB file is damaged: page {number} {what}", path=self._path, hint=SET_ASIDE)
 
     def _read(self, number: int, kind: int) -> bytes:
-        """Read a page at its first reference; a second reference is damage."""
+        """Read a page and note its kind. A second reference to a page is damage."""
         if not 2 <= number < len(self._kinds) or self._kinds[number]:
             raise self._damaged(number, "is referred to twice, or is none")
         self._kinds[number] = kind
@@ -119,7 +121,7 @@ class Compaction:
                 raise self._damaged(number, f"is of no known kind ({flags:#x})")
 
     def _keep_extent(self, number: int, size: int) -> None:
-        """Keep the pages of a large value. It has more than it needs if it replaced a larger value."""
+        """Mark the pages of a large value as live. A value that replaced a larger one has spare pages."""
         page = self._read(number, _VERBATIM)
         count = _EXTENT.unpack_from(page)[0]
         if _PAGE.unpack_from(page)[2] != _OVERFLOW or count * self.page_bytes < _PAGE.size + size:
@@ -132,7 +134,7 @@ class Compaction:
     def pages(self) -> Iterator[bytes]:
         kinds = self._kinds
         numbers = array("Q", accumulate((kind > 0 for kind in kinds), initial=2))
-        """The number of each page's copy."""
+        """The new number of each page."""
         yield from self._meta_pages(numbers)
         for number, kind in enumerate(kinds):
             if not kind:
@@ -159,7 +161,7 @@ class Compaction:
                     _NUMBER.pack_into(page, reference_at, numbers[target])
 
     def _meta_pages(self, numbers: array[int]) -> Iterator[bytes]:
-        """Yield the two meta pages: of an empty file, and of transaction 1, which wrote everything."""
+        """Yield the two meta pages: transaction 0, an empty file, and transaction 1, with all pages."""
         _, _, _, map_size, _, main, _, _ = self._meta
         no_tree = (0, 0, 0, 0, 0, _NO_ROOT)
         free = _TREE.pack(self.page_bytes, _INTEGER_KEY, *no_tree)

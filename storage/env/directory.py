@@ -1,7 +1,7 @@
 """A mirror's directory: `mirror.json`, `map.json`, group folders, and the locks that keep one writer per group.
 
-Invariant: `mirror.json` is written last, by fsync and rename; a directory without it counts as empty, unless a writer
-has opened one of its groups. The number of groups never changes afterwards; vbucket v belongs to group v % groups.
+Invariants: `mirror.json` is written last, by fsync and rename. A directory without this file counts as empty, except if
+a writer has opened a group. The number of groups never changes; vbucket v belongs to group v % groups.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from storage.model import Branch, BranchReason, FailoverLog, Identity, Seqno
 
 FORMAT = 2
 FORMATS_READ = (2,)
-"""Readable formats, oldest first. A released format stays: tests open a recorded directory of each."""
+"""Readable formats, oldest first. Released formats stay readable: tests open a recorded directory of each."""
 FILE = "mirror.json"
 MAP_FILE = "map.json"
 MAP_HINT = "remove the file: the next start follows the newest map of all nodes that answer"
 READERS_HINT = "run as the user that owns the mirror, or as a member of its readers_group"
 META_BYTES = 8192
-"""LMDB's two meta pages: a file without them holds nothing."""
+"""Size of LMDB's two meta pages. If they are zeros, the file holds no data."""
 DAMAGED_HINT = "remove the file: the next command prints the line that makes it again"
 LOCK_PAUSES_S = (0.002, 0.01)
-"""Pauses before another try: a reader that tests the lock holds it for some microseconds."""
+"""Pauses before the lock is tried again, because readers that test the lock hold it for some microseconds."""
 VBUCKETS_MAX = 65536
 GROUPS_MAX = 1024
 
@@ -44,7 +44,9 @@ def exists(path: str) -> bool:
 
 
 def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
-    """Make `path` a mirror of `identity`: environments first, `mirror.json` last. Refuses an existing mirror."""
+    """Make an empty mirror at `path`: environments first, `mirror.json` last. Raises StorageError for an existing
+    mirror.
+    """
     if exists(path):
         raise StorageError("already holds a mirror", path=path)
     check_unused(path)
@@ -55,7 +57,7 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
             if os.path.islink(folder):
                 raise StorageError("is a symbolic link", path=folder, hint="remove it")
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            if os.path.exists(os.path.join(folder, DATA_FILE)):  # left by a creation that did not reach mirror.json
+            if os.path.exists(os.path.join(folder, DATA_FILE)):  # left by an interrupted creation
                 os.unlink(os.path.join(folder, DATA_FILE))
             create_environment(folder, group, identity, time_ms=time_ms)
         write_description(path, identity)
@@ -64,17 +66,17 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
 
 
 def check_unused(path: str) -> None:
-    """Raise CorruptedError if a group at `path` was ever filled, though `mirror.json` is missing."""
+    """Raise CorruptedError if a writer has ever opened a group at `path`, where `mirror.json` is missing."""
     for file in sorted(glob.glob(os.path.join(glob.escape(path), "group-*", DATA_FILE))):
         with open(file, "rb") as data:
-            if not any(data.read(META_BYTES)):  # a creation was cut short by a power cut
+            if not any(data.read(META_BYTES)):  # a power cut interrupted a creation
                 continue
         environment = Environment(os.path.dirname(file), ())
         try:
             stored, fence = _meta(environment)
         finally:
             environment.close()
-        if any(fence):  # else left by a creation that did not reach mirror.json
+        if any(fence):  # else the creation was interrupted
             text = json.dumps(_stored_description(stored, environment.path))
             raise CorruptedError(
                 f"{FILE} is missing, and the group folders hold a mirror",
@@ -85,7 +87,7 @@ def check_unused(path: str) -> None:
 
 
 def _meta(environment: Environment) -> tuple[bytes, bytes]:
-    """Read the identity and the fence of an environment; empty if its creation was cut short."""
+    """Read the stored identity and fence of an environment; both are empty if its creation was interrupted."""
     with environment.env.begin() as txn:
         if txn.get(keys.DB_META) is None:
             return b"", b""
@@ -95,7 +97,9 @@ def _meta(environment: Environment) -> tuple[bytes, bytes]:
 
 
 def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
-    """Return the contents of `mirror.json` from `meta` of the environment at `path`. Raises CorruptedError."""
+    """Return the contents of `mirror.json` as `meta` of the environment at `path` stores them. Raises
+    CorruptedError.
+    """
     try:
         stored_format, _, *values = msgpack.unpackb(stored or b"")
         names = [field.name for field in fields(Identity)]
@@ -116,7 +120,7 @@ def description(identity: Identity) -> dict[str, object]:
 
 
 def create_environment(path: str, group: int, identity: Identity, *, time_ms: int = 0) -> None:
-    """Create an environment whose vbuckets are empty: branch 1, nothing published."""
+    """Create a group's environment with empty vbuckets: branch 1, nothing published."""
     vbids = identity.group_vbids(group)
     environment = Environment(path, vbids, writable=True, create=True, sync="full")
     try:
@@ -136,7 +140,7 @@ def create_environment(path: str, group: int, identity: Identity, *, time_ms: in
 
 
 def identity_bytes(identity: Identity, group: int, stored_format: int = FORMAT) -> bytes:
-    """Return the value of `identity` in `meta`. A file with another value belongs to another mirror."""
+    """Return the value of the key `identity` in `meta`. A file with another value belongs to another mirror."""
     return bytes(msgpack.packb([stored_format, group, *_fields(identity).values()]))
 
 
@@ -150,7 +154,9 @@ def _fields(identity: Identity) -> dict[str, object]:
 
 
 def check_identity(stored: bytes | None, identity: Identity, group: int, path: str) -> None:
-    """Raise unless `stored` (from `meta`) is the identity that `mirror.json` describes."""
+    """Raise WrongBucket, FormatTooNew or CorruptedError if `stored` (from `meta`) differs from `identity`
+    (`mirror.json`).
+    """
     if any(stored == identity_bytes(identity, group, known) for known in FORMATS_READ):
         return
     found = _stored_description(stored, path)
@@ -178,7 +184,8 @@ def _other_format(stored_format: object, path: str) -> FormatTooNew:
 def load(path: str) -> Identity:
     """Read the identity of the mirror at `path`.
 
-    Raises NotAMirror, ReadOnly (no permission), FormatTooNew, or CorruptedError when `mirror.json` is invalid.
+    Raises NotAMirror, ReadOnly (no permission), FormatTooNew, or CorruptedError if `mirror.json` is invalid, or is
+    missing from a mirror.
     """
     file_path = os.path.join(path, FILE)
     try:
@@ -223,9 +230,9 @@ def load(path: str) -> Identity:
 
 
 def set_aside(path: str) -> str:
-    """Rename the mirror at `path` by adding the uuid of its bucket; return that name.
+    """Append the bucket's uuid to the name of the directory `path`; return the new path.
 
-    Processes that have the mirror open go on reading it. No process may write it meanwhile.
+    Open views raise an error soon (`Environment.look`). No process may be writing the mirror.
     """
     identity = load(path)
     whole = os.path.realpath(path)
@@ -245,7 +252,7 @@ def set_aside(path: str) -> str:
 
 
 def sync_directory(path: str) -> None:
-    """Sync a directory, so that its names survive a power cut."""
+    """Sync a directory, so that new names in it survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -254,9 +261,9 @@ def sync_directory(path: str) -> None:
 
 
 def replace_file(path: str, data: bytes, *, mode: int = 0o600, like: str | None = None) -> None:
-    """Replace a file whole; it is on the disk when this returns. Raises OSError.
+    """Replace a file by sync and rename. Raises OSError.
 
-    The file gets the group and mode of the file `like`, if there is one, else `mode` under the process's mask.
+    The new file gets group and mode of the file `like` if that exists, otherwise `mode` under the umask.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(path + ".new", flags, mode), "wb") as file:
@@ -277,7 +284,7 @@ def group_path(path: str, group: int) -> str:
 
 
 def group_files(path: str, count: int) -> list[tuple[int, int]]:
-    """Return device and inode number of each group's file, to notice a recreated group; zeros without a file."""
+    """Return (device, inode) of each group's data file, to notice a recreated group; (0, 0) for a missing file."""
     found = []
     for group in range(count):
         try:
@@ -290,9 +297,8 @@ def group_files(path: str, count: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class MapRecord:
-    """The newest cluster map that a mirror followed; the mirror follows no older one after a restart.
-
-    The file is replaced whole, by fsync and rename, before the map that it names is followed.
+    """The epoch and revision of the newest cluster map that a mirror followed. After a restart the mirror follows no
+    older map. `map.json` is replaced before the map is followed.
     """
 
     bucket_uuid: str
@@ -305,7 +311,7 @@ class MapRecord:
 
 
 def load_map(path: str, bucket_uuid: str) -> MapRecord | None:
-    """Return the record in the mirror at `path`; None if it has none of this bucket. Raises StorageError."""
+    """Return the record of the mirror at `path`; None if there is none for this bucket. Raises StorageError."""
     file_path = os.path.join(path, MAP_FILE)
     try:
         with open(file_path, encoding="utf-8") as file:
@@ -323,7 +329,7 @@ def load_map(path: str, bucket_uuid: str) -> MapRecord | None:
 
 
 def save_map(path: str, record: MapRecord) -> None:
-    """Replace the record in the mirror at `path`; it is on the disk when this returns. Raises StorageError."""
+    """Replace the record of the mirror at `path`, by sync and rename. Raises StorageError."""
     file_path = os.path.join(path, MAP_FILE)
     try:
         replace_file(file_path, json.dumps(asdict(record)).encode(), mode=0o666, like=os.path.join(path, FILE))

@@ -1,9 +1,9 @@
-"""Opens and closes LMDB environments: map size, reader slots, handles, the fork guard, and errors by name.
+"""Opens and closes LMDB environments: map size, reader slots, handles, the fork guard, and LMDB's errors.
 
 Knows LMDB; knows nothing of rows. Invariants:
-- an environment file is open at most once in a process (LMDB's own rule), and never used after fork;
-- its map is large from the start (a sparse reservation of address space, not of disk);
-- every tree handle is opened in a transaction of its own before any transaction that uses it.
+- a process opens an environment file at most once (LMDB's own rule), and never uses it after fork;
+- the map is large from the start (reserved address space, not disk);
+- tree handles are opened in a transaction of their own, before any transaction that uses them.
 """
 
 from __future__ import annotations
@@ -38,30 +38,32 @@ from storage.errors import (
 from storage.format import keys
 
 MAP_SIZE = 64 << 30
-"""Address space reserved per environment, bytes. The file holds written pages alone; the writer grows a full map."""
+"""Address space reserved per environment, bytes. The file has only the written pages; the writer grows a full map."""
 READER_TRIES = 3
-"""Walks over a file that seems cut short before a reader reports damage."""
+"""Number of walks over a file that seems cut short, before a reader reports damage."""
 READERS_MAX = 1024
-"""Reader slots: each open read transaction of any process takes one; LMDB's default of 126 is soon used up."""
+"""Reader slots. Each open read transaction of any process takes one, so LMDB's default of 126 is too small."""
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
 """LMDB's table of readers."""
 WRITER_LOCK_FILE = "writer.lock"
-"""Locked by flock by the process that writes the environment."""
+"""The file on which the environment's writer holds a flock."""
 LOOK_INTERVAL_S = 1.0
-"""Pause between two checks that the open file is still the one at its path; each takes a few microseconds."""
+"""Pause between two checks that the open file is still at its path. A check takes a few microseconds."""
 UNREGISTERED_LOOK_INTERVAL_S = 0.01
-"""The same pause if LMDB cannot register readers: less than the time of a starting writer's first two commits."""
+"""The same pause if LMDB cannot register readers. A starting writer needs longer for its first two commits, and only
+later commits overwrite pages that are being read.
+"""
 REMAP_WAIT_S = 10.0
-"""Longest wait for the end of this process's transactions before the map changes size; each lasts some milliseconds."""
+"""Longest wait for this process's transactions before the map changes size. A transaction takes some milliseconds."""
 REMAP_POLL_S = 0.0005
 SPACE_MIN = 1 << 20
-"""With less free space than this in bytes, an input/output error of LMDB means a write that was cut short."""
+"""Bytes. With less free space, an input/output error of LMDB is reported as a full disk."""
 
 LMDB_VERSION_MIN = (3, 0)
-"""Oldest usable py-lmdb: earlier ones cannot verify pages, and trust page numbers and lengths of a damaged file."""
+"""Oldest usable py-lmdb. Older ones cannot verify pages, and trust page numbers and lengths in a damaged file."""
 DAMAGE = (
-    lmdb.BadTxnError,  # a call that cannot return an error found a damaged page in this transaction
+    lmdb.BadTxnError,  # an earlier call, which cannot return an error, found a damaged page
     lmdb.CorruptedError,
     lmdb.CursorFullError,  # a tree is deeper than LMDB allows
     lmdb.IncompatibleError,
@@ -71,7 +73,7 @@ DAMAGE = (
     lmdb.ProblemError,
     lmdb.VersionMismatchError,
 )
-"""Errors of LMDB that mean a damaged file, in readers and in the writer."""
+"""Errors of LMDB that mean a damaged file."""
 
 
 def storage_error(error: Exception, path: str) -> StorageError:
@@ -88,7 +90,7 @@ def storage_error(error: Exception, path: str) -> StorageError:
             "no space left to write", path=path, hint="free disk space or lift the quota; nothing published is lost"
         )
     if code == errno.EIO or (isinstance(error, lmdb.Error) and "Input/output error" in text):
-        if isinstance(error, lmdb.Error) and not _has_space(path):  # LMDB reports a write cut short like this
+        if isinstance(error, lmdb.Error) and not _has_space(path):  # LMDB's error for a short write
             return Full("a write was cut short: no space left", path=path, hint="free disk space or lift the limit")
         return DeviceFailed(
             "input/output error: the device fails, or a quota cut a write short",
@@ -128,8 +130,8 @@ def storage_error(error: Exception, path: str) -> StorageError:
 
 
 def refuse_unsound_lmdb() -> None:
-    """Raise StorageError unless py-lmdb is new enough and uses the LMDB that it brings. With another LMDB, a damaged
-    page ends the process by a signal.
+    """Raise StorageError if py-lmdb is too old, or does not use its own patched LMDB. Another LMDB crashes on damaged
+    pages.
     """
     version = tuple(int(part) for part in lmdb.__version__.split(".")[:2])
     is_patched = bool(lmdb.version(subpatch=True)[3])
@@ -147,7 +149,7 @@ def _identity_of(path: str) -> tuple[int, int]:
 
 
 def _check_is_there(path: str) -> None:
-    """Raise CorruptedError if the data file is missing; LMDB's own error says less."""
+    """Raise CorruptedError if the data file is missing. LMDB's own error says less."""
     try:
         os.stat(os.path.join(path, DATA_FILE))
     except FileNotFoundError:
@@ -159,8 +161,8 @@ def _check_is_there(path: str) -> None:
 def _refuse_unregistered(path: str) -> None:
     """Raise ReadOnly if a process may be writing the environment at `path`, which is mounted read-only.
 
-    LMDB silently registers no readers there, so a writer with another mount of the same files would reuse pages that
-    are being read.
+    On such a mount LMDB silently registers no readers. A writer with another mount of the same files would then reuse
+    pages that are being read.
     """
     try:
         descriptor = os.open(os.path.join(path, WRITER_LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -184,7 +186,7 @@ def _refuse_unregistered(path: str) -> None:
 
 
 def _has_space(path: str) -> bool:
-    """Return False if a lack of space, or the process's limit of a file's size, cuts a write short."""
+    """Return False if the disk is full, or if the file has reached the process's limit of file size."""
     try:
         file_system = os.statvfs(path)
         if file_system.f_bavail * file_system.f_frsize < SPACE_MIN:
@@ -218,12 +220,12 @@ class Environment:
         self.remapping = False
         """True while the map changes size; no read may begin."""
         self.running: list[None] = []
-        """An entry for each read transaction of this process that is open or about to be. A thread adds an entry before
-        it looks at `remapping`, and removes one when it is done.
+        """An entry for each open or beginning read transaction of this process. A thread adds its entry before it
+        checks `remapping`.
         """
         self._handles: dict[bytes, Any] = {}
         self.history_id = secrets.randbits(64) or 1
-        """The history id of the branches and positions that this writer makes."""
+        """The history id of the branches and positions that this writer creates."""
         if not create:
             _check_is_there(path)
         self._unregistered = not writable and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
@@ -233,9 +235,9 @@ class Environment:
         self._file = _identity_of(self.path)
         self._look_interval_s = UNREGISTERED_LOOK_INTERVAL_S if self._unregistered else LOOK_INTERVAL_S
         self.look_at = time.monotonic() + self._look_interval_s
-        """The next time for `look`, by `time.monotonic`; 0: always."""
+        """Time of the next check by `look` (`time.monotonic`); 0: every call checks."""
         self.replaced = False
-        """True once the group's folder or file was moved, removed or replaced; the open file is no longer read."""
+        """True once the group's folder or file was moved, removed or replaced. The open file is then no longer read."""
         try:
             self._refuse_cut_short(tries=1 if writable else READER_TRIES)
             if writable and sync != "unsafe":
@@ -248,7 +250,7 @@ class Environment:
 
     def _open(self, path: str, map_size: int, *, create: bool, sync: str) -> lmdb.Environment:
         refuse_unsound_lmdb()
-        if os.path.islink(os.path.join(path, LOCK_FILE)):  # LMDB would write where it leads
+        if os.path.islink(os.path.join(path, LOCK_FILE)):  # LMDB would write to its target
             raise StorageError(f"{LOCK_FILE} is a symbolic link", path=path, hint="remove the link")
         try:
             return lmdb.open(
@@ -280,9 +282,9 @@ class Environment:
     def _settle_meta_pages(self) -> None:
         """Write both meta pages to the disk, as they are in memory, before any other write.
 
-        LMDB overwrites pages of older commits once it has synced a newer meta page. After a failed sync the kernel may
-        never write that page, but counts it as written. All pages that a meta page refers to were synced before it was
-        written.
+        After a failed sync the kernel may count a meta page as written that is not on the disk. LMDB would then
+        overwrite pages that the older meta page on the disk still needs. All pages that the meta pages refer to were
+        synced before.
         """
         try:
             descriptor = os.open(os.path.join(self.path, DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
@@ -297,14 +299,14 @@ class Environment:
             raise storage_error(error, self.path) from error
 
     def look_now(self) -> bool:
-        """Look now, however recent the last look was."""
+        """Look now, without a pause."""
         self.look_at = 0.0
         return self.look()
 
     def look(self) -> bool:
-        """Return True once the open file is no longer the one at its path. Looks once a second at most.
+        """Return True once the open file is no longer at its path. Looks at most once in each pause.
 
-        Raises ReadOnly once a writer runs and the reader cannot be registered.
+        Raises ReadOnly if a writer runs and this reader is not registered.
         """
         now = time.monotonic()
         if now >= self.look_at and not self.replaced:
@@ -320,16 +322,16 @@ class Environment:
         return self.replaced
 
     def missing_bytes(self) -> int:
-        """Return how many bytes are missing at the end of the file, by its meta page.
+        """Return how many bytes the file is shorter than its meta page says.
 
-        A few pages at the end may lawfully be missing: LMDB does not write pages that a transaction took and gave back.
-        A touch of any other missing page ends the process by SIGBUS.
+        A sound file may lack a few pages at the end: LMDB does not write pages that a transaction took and gave back.
+        Reading any other missing page ends the process by SIGBUS.
         """
         pages = int(self.env.info()["last_pgno"]) + 1
         return max(0, pages * int(self.env.stat()["psize"]) - self.file_bytes())
 
     def _refuse_cut_short(self, tries: int) -> None:
-        """If pages are missing, follow every reference and raise CorruptedError for damage. A walk may find false
+        """If pages are missing, walk over all references and raise CorruptedError for damage. A walk may find false
         damage while a writer changes the file, so a reader walks up to `tries` times.
         """
         missing = self.missing_bytes()
@@ -347,7 +349,7 @@ class Environment:
         return self._handles[name]
 
     def open_all(self) -> None:
-        """Open (and in a new environment create) every tree, before any transaction that uses them."""
+        """Open every tree, before any transaction that uses one. A writer creates missing trees."""
         with self._map_lock:
             if self._handles:
                 return
@@ -357,8 +359,8 @@ class Environment:
                     with self.env.begin(write=True) as txn:
                         self._handles = {name: self._open_db(name, txn=txn, create=True) for name in names}
                 else:
-                    # Not in a transaction of ours: py-lmdb resets a read transaction for later use instead of
-                    # committing it, and LMDB then forgets the handles that were opened in it.
+                    # Not in a transaction of `read`: py-lmdb would reset it for later use instead of committing it, and
+                    # LMDB would forget the handles that were opened in it.
                     self._handles = {name: self._open_db(name, create=False) for name in names}
             except lmdb.NotFoundError as error:
                 raise CorruptedError("a tree is missing", path=self.path, hint=RUN_CHECK) from error
@@ -370,8 +372,8 @@ class Environment:
         return self.env.open_db(name, dupsort=dups, dupfixed=dups, **options)
 
     def begin(self, *, write: bool = False, buffers: bool = False) -> Any:
-        """Begin a transaction on the newest commit, and adopt the size of a map that the writer has grown. A read
-        counts in `running` until `end`. With `buffers` the transaction returns views of the map, which are wrong after
+        """Begin a transaction on the newest commit. If the writer has grown the map, adopt the new size. A read counts
+        in `running` until `end`. With `buffers` the transaction returns buffers of LMDB's map, which are invalid after
         its end.
         """
         if os.getpid() != self._pid:
@@ -409,7 +411,7 @@ class Environment:
 
     @contextlib.contextmanager
     def read(self, *, buffers: bool = False) -> Iterator[Transaction]:
-        """Open a read transaction; errors of LMDB and of damaged records leave it as StorageError."""
+        """Open a read transaction. Errors of LMDB and of damaged records are raised as StorageError."""
         txn = self.begin(buffers=buffers)
         try:
             yield Transaction(self, txn)
@@ -419,10 +421,11 @@ class Environment:
             self.end(txn)
 
     def _remap(self, size: int, seen_count: int) -> None:
-        """Map the file in another size (0: the size that the writer gave it), unless another thread did so since
+        """Map the file in another size (0: the writer's). Do nothing if another thread did so since `_remap_count` was
         `seen_count`.
 
-        LMDB would move the map under open transactions, so this waits for them to end; new ones wait meanwhile.
+        LMDB would move the map under open transactions, so this waits until they have ended. New ones wait for the new
+        map.
         """
         with self._map_lock:
             if self._remap_count != seen_count:
@@ -444,13 +447,13 @@ class Environment:
                 self.remapping = False
 
     def grow(self) -> int:
-        """Double the map, once no read of this process is open; return its new size in bytes."""
+        """Wait until no read of this process is open, double the map, and return its new size in bytes."""
         size = int(self.env.info()["map_size"]) * 2
         self._remap(size, self._remap_count)
         return size
 
     def readers(self) -> list[tuple[int, int]]:
-        """Return (process, transaction) of each reader in another process that does not see the newest commit."""
+        """Return (process id, transaction number) of each reader in another process that reads an older commit."""
         newest = int(self.env.info()["last_txnid"])
         rows = (line.split() for line in self.env.readers().splitlines()[1:])
         found = [(int(process), int(number)) for process, _, number in rows if number.isdigit()]
@@ -468,9 +471,9 @@ class Environment:
 
 
 class _Shared:
-    """Environments of this process by path: LMDB must not open a file twice in one process.
+    """The open environments of this process by path, because LMDB must not open a file twice in one process.
 
-    A writer's environment is announced here too, so a view in the writer's own process reads through it.
+    `announce` adds a writer's environment; views in the writer's process then share it.
     """
 
     def __init__(self) -> None:
@@ -483,7 +486,7 @@ class _Shared:
         with self.lock:
             self._leave_to_parent()
             environment, count = self.open.get(real, (None, 0))
-            if environment is not None and environment.look_now():  # its readers notice; garbage collection closes it
+            if environment is not None and environment.look_now():  # the file was replaced
                 environment, count = None, 0
             if environment is None:
                 environment = Environment(real, vbids, map_size=map_size)
@@ -491,7 +494,7 @@ class _Shared:
             return environment
 
     def _leave_to_parent(self) -> None:
-        # After fork the environments of the parent must be neither used nor closed here.
+        # After fork, a child must neither use nor close its parent's environments.
         if self.pid != os.getpid():
             self.open = {}
             self.pid = os.getpid()
@@ -509,7 +512,7 @@ class _Shared:
                 return
             known, count = self.open.get(environment.path, (None, 0))
             if known is not environment:
-                return  # its file was replaced; it closes when its last holder drops it
+                return  # its file was replaced; garbage collection closes it
             if count > 1:
                 self.open[environment.path] = (environment, count - 1)
             else:
@@ -518,4 +521,4 @@ class _Shared:
 
 
 SHARED = _Shared()
-"""The only process-wide state of this package, because LMDB's is process-wide."""
+"""Process-wide, because LMDB allows a process to open a file once."""

@@ -1,9 +1,9 @@
-"""A group's environment as one closed file that moves between machines and becomes part of a mirror there.
+"""Copies of groups' environments, made on several machines and joined into one mirror.
 
-Knows a mirror's directory; never the environment's maker or destination. LMDB must not run on a network file system,
-but a finished file may lie there. `pack` writes the file in one pass, `describe` makes a folder of such files a mirror,
-and neither opens LMDB there. Invariants: a group's folder under its final name is whole and synced; `mirror.json` is
-written last.
+Knows a mirror's directory; never the origin or destination of an environment. LMDB must not run on a network file
+system, but finished files may be stored there. So `pack` writes a file in one pass, `describe` turns a folder of files
+into a mirror, and neither opens LMDB there. Invariants: a group's folder under its final name is complete and synced;
+`mirror.json` is written last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pack(folder: str, group: int, identity: Identity, target: str) -> int:
     """Copy the group environment in `folder`, which must not be open, into the mirror's directory `target`. Return the
     size of the copy in bytes.
 
-    An existing copy stays. Raises StorageError if the disk is full or the folder cannot be written.
+    An existing copy is kept. Raises StorageError if the disk is full or `target` cannot be written.
     """
     finished = directory.group_path(target, group)
     unfinished = f"{finished}.{uuid.uuid4().hex}.new"
@@ -52,7 +52,7 @@ def pack(folder: str, group: int, identity: Identity, target: str) -> int:
             directory.sync_directory(target)
         return size
     except (OSError, lmdb.Error) as error:
-        if not os.path.isdir(finished):  # else another attempt has done it
+        if not os.path.isdir(finished):  # else another attempt made the copy
             raise storage_error(error, target) from error
         return os.path.getsize(os.path.join(finished, DATA_FILE))
     finally:
@@ -64,7 +64,7 @@ def is_packed(target: str, group: int) -> bool:
 
 
 def describe(target: str, identity: Identity) -> None:
-    """Make a folder of packed groups, all of this identity, a mirror. Raises CorruptedError if one is missing."""
+    """Turn a folder of packed groups of `identity` into a mirror. Raises CorruptedError if a group is missing."""
     for group in range(identity.group_count):
         if not is_packed(target, group):
             raise CorruptedError("the group is missing", path=directory.group_path(target, group))

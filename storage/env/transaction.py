@@ -1,7 +1,7 @@
 """A transaction: the argument of every function that reads or writes an environment.
 
-Knows LMDB's transaction, the names of the trees and the small records. A transaction shows one commit; values read
-through it may be outdated after its end. Hot loops use `raw` with handles that they looked up once.
+Knows LMDB's transaction, the names of the trees and the small records. A transaction sees one commit. Values that it
+returned may be outdated after its end. Hot loops use `raw` with handles that they looked up once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Transaction:
     __slots__ = ("environment", "raw")
 
     def __init__(self, environment: Trees, raw: Any) -> None:
-        """`raw`: an lmdb.Transaction, which its owner ends."""
+        """`raw` is an lmdb.Transaction; the caller ends it."""
         self.environment = environment
         self.raw = raw
 
@@ -40,16 +40,16 @@ class Transaction:
         return self.environment.path
 
     def get(self, tree: bytes, key: bytes) -> bytes | None:
-        """Return the value of a key, the first one if it has several."""
+        """Return the value of a key, or the first of several values; None if the key is missing."""
         value: bytes | None = self.raw.get(key, db=self.environment.db(tree))
         return value
 
     def put(self, tree: bytes, key: bytes, value: bytes) -> None:
-        """Write a value. It replaces the old one, except in a tree of key rows, which keeps both."""
+        """Write a value, in place of the old one. A tree of key rows keeps the old values too."""
         self.raw.put(key, value, db=self.environment.db(tree))
 
     def delete(self, tree: bytes, key: bytes, value: bytes = b"") -> bool:
-        """Remove a key, or one of its values; return False if it is not there."""
+        """Remove a key, or only `value` from its values. Return False if it is not there."""
         removed: bool = self.raw.delete(key, value, db=self.environment.db(tree))
         return removed
 
@@ -57,7 +57,7 @@ class Transaction:
         return self.raw.cursor(self.environment.db(tree))
 
     def of_vbucket(self, tree: bytes, vbid: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the rows of a vbucket in a tree that vbuckets share, in the order of keys."""
+        """Yield the (key, value) rows of a vbucket in a tree that the vbuckets share, in key order."""
         prefix = keys.VBID_KEY.pack(vbid)
         cursor = self.cursor(tree)
         if cursor.set_range(prefix):
