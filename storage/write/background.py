@@ -1,10 +1,10 @@
 """A writer's work between commits: key rows of large snapshots, removal of old history, leases, and syncs.
 
-Knows jobs, the purger and leases of one group; never received rows. One call of `step` is one bounded slice.
+Knows jobs, the purger and leases of one group; never received rows. A call of `step` does one bounded slice.
 Invariants:
-- key rows come before all other work, because a snapshot waits for them;
-- history that a lease holds stays;
-- a vbucket's memory matches the disk after each slice.
+- key rows come first, because a snapshot waits for them;
+- history under a lease is not removed;
+- after each slice a vbucket's memory matches the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from storage.write.owner import KEEP_ALL, GroupOwner, contained
 from storage.write.pending import GroupPending, PendingVbucket, Plan
 
 PURGE_INTERVAL_MS = 1_000
-"""Pause after a round over all vbuckets that found no history to remove, milliseconds."""
+"""Pause after a round over all vbuckets without history to remove, milliseconds."""
 
 
 class Background:
@@ -44,7 +44,9 @@ class Background:
         return Purger(self.owner.environment, self.owner.vbids, self.window, self.leases)
 
     def step(self) -> bool:
-        """Do one slice of work; return True while more waits. The next commit publishes a finished index."""
+        """Do one slice of work. Return True if more is waiting. After a snapshot's last key rows the next commit
+        publishes it.
+        """
         if self.jobs:
             self.index_step(self.jobs[0])
             return bool(self.jobs)
@@ -56,7 +58,7 @@ class Background:
     # -- key rows -------------------------------------------------------------------------------------------------
 
     def finish_complete(self) -> None:
-        """Make key rows for snapshots that were complete on disk when the last writer ended."""
+        """Begin jobs for snapshots that the last writer left complete on disk, without all key rows."""
         for vbucket in self._vbuckets.values():
             if vbucket.complete_on_disk():
                 vbucket.begin_job()
@@ -74,7 +76,7 @@ class Background:
         try:
             if job.read_slice():
                 return
-        except OSError as error:  # there was no space for the temporary file of a spilled run
+        except OSError as error:  # an error of the temporary file
             self.owner.reload()
             raise storage_error(error, self.owner.path) from error
         job.next_slice()
@@ -112,9 +114,8 @@ class Background:
 
     @contained
     def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:
-        """Keep history from these positions (vbid: branch, seqno) on until `until_ms` of the present wall clock;
-        setting the clock later has no effect. Raises NoSuchBoundary, and holds nothing, if one of the positions is no
-        longer kept.
+        """Keep the history after `positions` (branch and seqno by vbid) until `until_ms` by the present wall clock.
+        Setting the clock later has no effect. Raises NoSuchBoundary, without a lease, if a position is no longer kept.
         """
         owner = self.owner
         self.leases.prune(owner.clock.now_ms())
@@ -126,7 +127,7 @@ class Background:
         self.leases.put(name, positions, self._lease_end_ms(until_ms))
 
     def renew_lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> bool:
-        """Extend a lease. Return False if no lease of that name holds these positions; their history may be gone."""
+        """Extend a lease. Return False if no lease of that name has these positions; their history may be gone."""
         return self.leases.renew(name, positions, self._lease_end_ms(until_ms), self.owner.clock.now_ms())
 
     def _lease_end_ms(self, until_ms: int) -> int:

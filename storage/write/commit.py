@@ -1,10 +1,9 @@
 """Writes the part of a commit that belongs to one vbucket.
 
-Knows the trees and `PendingVbucket`; never fences, full maps or failed commits (`owner`). Invariants:
+Knows the trees and `PendingVbucket`; never fences, full maps or failed commits (`owner` handles them). Invariants:
 - rows, key rows, `state`, `pub`, boundary and manifests of a vbucket are written in one transaction;
-- a vbucket becomes visible at a new published_seqno only in a transaction after which every row up to it has its key
-  row;
-- `put` changes nothing in memory, so it can run again after the map was full.
+- after a transaction that publishes a vbucket, every row up to published_seqno has its key row;
+- `put` changes nothing in memory, so `owner` can repeat it after growing a full map.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
     staged_seqno, open_snapshot = _staged_on_disk(vbucket, len(rows))
     if not vbucket.can_publish:
         known = staged_seqno or state.staging_published_seqno or vbucket.known_empty
-        # A log on disk without rows says that the source has no rows, so do not write one before that is known.
+        # A failover log on disk without rows means an empty vbucket. Do not write it before that is known.
         log = state.failover_log if known else FailoverLog()
         stored = state._replace(staged_seqno=staged_seqno, open_snapshot=open_snapshot, failover_log=log)
         txn.put_state_row(state.vbid, records.StateRow.of(stored))
@@ -69,7 +68,9 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
 
 
 def _put_key_rows(txn: Transaction, vbucket: PendingVbucket, rows: Rows) -> int:
-    """Write the missing key rows up to the complete end; return the bytes of the rows since the last boundary."""
+    """Write the missing key rows up to the end of the complete snapshot. Return the bytes of the rows since the last
+    boundary.
+    """
     vbid, until = vbucket.vbid, vbucket.indexed_until
     complete = rows if vbucket.complete_count == len(rows) else rows[: vbucket.complete_count]
     key_rows = records.key_rows(complete)
@@ -86,11 +87,11 @@ def _put_key_rows(txn: Transaction, vbucket: PendingVbucket, rows: Rows) -> int:
 
 
 def _staged_on_disk(vbucket: PendingVbucket, row_count: int) -> tuple[Seqno, SnapshotRange | None]:
-    """Return the staged seqno and the open snapshot after this commit, without the rows left in memory."""
+    """Return the staged seqno and the open snapshot of the rows that are on disk after this commit."""
     if row_count == len(vbucket.rows):
         return Seqno(vbucket.staged_seqno), vbucket.open_snapshot
     if vbucket.complete_seqno is not None and vbucket.complete_seqno >= vbucket.flushed_seqno:
         return Seqno(vbucket.complete_seqno), None
-    # Rows of the open snapshot are on disk, perhaps while a complete one before it waits for its key rows.
+    # Earlier commits may have written rows of the open snapshot. A complete snapshot below may still wait for key rows.
     is_published = vbucket.flushed_seqno == vbucket.base.staging_published_seqno
     return Seqno(vbucket.flushed_seqno), None if is_published else vbucket.open_snapshot

@@ -1,9 +1,9 @@
-"""The writer's hold on a group's environment: the lock, the fence, the clock and write transactions.
+"""Ownership of a group's environment: the lock, the fence, the clock and write transactions.
 
 Knows LMDB and the directory; never rows or vbuckets' states. Invariants:
-- one process owns a group for life (GroupLock);
+- one process owns a group until `release` (GroupLock);
 - every write transaction checks the fencing number;
-- if the map is full, it is grown and the work done again;
+- if the map is full, it is grown and the transaction repeated;
 - after any other failed commit, everything pending is dropped, the environment is opened again and the states are read
   from disk, before the error is raised.
 """
@@ -29,14 +29,16 @@ from storage.history.purge import Window
 from storage.model import Identity
 
 GROW_TRIES_MAX = 16
-"""Doublings of the map for one commit; 16 of them are 65,536 times the size."""
+"""Limit of doublings of the map for one commit, to 65,536 times its size."""
 READER_CHECK_INTERVAL_MS = 5_000
-"""Pause between searches for readers that were killed in a transaction. Until one is found, each commit grows the file.
+"""Pause between searches for killed readers. LMDB keeps the pages of a killed reader until a search removes the reader,
+so each commit makes the file larger.
 """
 IDLE_SYNC_MS = 200
-"""With `safe`, the meta page of the last commit is synced after the group was idle for this long, milliseconds."""
+"""With `sync = safe`, the last commit's meta page is synced once the group was idle for this long, milliseconds."""
 CLOCK_STEP_MIN_MS = 10_000
-"""The wall clock was set if it moves by this much against the monotonic clock between two looks; slewing takes hours.
+"""The wall clock counts as set if it moves by this much against the monotonic clock between two reads. Slewing takes
+hours.
 """
 
 KEEP_ALL = Window()
@@ -51,21 +53,22 @@ class WriterOptions:
     identity: Identity
     clock_ms: Callable[[], int]
     monotonic_ms: Callable[[], int] | None = None
-    """A clock that nobody sets. Without it, a step of `clock_ms` ahead ages history."""
+    """A clock that cannot be set. None: `clock_ms` is used, and setting it ahead makes history older."""
     sync: str = "safe"
     """The setting `sync`: `safe`, `full` or `unsafe`."""
     map_size: int = MAP_SIZE
     window: Window = KEEP_ALL
-    """The limits of kept history. The time between two writers counts for half of `time_ms` at most."""
+    """The limits of kept history. The time between two writers counts for at most half of `time_ms`."""
     resync_reads: str = "stale"
     """During a resync, readers of the vbucket get its old copy (`stale`) or an error (`unavailable`)."""
 
 
 class HistoryClock:
-    """The clock by which history ages, in milliseconds from the wall clock of the mirror's first writer.
+    """The clock that measures the age of history, in milliseconds. It began as the wall clock of the mirror's first
+    writer.
 
-    It advances with the machine's monotonic clock. Only the wall clock, which may be wrong, tells the time between two
-    writers, so that time counts for `downtime_max_ms` at most. `now_ms` never falls, and is at least the stored time.
+    It advances with the machine's monotonic clock. Between two writers only the wall clock tells the time, and may be
+    wrong, so that time counts for at most `downtime_max_ms`. `now_ms` never falls, and is at least the stored time.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class HistoryClock:
         stored_wall_ms: int = 0,
         downtime_max_ms: int = 0,
     ) -> None:
-        """Continue from `stored_ms`, which the last writer stored at wall time `stored_wall_ms` (0: none)."""
+        """Continue from `stored_ms`, which the last writer stored at wall time `stored_wall_ms`. Both 0: begin a new
+        clock.
+        """
         self._wall_ms = wall_ms
         self._monotonic_ms = monotonic_ms
         now_ms, wall_now_ms = monotonic_ms(), wall_ms()
@@ -85,7 +90,7 @@ class HistoryClock:
         self.step_count = 0
         """The number of times that the wall clock was set."""
         self.last_step_ms = 0
-        """Size of the last step; below 0: it went back."""
+        """Size of the last step; negative if the wall clock was set back."""
         downtime_ms = wall_now_ms - stored_wall_ms
         if not stored_ms:
             self._last_ms = wall_now_ms
@@ -101,7 +106,7 @@ class HistoryClock:
         if abs(ahead_ms - self._ahead_ms) >= CLOCK_STEP_MIN_MS:
             self._note_step(ahead_ms - self._ahead_ms)
             self._ahead_ms = ahead_ms
-        self._last_ms += max(0, now_ms - self._seen_ms)  # the caller may have only a wall clock, which can go back
+        self._last_ms += max(0, now_ms - self._seen_ms)  # `monotonic_ms` can be a wall clock, which can be set back
         self._seen_ms = now_ms
         return self._last_ms
 
@@ -120,9 +125,9 @@ Each = TypeVar("Each", bound=Contained)
 def contained(
     method: Callable[Concatenate[Each, Parameters], Result],
 ) -> Callable[Concatenate[Each, Parameters], Result]:
-    """Turn every exception into a StorageError, because a failure that damaged pages cause concerns this group alone.
+    """Turn every exception into a StorageError: damaged pages can cause any exception, and must stop only this group.
 
-    Damaged pages can also make LMDB end the process by a signal; `GroupOwner.at_work` then names the group.
+    Damaged pages can also make LMDB end the process by a signal; `GroupOwner.at_work` then shows the group.
     """
 
     @wraps(method)
@@ -144,7 +149,7 @@ def contained(
 
 
 class GroupOwner:
-    """Owns one group's environment from the constructor until `release`. One thread for life."""
+    """Owns one group's environment from the constructor until `release`. Only one thread may use it."""
 
     environment: Environment
     clock: HistoryClock
@@ -152,7 +157,7 @@ class GroupOwner:
     def __init__(
         self, path: str, options: WriterOptions, *, load: Callable[[], bool], forget: Callable[[], None]
     ) -> None:
-        """Take the group's lock; `open` follows.
+        """Take the group's lock; the caller then calls `open`.
 
         `load` reads the states from the environment, and returns True if they are older than those in memory. `forget`
         drops all pending work.
@@ -161,13 +166,13 @@ class GroupOwner:
         self.options = options
         self.vbids = options.identity.group_vbids(options.group)
         self.at_work: MutableSequence[int] | memoryview[int] = [0]
-        """Holds the group's number plus 1 while a `contained` method works."""
+        """Element 0: the group's number plus 1 while a `contained` method runs, else 0."""
         self.commit_count = 0
         self.lost = False
-        """True if the environment was closed after a failed commit and cannot be opened."""
+        """True if the environment was closed after a failed commit and could not be opened again."""
         self.closed = False
         self.unsynced_since: int | None = None
-        """Time of the first unsynced commit, by the history clock; None: all are synced."""
+        """Time of the last commit by the history clock; None: it is synced."""
         self.fence = 0
         self.durability = options.sync
         self._load = load
@@ -179,7 +184,7 @@ class GroupOwner:
     # -- opening and closing --------------------------------------------------------------------------------------
 
     def open(self, *, claim: bool) -> None:
-        """Open the environment and load the states. `claim`: raise the fence, as each new owner does."""
+        """Open the environment and load the states. `claim`: raise the fence, as every new owner must."""
         self.environment = Environment(
             self.path, self.vbids, writable=True, sync=self.durability, map_size=self.options.map_size
         )
@@ -188,7 +193,7 @@ class GroupOwner:
             self._check_file()
             if claim:
                 self.write_while_opening(self._claim)
-            if self._load():  # a failed sync lost the newest meta page
+            if self._load():  # a failed sync lost a published commit
                 self.write_while_opening(self._begin_history)
             if claim:
                 self.clock = self._open_clock()
@@ -216,10 +221,7 @@ class GroupOwner:
             branches.begin_history(txn, vbid)
 
     def _open_clock(self) -> HistoryClock:
-        """Return the history clock, continued from the newest time that is stored in the group.
-
-        The time between two writers is bounded, so a wrong wall clock at the start costs little.
-        """
+        """Return the history clock, continued from the newest time that is stored in the group."""
         newest = branches.NEVER
         with self.environment.read() as txn:
             for vbid in self.vbids:
@@ -233,7 +235,7 @@ class GroupOwner:
         )
 
     def reload(self) -> None:
-        """Open the environment again after a failed commit, and forget pending work. If that fails too, the group is
+        """Forget pending work and open the environment again after a failed commit. If opening fails, the group is
         `lost` until another `reload` succeeds.
         """
         self._forget()
@@ -265,7 +267,9 @@ class GroupOwner:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def write(self, work: Callable[[Transaction], Result]) -> Result:
-        """Run `work(txn)` in a write transaction under the fence. If the map is full, grow it and run `work` again."""
+        """Run `work(txn)` in a write transaction and return its result. If the map is full, grow it and run `work`
+        again. Raises Locked if another owner raised the fence.
+        """
         fence = self.fence.to_bytes(8, "big")
         for _ in range(GROW_TRIES_MAX):
             txn = Transaction(self.environment, self.environment.begin(write=True))
@@ -296,7 +300,9 @@ class GroupOwner:
         raise storage_error(lmdb.MapFullError("map full"), self.path)
 
     def write_while_opening(self, work: Callable[[Transaction], Any]) -> None:
-        """Write before the fence holds. If the file has outgrown its initial map, the map is full at once."""
+        """Run `work` in a write transaction without a check of the fence. Grow a full map: the file may be larger than
+        the map.
+        """
         for _ in range(GROW_TRIES_MAX):
             try:
                 with self.environment.begin(write=True) as txn:
@@ -320,7 +326,7 @@ class GroupOwner:
             raise storage_error(error, self.path) from error
 
     def check_file(self) -> None:
-        """Raise CorruptedError if the file is no longer at its path; free pages that dead readers hold."""
+        """Raise CorruptedError if the file is no longer at its path. Free pages that killed readers were using."""
         if self.environment.look():
             raise CorruptedError(
                 "the group's file was moved, removed or replaced while the service runs",
@@ -333,7 +339,6 @@ class GroupOwner:
             self.environment.env.reader_check()
 
     def sync_when_idle(self) -> None:
-        """With `safe`, sync the meta page of the last commit once the group was idle for `IDLE_SYNC_MS`."""
         idle_since = self.unsynced_since
         if self.durability == "safe" and idle_since is not None and self.clock.now_ms() - idle_since >= IDLE_SYNC_MS:
             self.sync()

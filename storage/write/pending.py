@@ -1,4 +1,4 @@
-"""Accepted but uncommitted rows: the memory of each vbucket of a group.
+"""The accepted but uncommitted rows of a group, by vbucket.
 
 Knows staged rows, seqnos and manifests. Only reads LMDB: `commit` writes the rows, then `settle` updates the memory.
 Invariants:
@@ -25,18 +25,18 @@ from storage.write.owner import GroupOwner, contained
 _unpack_row_key = keys.ROW.unpack
 
 MANIFEST_DEPTH_MIN = 16
-"""A manifest is written whole only if it consists of more rows than this plus twice its collections."""
+"""A manifest is written whole once its stored changes are more than this plus twice its collections."""
 
 INLINE_INDEX_ROWS = 20_000
-"""The publishing transaction itself writes up to this many missing key rows; an IndexJob writes more."""
+"""A commit writes up to this many missing key rows of a vbucket; for more, an IndexJob runs first."""
 
 
 class Plan(NamedTuple):
-    """The writes of a commit to one vbucket."""
+    """The result of `commit.put`, for `settle`."""
 
     row_count: int
     published: VbucketState | None
-    """The state that readers see after the commit; None: they see nothing new."""
+    """The state that the commit published; None: readers see nothing new."""
     counters: branches.BoundaryCounters
     manifest_count: int
     has_rows_above: bool = False
@@ -49,14 +49,14 @@ class GroupPending:
     def __init__(self) -> None:
         self.byte_count = 0
         self.jobs: list[PendingVbucket] = []
-        """Vbuckets with an IndexJob; the first one's job runs."""
+        """Vbuckets with an IndexJob. Only the first one's job runs."""
 
 
 class PendingVbucket:
-    """One vbucket: its state, and its pending rows and manifests above the last commit.
+    """The state of one vbucket, and its pending rows and manifests.
 
-    The staged seqno and the open snapshot are kept outside of `base`, because they change with every snapshot; `state`
-    joins them to it. Live snapshots hold two or three mutations; a new VbucketState for each would cost more than
+    The present staged seqno and open snapshot are attributes of their own; `state` joins them to `base`. They change
+    with every snapshot. Live snapshots hold two or three mutations, and a new `base` for each would cost more than
     writing them.
     """
 
@@ -67,17 +67,19 @@ class PendingVbucket:
         self.load(txn)
 
     def load(self, txn: Transaction) -> None:
-        """Begin at the last commit. The caller has subtracted the pending bytes from the group's."""
+        """Begin at the last commit, without pending rows. The caller has subtracted their bytes from
+        `GroupPending.byte_count`.
+        """
         state, manifest_rows = branches.load(txn, self.vbid)
         self.base = state
         self.staged_seqno: int = state.staged_seqno
         self.open_snapshot = state.open_snapshot
         self.prefix = keys.PREFIX.pack(state.staging_branch)
-        """The first 4 bytes of the keys of newly staged rows: the staging branch."""
+        """The staging branch, as the first 4 bytes of the keys of new rows."""
         self.rows: list[tuple[bytes, bytes]] = []
         self.pending_bytes = 0
         self.complete_count = 0  # the number of `rows` in complete snapshots
-        self.complete_seqno: int | None = None  # the newest complete end, if not published yet
+        self.complete_seqno: int | None = None  # end of the complete snapshot to publish
         self.complete_start = 0
         self.flushed_seqno: int = state.staged_seqno
         self.indexed_seqno = txn.state_row(self.vbid).indexed_seqno
@@ -88,11 +90,11 @@ class PendingVbucket:
         self.manifest_changes: list[tuple[int, ManifestChange]] = []  # (seqno, change), rising, not yet on the disk
         self.job: index.IndexJob | None = None
         self.dirty = False
-        self.known_empty = bool(state.failover_log)  # published at 0; matters only while no row is stored
+        self.known_empty = bool(state.failover_log)  # if no row is stored: published at 0
 
     @property
     def state(self) -> VbucketState:
-        """The state with everything accepted so far; published_seqno counts commits only."""
+        """The state with everything accepted so far; published_seqno is the last commit's."""
         return self.base._replace(staged_seqno=Seqno(self.staged_seqno), open_snapshot=self.open_snapshot)
 
     def change(self, **fields: Any) -> None:
@@ -101,23 +103,23 @@ class PendingVbucket:
 
     @property
     def commit_worthy(self) -> bool:
-        """False while only rows of an open snapshot are pending: they wait in memory for its end."""
+        """False if the only pending rows belong to an open snapshot: they wait in memory for its end."""
         return self.complete_seqno is not None or not self.rows
 
     @property
     def publishable(self) -> bool:
-        """True if the next commit publishes a complete snapshot or begins its key rows."""
+        """True if a complete snapshot waits and has no IndexJob."""
         return self.complete_seqno is not None and self.job is None
 
     @property
     def indexed_until(self) -> int:
-        """The last seqno on disk that must have its key row before the complete end is published."""
+        """Rows on disk up to this seqno must have key rows before the complete snapshot is published."""
         assert self.complete_seqno is not None
         return min(self.complete_seqno, self.flushed_seqno)
 
     @property
     def can_publish(self) -> bool:
-        """True if so few rows lack key rows that the next commit can write them."""
+        """True if a complete snapshot waits and the next commit can write its missing key rows."""
         if self.complete_seqno is None or self.job is not None:
             return False
         few = self.unindexed_count is not None and self.unindexed_count <= INLINE_INDEX_ROWS
@@ -127,9 +129,11 @@ class PendingVbucket:
 
     @contained
     def stage(self, rows: list[tuple[bytes, bytes]], byte_count: int, open_snapshot: SnapshotRange) -> None:
-        """Accept rows ((staging branch + seqno, frame) pairs) of the open snapshot, above the staged seqno.
+        """Accept (row key, frame) pairs of the open snapshot on the staging branch. `byte_count` is the size of the
+        frames.
 
-        Raises SeqnoOrder, and accepts no row, unless they strictly rise above staged_seqno.
+        Raises SeqnoOrder, and accepts no row, if rows have another branch or do not strictly rise above the staged
+        seqno.
         """
         if not rows:
             return
@@ -170,9 +174,8 @@ class PendingVbucket:
     ) -> None:
         """Accept a system event: its row, and the manifest from its seqno on.
 
-        `change` leads from the manifest before to this one; without it the two are compared. A manifest row holds a
-        change and, now and then, the whole manifest. So reading a manifest takes no more rows than a constant times its
-        collections.
+        `change` is the difference from the manifest before; None: compute it. Most stored rows hold only a change, and
+        some the whole manifest. So the number of rows to read for a manifest is proportional to its collections.
         """
         self.stage([(keys.ROW.pack(self.base.staging_branch, seqno), row_value)], len(row_value), open_snapshot)
         if change is None:
@@ -188,8 +191,8 @@ class PendingVbucket:
     def publish(self, boundary_seqno: int, snap_start_seqno: int) -> None:
         """Mark the snapshot that ends at `boundary_seqno` as complete; a later commit makes it visible.
 
-        `boundary_seqno` is the staged seqno, or above it if the source skipped the end. It is below the staged seqno if
-        a complete snapshot was held back for a while; later rows then stay staged.
+        `boundary_seqno` is above the staged seqno if the source sent no row for the snapshot's end. It is below if
+        `publish = persisted` delayed the publish; later rows then stay staged.
         """
         assert boundary_seqno >= self.base.staging_published_seqno, (self.vbid, boundary_seqno)
         self.complete_seqno = boundary_seqno
@@ -204,10 +207,9 @@ class PendingVbucket:
         self.dirty = True
 
     def save(self, **facts: Unpack[SourceFacts]) -> None:
-        """Store facts of a stream with the next commit, never later than the stream's first rows.
+        """Store facts of a stream with the next commit, at the latest together with the stream's first rows.
 
-        While no row of the vbucket is stored, a failover log waits for the first rows, or for the news that there are
-        none (`publish` at 0).
+        A first failover log is stored only with the first rows, or after `publish` at 0 (an empty vbucket).
         """
         self.change(**facts)
         self.dirty = True
@@ -215,10 +217,10 @@ class PendingVbucket:
     # -- key rows of a large snapshot -----------------------------------------------------------------------------
 
     def complete_on_disk(self) -> bool:
-        """Return True if the last writer left a snapshot that lacks only key rows, and mark that snapshot complete.
+        """Mark a snapshot complete if the last writer left it on disk without all key rows. Return False if there is
+        none.
 
-        The marker's start is not stored, so the boundary starts at the published end below it, as a stream request
-        would.
+        The start seqno of the marker was not stored. The boundary gets the last published end instead.
         """
         state = self.base
         if state.open_snapshot is not None or state.staged_seqno <= state.staging_published_seqno:
@@ -235,7 +237,9 @@ class PendingVbucket:
         self._group.jobs.append(self)
 
     def end_job(self) -> None:
-        """Note that the job has written its key rows. A commit or another job indexes rows that came meanwhile."""
+        """Note that the job has written its key rows. Rows that were committed meanwhile wait for a commit or another
+        job.
+        """
         assert self.job is not None
         self.indexed_seqno = self.job.to_seqno
         self.indexed_bytes += self.job.row_bytes
@@ -244,14 +248,14 @@ class PendingVbucket:
         self.dirty = True
 
     def cancel_job(self) -> None:
-        """Give up the job. Key rows that it wrote stay; no reader sees them."""
+        """Give up the job. The key rows that it wrote stay; no reader sees them."""
         if self.job is not None:
             self.job.close()
             self.job = None
             self._group.jobs.remove(self)
 
     def count_unindexed(self) -> None:
-        """Count the rows on disk that lack their key rows; None: too many for one commit."""
+        """Count the rows on disk without key rows; None: too many for one commit."""
         with self.owner.environment.read() as txn:
             _, count, _, _ = index.key_rows_between(
                 txn, self.vbid, self.prefix, self.indexed_seqno, self.flushed_seqno, INLINE_INDEX_ROWS + 1
@@ -261,7 +265,7 @@ class PendingVbucket:
     # -- what a commit wrote --------------------------------------------------------------------------------------
 
     def manifest_key_at(self, seqno: int) -> manifests.Key:
-        """Return the newest manifest row at or below a seqno, stored or pending."""
+        """Return the key of the newest manifest row at or below a seqno, stored or pending."""
         if not self.manifest_keys and not self.manifest_changes:
             return self.manifest_key
         branch = self.base.staging_branch
@@ -270,7 +274,7 @@ class PendingVbucket:
         return (branch, below[-1]) if below else self.manifest_key
 
     def purged(self, floor_seqno: int, local_purge_seqno: int, moved: tuple[int, int, int] | None) -> None:
-        """Note the purger's changes. `moved` (branch, parent, seqno): rows of the branch up to seqno are now its
+        """Take over the purger's changes. `moved` (branch, parent, seqno): rows of the branch up to seqno are now the
         parent's.
         """
         self.change(history_floor_seqno=Seqno(floor_seqno), local_purge_seqno=Seqno(local_purge_seqno))
@@ -333,7 +337,7 @@ class PendingVbucket:
         self.complete_count = 0
 
     def _drop_above(self, seqno: int) -> None:
-        """Continue from `seqno` after `_drop_rows`: forget the staged seqno and manifests above it."""
+        """Lower the staged seqno to `seqno` and forget manifests above it. Call `_drop_rows` first."""
         self.staged_seqno = seqno
         self.dirty = True
         kept = [(at, change) for at, change in self.manifest_changes if at <= seqno]
@@ -349,7 +353,7 @@ class PendingVbucket:
         self.change(manifest=manifest.changed(*(change for _, change in kept)))
 
     def _reread(self) -> None:
-        """Begin at the last commit again, after `_drop_rows`."""
+        """Load the last commit again. Call `_drop_rows` first."""
         self._group.byte_count -= sum(change.byte_count for _, change in self.manifest_changes)
         with self.owner.environment.read() as txn:
             self.load(txn)

@@ -1,10 +1,10 @@
 """The writer of one vbucket: adds rollback, abandon and resync to the operations of `pending`.
 
-Knows when a branch may be opened and which memory goes with it; `branches` writes the records. The group commits first,
-so that complete snapshots are not lost. Invariants:
-- a rollback, an abandoned snapshot or a resync is one transaction at most;
-- after the transaction, memory is read again from disk;
-- without a transaction, no row of the open snapshot had reached the disk.
+Knows when a branch may be opened and which pending rows to drop; `branches` writes the records. Every operation first
+commits the group, so that complete snapshots are not lost. Invariants:
+- a rollback, an abandon or a resync then takes one transaction at most;
+- after that transaction, memory is read again from disk;
+- `abandon` needs no transaction if no row of the open snapshot is on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from storage.write.pending import PendingVbucket
 
 @dataclass(frozen=True, slots=True)
 class RollbackResult:
-    """A rollback: its boundary and the position before it. Boundary 0: no boundary qualified, nothing was changed."""
+    """A rollback, and the position before. `boundary_seqno` 0: no boundary qualified, and nothing was changed."""
 
     boundary_seqno: Seqno
     from_seqno: Seqno
@@ -31,10 +31,10 @@ class RollbackResult:
 
 
 class VbucketWriter(PendingVbucket):
-    """Stages, publishes and leaves branches of one vbucket. `GroupWriter` hands out the same one for life."""
+    """The operations on one vbucket. `GroupWriter` has one object for each vbucket."""
 
     def __init__(self, *pending: Any, commit: Callable[[], object]) -> None:
-        """`pending`: the arguments of PendingVbucket. `commit` commits the whole group."""
+        """`pending` are the arguments of PendingVbucket. `commit` commits the whole group."""
         super().__init__(*pending)
         self._commit = commit
 
@@ -42,7 +42,7 @@ class VbucketWriter(PendingVbucket):
     def check_rollback(self, to_seqno: int) -> Boundary:
         """Return the boundary that an operator's rollback would go to.
 
-        Raises NoSuchBoundary below the floor, StorageError in a resync.
+        Raises NoSuchBoundary if `to_seqno` is below the floor, StorageError during a resync.
         """
         state = self.base
         if state.staging_branch != state.branch:
@@ -65,14 +65,14 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def rollback(self, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
-        """Go back to the newest kept boundary <= `to_seqno`, in one transaction of the same cost at any size.
+        """Go back to the newest kept boundary <= `to_seqno`, in one transaction whose cost does not depend on the rows.
 
-        `deferred`: readers keep what they see until the first publish of the new branch. If no boundary above 0
-        qualifies, nothing is changed and the result's boundary is 0; the caller then resyncs.
+        `deferred`: readers stay on the old branch until the first publish of the new one. If no boundary above 0
+        qualifies, nothing is changed and `boundary_seqno` is 0; the caller then resyncs.
         """
         self._commit()
         state = self.state
-        if state.rollback_deferred:  # served rows above that boundary are not on the staged history
+        if state.rollback_deferred:  # served rows above that boundary are on another branch
             to_seqno = min(to_seqno, state.staging_published_seqno)
         boundary = self._boundary_at(state, to_seqno)
         if boundary is None or boundary.seqno < max(1, state.history_floor_seqno):
@@ -88,11 +88,11 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def abandon(self, *, keep_complete: bool = True) -> bool:
-        """Give up the staged rows of the open snapshot, in one transaction at most. They can never become visible.
+        """Give up the staged rows of the open snapshot, in one transaction at most. They never become visible.
 
-        With `keep_complete`, a complete snapshot before them that waits for its key rows stays, and is published like
-        any other. Return False if rows of the open snapshot lie above it on the disk. No branch can begin at the end of
-        a snapshot before its publish: call again then.
+        With `keep_complete`, a complete snapshot below that waits for its key rows stays, and is published later.
+        Return False if rows of the open snapshot above it are on disk, because a branch can begin only at a published
+        end. Call this again after the publish.
         """
         self._commit()
         if keep_complete and self.complete_seqno is not None:
@@ -103,7 +103,7 @@ class VbucketWriter(PendingVbucket):
             return self.open_snapshot is None
         self._discard_pending()
         state = self.state
-        if self.flushed_seqno == state.staging_published_seqno:  # no row of it reached the disk
+        if self.flushed_seqno == state.staging_published_seqno:  # no row of the open snapshot is on disk
             self.open_snapshot = None
             self._drop_above(state.staging_published_seqno)
             return True
@@ -114,7 +114,7 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def begin_resync(self) -> None:
-        """Start again from 0 on a branch without parent; the served copy stays until the new one is published.
+        """Stage again from 0, on a branch without parent. Readers keep the old copy until the new one is published.
 
         With `resync_reads = unavailable`, readers are refused until then.
         """
@@ -127,11 +127,11 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def copy_bytes(self) -> int:
-        """Return roughly the bytes of a second copy: the vbucket's share of the group's file."""
+        """Estimate the bytes of a second copy: the vbucket's share of the group's file."""
         return self.owner.environment.file_bytes() // max(1, len(self.owner.vbids))
 
     def _discard_pending(self) -> None:
-        """Forget rows in memory. Rows on disk above the newest published end stay hidden."""
+        """Forget the rows in memory. Rows on disk above the newest published end stay invisible."""
         self.cancel_job()
         self._drop_rows()
         self.complete_seqno = None

@@ -1,14 +1,8 @@
 """The writer of a vbucket group: staging, group commit, publishing.
 
-Knows the parts that do the work and joins them: `owner` (environment, fence, write transactions), `vbucket` (staging,
-rollback, abandon, resync), `commit` (the rows of a transaction) and `background` (key rows, purge, leases). Never
-sockets, time (clocks are given) or the kind of source.
-
-Invariants of all parts together:
-- `state` is the last commit plus the operations accepted since;
-- a vbucket becomes visible at a new published_seqno only in a transaction that also holds its boundary, manifest and
-  state, and after which every row up to it has its key row;
-- after any failed commit, except for a full map, everything pending is dropped and the states are read again from disk.
+Joins the parts that do the work, and that state the invariants: `owner` (environment, fence, write transactions),
+`vbucket` (staging, rollback, abandon, resync), `commit` (the rows of a transaction) and `background` (key rows, purge,
+leases). Never knows sockets, the time (the options have clocks) or the kind of source.
 """
 
 from __future__ import annotations
@@ -36,10 +30,10 @@ class CommitResult:
 
 
 class GroupWriter:
-    """Owner of one group's environment. Not thread safe: one thread for life."""
+    """The writer of one group. Only one thread may use it."""
 
     def __init__(self, path: str, options: WriterOptions) -> None:
-        """Take the group's lock and read its states.
+        """Take the group's lock, open the environment and read the states.
 
         Raises Locked, ReadOnly, CorruptedError, FormatTooNew, WrongBucket.
         """
@@ -48,7 +42,7 @@ class GroupWriter:
         self.group = options.group
         self.vbids = options.identity.group_vbids(options.group)
         self.vbuckets: dict[int, VbucketWriter] = {}
-        """The writer of each vbucket; it stays the same object."""
+        """By vbid; the objects are never replaced."""
         self._pending = GroupPending()
         self.owner = self._new_owner()
         self.background = self._new_background()
@@ -70,7 +64,7 @@ class GroupWriter:
     # -- opening and closing --------------------------------------------------------------------------------------
 
     def _load(self) -> bool:
-        """Read every vbucket's state from the newest commit; return True if readers have seen a newer state."""
+        """Read every vbucket's state from the newest commit. Return True if readers have seen a newer state."""
         before = {vbid: vbucket.base for vbid, vbucket in self.vbuckets.items()}
         self._pending.byte_count = 0
         with self.environment.read() as txn:
@@ -90,7 +84,7 @@ class GroupWriter:
         )
 
     def _settle_resync_reads(self, txn: Transaction) -> None:
-        """Apply the setting `resync_reads` to resyncs that are under way."""
+        """Apply the setting `resync_reads` to running resyncs."""
         for vbid in self.vbids:
             branches.set_unavailable(txn, vbid, self.options.resync_reads == "unavailable")
 
@@ -106,7 +100,9 @@ class GroupWriter:
             self.owner.reload()
 
     def close(self) -> None:
-        """Commit complete snapshots, sync, and give the group up. Rows of open snapshots are fetched again later."""
+        """Commit complete snapshots, sync, and release the group. The rows of open snapshots are dropped, and fetched
+        again later.
+        """
         if self.owner.closed:
             return
         try:
@@ -118,7 +114,7 @@ class GroupWriter:
             self.give_up()
 
     def give_up(self) -> None:
-        """Close without another write: the group is damaged."""
+        """Close a damaged group, without another write."""
         if not self.owner.closed:
             self._forget()
             self.owner.release()
@@ -127,7 +123,7 @@ class GroupWriter:
 
     @property
     def environment(self) -> Environment:
-        """The open environment; a failed commit opens another one."""
+        """The open environment; another object after a failed commit."""
         return self.owner.environment
 
     @property
@@ -136,7 +132,9 @@ class GroupWriter:
 
     @property
     def has_pending(self) -> bool:
-        """True if a commit would change what readers or a restart see. Data that comes during an IndexJob waits."""
+        """True if a commit would change the view of readers or the state after a restart. A vbucket with an IndexJob
+        does not count.
+        """
         return any(
             vbucket.dirty and vbucket.job is None and vbucket.commit_worthy for vbucket in self.vbuckets.values()
         )
@@ -166,11 +164,11 @@ class GroupWriter:
 
     @contained
     def commit(self, *, flush_open: bool = False) -> CommitResult:
-        """Commit all complete snapshots in one transaction, with `flush_open` also rows of open snapshots.
+        """Commit all complete snapshots in one transaction. `flush_open` adds the rows of open snapshots.
 
-        If the map is full, it is grown and the batch replayed. After any other failure everything pending is dropped,
-        the states are read again (so machines and streams must start again) and the error is raised: Full, ReadOnly,
-        and so on.
+        A full map is grown and the transaction repeated. After any other failure everything pending is dropped, the
+        states are read again and the error is raised: Full, ReadOnly, and so on. The caller must then start machines
+        and streams again.
         """
         self.owner.check_open()
         touched = [each for each in self.vbuckets.values() if each.dirty and (flush_open or each.commit_worthy)]
@@ -197,7 +195,9 @@ class GroupWriter:
 
     @contained
     def step(self) -> bool:
-        """Do one bounded slice of background work; return True while more waits. `commit` publishes a ready index."""
+        """Do one bounded slice of background work. Return True if more is waiting. `commit` publishes a snapshot whose
+        key rows are complete.
+        """
         self.owner.check_open()
         self.owner.check_file()
         return self.background.step()
