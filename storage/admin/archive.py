@@ -1,7 +1,7 @@
-"""Storage of a backup's parts: the files of a folder, or the members of a tar stream.
+"""Storage of a backup's parts: files of a folder, or members of a tar stream.
 
-Knows files and tar; never what a part means. Invariants: parts are read and written one by one, so memory does not grow
-with the mirror; the name of a tar's member never becomes a path here.
+Knows files and tar; never the content of a part. Invariants: parts are read and written one by one, so memory does not
+grow with the mirror; the name of a tar's member is never used as a path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from storage.errors import CorruptedError, StorageError
 
 
 class FolderSink:
-    """Parts as files of a folder that this class makes; the manifest gets its name last."""
+    """Writes parts as files of a folder that it makes. The manifest gets its name last."""
 
     def __init__(self, path: str) -> None:
         """Make the folder. Raises StorageError if it is not empty, OSError."""
@@ -40,7 +40,7 @@ class FolderSink:
 
 
 class TarSink:
-    """Parts as members of an uncompressed tar; `file` need not be seekable."""
+    """Writes parts as members of an uncompressed tar; `file` need not be seekable."""
 
     def __init__(self, file: IO[bytes], *, time_s: int) -> None:
         self._time_s = time_s

@@ -1,11 +1,10 @@
-"""Backups: copy a mirror in checked parts, also while its service runs, and restore a mirror from them.
+"""Backups: copy a mirror in parts with checksums, also while its service runs, and restore a mirror from them.
 
-Knows the layout of a backup (FORMAT.md, "Backups"); `storage.admin.archive` keeps the parts. Invariants:
-- each group is copied in one read transaction, so every vbucket comes with its state;
+Knows the layout of a backup (FORMAT.md, "Backups"); `storage.admin.archive` stores the parts. Invariants:
+- each group is copied in one read transaction, so the rows of a vbucket match its state;
 - the manifest is the last part, so an unfinished backup has none;
 - a restore compares every checksum before it puts a file in place, and writes `mirror.json` last;
-- a copy gives positions above its published ones a history of its own, so no token of the original is mistaken for one
-  of the copy.
+- positions above the published ones get a new history id in the copy, so tokens from the original are refused there.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ VERSION = 1
 MANIFEST = "backup.json"
 KIND = "dcp-mirror backup"
 PART_BYTES = 16 << 20
-"""A whole part is in memory before it is written, because a tar names the size of a member before its bytes."""
+"""Size of a part. Memory holds a whole part, because in a tar the size of a member precedes its bytes."""
 MANIFEST_BYTES_MAX = 256 << 20
 WORK = "restore.new"
-"""Folder in the target, on the same file system, in which a restored mirror is prepared."""
+"""Folder in the target (so on the same file system) where `restore` prepares the mirror."""
 _PART = re.compile(rf"group-(\d{{4}})/{re.escape(DATA_FILE)}\.(\d{{6}})")
 AGAIN = "make the backup again, or take another one"
 
 Progress = Callable[[int, int], None]
-"""Called with the number of groups done and of bytes so far."""
+"""Called with the numbers of finished groups and of bytes so far."""
 
 
 class BackupPart(NamedTuple):
@@ -60,9 +59,9 @@ class BackupSink(Protocol):
 class Summary:
     identity: Identity
     time_ms: int
-    """The begin of the backup."""
+    """Begin of the backup, milliseconds since 1970."""
     as_of_ms: int | None
-    """The moment that the restored mirror goes back to; None: the published position."""
+    """Time of the boundaries that the restored mirror serves; None: the published positions."""
     published: dict[int, int]
     """The seqnos that the restored mirror serves, by vbucket."""
     parts: int
@@ -84,9 +83,9 @@ def part_name(group: int, number: int) -> str:
 def create(
     path: str, sink: BackupSink, *, time_ms: int, as_of_ms: int | None = None, progress: Progress = lambda *_: None
 ) -> Summary:
-    """Copy the mirror at `path` into `sink`, whether its service runs or not.
+    """Copy the mirror at `path` into `sink`, with or without a running service.
 
-    With `as_of_ms` the restored mirror serves, of each vbucket, the newest kept boundary not after that time. Raises
+    With `as_of_ms` the restored mirror serves the newest kept boundary of each vbucket up to that time. Raises
     NoSuchBoundary, StorageError; OSError if the sink fails.
     """
     files: list[dict[str, Any]] = []
@@ -103,7 +102,7 @@ def create(
                 byte_count += len(data)
                 progress(group, byte_count)
             progress(group + 1, byte_count)
-        followed = directory.load_map(path, identity.bucket_uuid)  # after the data, which may come from the newest map
+        followed = directory.load_map(path, identity.bucket_uuid)  # read last: must not be older than the data
     manifest = {
         "kind": KIND,
         "version": VERSION,
@@ -127,7 +126,9 @@ def _digest(manifest: dict[str, Any]) -> str:
 def _group_parts(
     view: View, group: int, as_of_ms: int | None, published: dict[int, int], rollbacks: dict[int, int]
 ) -> Iterator[bytes]:
-    """Yield the compacted copy of a group in parts; fill in the positions of its vbuckets in that transaction."""
+    """Yield the compacted copy of a group in parts. Add the vbuckets' positions in the same transaction to `published`
+    and `rollbacks`.
+    """
     vbids = view.identity.group_vbids(group)
     if not vbids:
         return
@@ -151,7 +152,7 @@ def _group_parts(
 
 
 def check_target(target: str) -> None:
-    """Raise StorageError unless `target` is missing or empty."""
+    """Raise StorageError if `target` exists and is not empty."""
     try:
         names = sorted(os.listdir(target))
     except FileNotFoundError:
@@ -175,8 +176,8 @@ def restore(
 ) -> Summary:
     """Restore a backup into a mirror at `target`, which must be missing or empty.
 
-    The checksums show that the files are as they were copied; `check_rows` walks over all rows to show that the
-    original was not damaged. Raises CorruptedError, FormatTooNew, and then leaves `target` as it was.
+    The checksums show damage of the backup; `check_rows` also walks over all rows, to show damage of the original.
+    Raises CorruptedError, FormatTooNew, and then leaves `target` as it was.
     """
     check_target(target)
     work = os.path.join(target, WORK)
@@ -324,8 +325,8 @@ def _check(work: str, identity: Identity, group: int) -> None:
 def _open_once(
     work: str, identity: Identity, group: int, rollbacks: dict[int, int], clock_ms: Callable[[], int]
 ) -> None:
-    """Open a copied group as a writer, which begins a history of its own (FORMAT.md, "Positions"), and go back to the
-    requested boundaries.
+    """Open a copied group as a writer: this begins a new history (FORMAT.md, "Positions"). Roll vbuckets back to the
+    boundaries in `rollbacks`.
     """
     path, vbids = directory.group_path(work, group), identity.group_vbids(group)
     if not vbids:

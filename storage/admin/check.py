@@ -1,7 +1,7 @@
 """The integrity walk: checks every invariant of FORMAT.md on every row of every vbucket.
 
-Each vbucket is read in one transaction, so the file of a running service does not grow. The walk shows that the stored
-data is consistent in itself; `verify` compares it with the source.
+Each vbucket has a transaction of its own, because a long transaction makes the file of a running service grow. The walk
+shows that the stored data is consistent in itself; `verify` compares it with the source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storage.model import SEQNO_MAX, Identity, Kind
 
 PROBLEMS_MAX = 1000
 GAP_ROWS = 5_000_000
-"""Row references of one vbucket held in memory; beyond that keys are looked up one by one."""
+"""Row references of one vbucket held in memory. If there are more, each key is looked up."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ Progress = Callable[[int, int], None]
 def check(path: str, *, progress: Progress | None = None) -> CheckReport:
     """Walk the mirror at `path`: first LMDB's pages (py-lmdb's verifier; some 150 MB/s), then their contents.
 
-    Raises NotAMirror, ReadOnly, FormatTooNew; damage is reported, not raised. `progress(done, of)` counts vbuckets.
+    Damage is reported, not raised. Raises NotAMirror, ReadOnly, FormatTooNew. `progress(done, of)` counts vbuckets.
     """
     identity = directory.load(path)
     report = CheckReport()
@@ -71,9 +71,9 @@ def _check_group(folder: str, group: int, identity: Identity, report: CheckRepor
     vbids = identity.group_vbids(group)
     environment = SHARED.acquire(folder, vbids, MAP_SIZE)
     try:
-        with environment.read():  # so that no page is reused meanwhile
+        with environment.read():  # keeps the writer from reusing pages
             if not _check_pages(folder, group, report):
-                return  # LMDB does not survive reading damaged pages
+                return  # reading damaged pages can crash LMDB
         environment.open_all()
         with environment.read() as txn:
             stored = txn.get(keys.DB_META, b"identity")
@@ -95,14 +95,14 @@ def _check_group(folder: str, group: int, identity: Identity, report: CheckRepor
 
 
 def _check_pages(folder: str, group: int, report: CheckReport) -> bool:
-    """Run py-lmdb's verifier on the file. Returns True if it found nothing."""
+    """Run py-lmdb's verifier on the file. Return True if it found nothing."""
     from lmdb import verify
 
     problems: list[str] = []
-    for _ in range(READER_TRIES):  # a commit may come between its looks at the file's size and newest meta page
+    for _ in range(READER_TRIES):  # a commit during a run can look like damage
         try:
             problems = verify.verify(os.path.join(folder, DATA_FILE))  # type: ignore[no-untyped-call]
-        except Exception as error:  # a damaged file makes the verifier raise anything
+        except Exception as error:  # the verifier can raise anything on damage
             problems = [f"{type(error).__name__}: {error}"]
         if not problems:
             break
@@ -197,7 +197,7 @@ class _VbucketCheck:
         self._check_spans()
 
     def _check_counters(self) -> None:
-        """Compare the counters of each boundary from the floor on with the one before it and the rows between."""
+        """From the floor on, compare each boundary's counters with the boundary before and the rows between."""
         expected = None
         row_bytes = 0
         for key, value in chain.rows_after(self.txn, self.vbid, self.served, self.state.history_floor_seqno - 1):
@@ -228,8 +228,8 @@ class _VbucketCheck:
                     self._add(f"a boundary at {where}, inside a span from {before_seqno} to {end_seqno}")
 
     def _check_rows(self) -> dict[bytes, int] | None:
-        """Check that every row decodes, has its own seqno and lies where its branch allows. Returns the references that
-        the key tree must hold (hash of key and position), or None if they are too many for memory.
+        """Check that every row decodes, has the seqno of its key and lies above the base of its branch. Return hashes
+        of the key rows that the key tree must hold, by row key; None if they are too many for memory.
         """
         state = self.state
         references: dict[bytes, int] | None = {}
@@ -268,13 +268,13 @@ class _VbucketCheck:
         return references
 
     def _must_have_key_row(self, branch: int, seqno: int) -> bool:
-        """Return True for published rows; staged rows get key rows when their snapshot is complete."""
+        """Return True for visible rows, and for staged rows up to the indexed seqno."""
         if branch == self.state.staging_branch:
             return seqno <= self.indexed
         return any(link.branch == branch and seqno <= link.cut for link in self.served)
 
     def _check_keys(self, references: dict[bytes, int] | None) -> None:
-        """Check that every key row points to a row of that key and kind, and that every visible row has a key row."""
+        """Check that every key row points to a row of its key and kind, and that every visible row has a key row."""
         rows_db = keys.rows_db(self.vbid)
         pointed = 0
         previous = b""
@@ -312,7 +312,7 @@ class _VbucketCheck:
             if branch not in self.bases:
                 self._add(f"manifest at {branch}:{seqno} is of an unknown branch")
             for entry in records.decode_manifest(value).collections.values():
-                # Its scope may be unknown: a stream filtered to a collection brings no events of scopes.
+                # The scope may be unknown: a stream filtered to a collection brings no events of scopes.
                 if entry is not None and not 0 <= entry.begin_seqno <= SEQNO_MAX:
                     self._add(f"manifest at {branch}:{seqno} contradicts itself in collection {entry.name!r}")
 
