@@ -1,1 +1,1 @@
-"""The command `dcp-mirror`, its tables and its JSON. The outermost package, which nothing imports."""
+"""The command `dcp-mirror`, its tables and its JSON. No other package imports this one."""

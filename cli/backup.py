@@ -1,7 +1,7 @@
-"""`backup` and `restore`: a consistent copy of a mirror as a folder or a tar, with or without its service.
+"""`backup` and `restore`: a consistent copy of a mirror as a folder or a tar, with or without a running service.
 
-Invariants: with `--to -` stdout holds the tar and nothing else; an unfinished backup is an error, also if stdout was
-closed, and has no manifest.
+Invariants: with `--to -` stdout holds only the tar; an unfinished backup has no manifest and is an error, also if
+stdout was closed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def to_tar(
             summary = store_backup.create(path, sink, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
         file.flush()
     except OSError as error:
-        if error.errno == errno.EPIPE:  # `head` may leave before the end; anyone who keeps a backup may not
+        if error.errno == errno.EPIPE:  # here an error; other commands exit with success
             raise SupervisionError("stdout was closed before the backup was complete") from error
         raise
     return summary

@@ -1,8 +1,9 @@
-"""`changes`: published events in order, from a position on, with `--follow` also later ones; cursor files.
+"""`changes`: published events in order after a position, and with `--follow` also new ones; cursor files.
 
-A cursor file has a token for each vbucket, one a line. Invariants: the token of the last printed line resumes after it;
-with --follow each event is printed once, rollbacks included; a cursor file is replaced, by fsync and rename, after its
-events were flushed, so a kill may repeat events but loses none.
+A cursor file has a token for each vbucket, one a line. Invariants:
+- the token of the last printed line resumes after that line;
+- with --follow each event is printed once, rollbacks included;
+- a cursor file is replaced (fsync, rename) after its events were flushed, so a kill may repeat events but loses none.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from storage.model import Kind
 from storage.read.view import Change, Token, View, open_view
 
 POLL_INTERVAL_S = 0.1
-"""Delay until --follow sees a new event; looking at 100 vbuckets takes well below 1 ms."""
+"""Pause of --follow between searches for new events. A search of 100 vbuckets takes well below 1 ms."""
 CURSOR_INTERVAL_S = 1.0
-"""Shortest time between two writes of the cursor file, each with a sync to disk."""
+"""Shortest time between two writes of the cursor file. Each write syncs it to disk."""
 NOW = "now"
 
 
@@ -46,7 +47,7 @@ def tokens_from(texts: Iterable[str]) -> dict[int, Token]:
 
 
 def start(view: View, vbid: int | None, since: list[str], file: Path | None) -> tuple[list[int], dict[int, Token]]:
-    """Return the vbuckets to print and the tokens to begin after. Raises ConfigError."""
+    """Return the vbuckets to print and the tokens after which to begin. Raises ConfigError."""
     every = list(view.vbids) if vbid is None else [vbid]
     if file is not None and file.exists():
         return every, {each: token for each, token in load_cursor(file).items() if each in every}
@@ -75,7 +76,7 @@ def print_change(change: Change, *, as_json: bool) -> None:
 
 
 class Pump:
-    """Prints the changes of vbuckets after their tokens, and moves the tokens."""
+    """Prints the changes of vbuckets after their tokens, and moves the tokens forward."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Pump:
         limit: int | None = None,
         file: Path | None = None,
     ) -> None:
-        """`collection` selects documents; rollbacks are always printed. `file` is a cursor file to keep up to date."""
+        """`collection` limits documents, not rollbacks. `file` is the cursor file to keep up to date."""
         self.tokens = tokens
         self._view = view
         self._as_json = as_json
@@ -117,7 +118,7 @@ class Pump:
             except ViewInvalidated:
                 if self.tokens.get(vbid) == before:
                     raise
-                before = self.tokens[vbid]  # a rollback in mid-walk: go on from the last line, which reports it
+                before = self.tokens[vbid]  # a rollback during the walk: continue after the last line
             else:
                 return
 
@@ -202,7 +203,7 @@ def run(view: View, vbids: list[int], pump: Pump, *, follow: bool) -> None:
 
 
 FILE_BYTES_MAX = 16 << 20
-"""Three times the tokens of 65,536 vbuckets."""
+"""Limit of a cursor file, bytes: three times the tokens of 65,536 vbuckets."""
 _HEAD = "# dcp-mirror: a token of each vbucket; `changes --since` this file goes on after them\n"
 
 

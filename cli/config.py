@@ -1,6 +1,6 @@
-"""`config show` and `config explain`: the settings in force, and the meaning of each setting.
+"""`config show` and `config explain`: the values of the settings, and the meaning of each.
 
-Invariant: docs/settings.md is what `config explain --markdown` prints.
+Invariant: docs/settings.md is the output of `config explain --markdown`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ A change takes effect at SIGHUP (`systemctl reload`), which restarts the workers
 
 LINE_LENGTH = 120
 BOOLEAN, PLAIN = "`true` or `false`", ("text", "path")
-"""Values that the page leaves out."""
+"""Values that docs/settings.md leaves out."""
 USUAL = Effect.WORKERS
-"""The page leaves this effect out."""
+"""The effect that docs/settings.md leaves out."""
 
 app = typer.Typer(help=HELP, no_args_is_help=True)
 

@@ -1,7 +1,7 @@
 """`demo`: a source, a mirror and a live view without configuration; a killed worker, a failover, a comparison.
 
-Invariants: every printed claim was measured in this run; if one does not hold, the exit code is 1; everything that it
-started ends with it.
+Invariants: every printed claim was measured in this run; if a claim is false, the exit code is 1; all processes that
+the demo started end with it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from storage.read.view import open_view
 LOOK_INTERVAL_S = 0.5
 PLAIN_INTERVAL_S = 3.0
 STEP_TIMEOUT_S = 90.0
-"""A step that takes longer is broken; then the demo ends with an error."""
+"""Longest time of a step. A longer step ends the demo with an error."""
 DEFAULT_LENGTH_S = 30.0
-"""Time of all steps without --seconds; then the mirror runs on until Ctrl-C."""
+"""Time of all steps without --seconds. Afterwards the mirror runs until Ctrl-C."""
 QUESTION = "SELECT customer.city, count(*) AS orders, sum(total) AS total FROM documents GROUP BY ALL ORDER BY total"
 LOST_CHANGES = 20
-"""Changes that each vbucket of the failed node loses; fewer if a vbucket has no boundary so far back."""
+"""Changes that each vbucket of the failed node loses: fewer if its boundaries do not reach back so far."""
 
 
 class Story:
-    """The steps of the demo: a generator that advances with each new status."""
+    """The steps of the demo, as a generator: each new status continues it."""
 
     def __init__(self, stage: Stage, length_s: float) -> None:
-        """The worker is killed after a third of `length_s`; the node fails over after two thirds."""
+        """`length_s`: the worker is killed after a third of it, the node fails over after two thirds."""
         self.lines: list[str] = []
         self.facts: Reply = {}
         self.finished = False

@@ -1,7 +1,5 @@
-"""`doctor`: examines a source step by step.
-
-Exit code 0 if no step failed; otherwise that of the first failure: 4 if the source refuses, 3 if the data is damaged or
-another bucket's, 2 for settings, 1 for the rest.
+"""`doctor`: examines a source step by step. Exit code 0 if no step failed, otherwise that of the first failure: 4 the
+source refused, 3 the data is damaged or belongs to another bucket, 2 settings, 1 other causes.
 """
 
 from __future__ import annotations

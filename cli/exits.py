@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 1 failed while running; 2 wrong usage or configuration; 3 the mirror's data is damaged or belongs to
 another bucket; 4 the source refused; 5 the requested document or user does not exist; 130 interrupted. Invariants: a
-user's mistake is one line on stderr, never a traceback; so is a bug, and that line names the way to its traceback
+user's mistake is one line on stderr, never a traceback; a bug too is one line, which says how to get the traceback
 (`DCP_MIRROR_LOG_LEVEL=debug`).
 """
 
@@ -30,7 +30,7 @@ class Absent(Exception):
 
 
 class CommandEnded(Exception):
-    """Ends a command that has printed its own verdict."""
+    """Ends a command that has already printed its result."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -47,8 +47,8 @@ def end_by_sigterm() -> None:
 
 
 def code_of(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and line of an error; an empty line prints nothing."""
-    from mirror.wire.errors import ProtocolError  # the protocol's tables, which most commands never need
+    """Return the exit code and line of an error. Do not print an empty line."""
+    from mirror.wire.errors import ProtocolError  # imports the protocol's tables, which few commands need
 
     if isinstance(error, CommandEnded):
         return error.code, ""
@@ -97,6 +97,6 @@ def guarded(command: Callable[[], Any]) -> int:
 
 
 def _reader_left() -> int:
-    """End well: the reader of stdout left early, as `head` does."""
+    """End with success: the reader of stdout closed it early, as `head` does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.DONE

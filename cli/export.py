@@ -1,8 +1,9 @@
 """`export`: every document as JSON lines, on stdout or in files, without Spark.
 
-Invariants: each vbucket is read as of its position at the start (or at `--as-of`), whatever is written or rolled back
-meanwhile; memory does not grow with the mirror; a file gets its name once it is complete, and the positions are written
-last.
+Invariants:
+- each vbucket is read as of its position at the start (or at `--as-of`), despite later writes and rollbacks;
+- memory does not grow with the mirror;
+- a file gets its name once it is complete, and the positions are written last.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def lines(view: View, pin: Pin, names: dict[int, str], *, xattrs: bool) -> Itera
 
 
 def with_xattrs(raw: Document) -> bytes:
-    """Return a document as JSON with a member `xattrs`; a malformed document as it is."""
+    """Return a document as JSON with the member `xattrs`, or with the stored value if that cannot be decoded."""
     try:
         value, datatype = values.inflate(raw.value, raw.datatype)
         found, body = values.split(value, datatype)

@@ -1,7 +1,7 @@
-"""`get` and `scan`: one document, or documents in key order, of now or of a boundary.
+"""`get` and `scan`: one document, or documents in key order, at the newest or an older boundary.
 
-Invariants: stdout of `get` holds the value and nothing else, byte for byte, and the boundary goes to stderr; `scan`
-prints rows as it reads them, so its memory does not grow with the bucket.
+Invariants: stdout of `get` holds only the value, byte for byte, and the boundary goes to stderr; `scan` prints rows as
+it reads them, so memory does not grow with the bucket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from storage.read.view import AsOf, Time, View, open_view
 
 
 def as_of_from(text: str | None) -> AsOf:
-    """Parse digits as a seqno, anything else as a time in ISO 8601 (local without a zone). Raises ConfigError."""
+    """Parse digits as a seqno, other text as a time in ISO 8601 (local time if it has no zone). Raises ConfigError."""
     if text is None:
         return None
     if text.isascii() and text.isdigit():

@@ -1,7 +1,7 @@
 """`init`: try a source and write its settings file; with `--systemd`, also the files of the unit.
 
-Invariants: nothing is written before the source was tried; an existing file is overwritten only on request; a password
-never stands in the settings; its file has mode 0600.
+Invariants: nothing is written before the source was tried; an existing file is overwritten only on request; the
+password is not in the settings file, but in a file of its own with mode 0600.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from mirror.log import set_up_logs
 
 UNIT = "dcp-mirror@.service"
 UNIT_PATH = ("/opt/dcp-mirror/bin", "/usr/local/bin", "/usr/bin", "/bin")
-"""Directories where the unit looks for the program."""
+"""Directories to search for the unit's program."""
 WIDTH = 100
 ATTEMPTS_MAX = 3
-"""Attempts with a typed password: sources may lock a user after several."""
+"""Attempts with a typed password. Few, because sources may lock a user after several."""
 
 
 def init(
@@ -66,7 +66,7 @@ def init(
     elif "/" in systemd or systemd in ("", ".", ".."):
         raise ConfigError(f"--systemd {systemd!r} cannot be a unit's instance", hint="give a plain name")
     else:
-        to, data = root / "etc" / "dcp-mirror" / f"{systemd}.toml", None  # the unit gives --data
+        to, data = root / "etc" / "dcp-mirror" / f"{systemd}.toml", None  # the unit passes --data
     given: Values = {"source": source, "data": data, "http": http, "kv": kv, "tls_ca_file": tls_ca_file}
     given = {name: value for name, value in given.items() if value is not None}
     settings = validated(given)
@@ -99,7 +99,7 @@ def prompt_for(question: str, option: str, judge: Callable[[str], object], defau
         try:
             judge(answer)
         except ConfigError as error:
-            raise typer.BadParameter(str(error)) from None  # which repeats the question
+            raise typer.BadParameter(str(error)) from None  # typer asks again
         return answer
 
     return str(typer.prompt(question, default=default, err=True, value_proc=judged))
@@ -118,7 +118,7 @@ def password_for(settings: Settings, bucket: str) -> str | None:
 
 
 def typed_password(question: str) -> str:
-    """Read a password without echo, and put it into the environment, where `doctor` looks."""
+    """Read a password without echo, and put it into the environment, where `doctor` reads it."""
     try:
         password = getpass.getpass(question)
     except EOFError:  # Ctrl-D
@@ -128,9 +128,8 @@ def typed_password(question: str) -> str:
 
 
 def try_source(settings: Settings, source: str, password: str | None) -> str | None:
-    """Run `doctor` and return the password. If the source refuses a typed one, ask again, up to ATTEMPTS_MAX attempts.
-
-    Raises CommandEnded with the exit code of the first failure.
+    """Run `doctor` and return the password. If the source refuses a typed password, ask again, up to ATTEMPTS_MAX
+    attempts. Raises CommandEnded with the exit code of the first failure.
     """
     for attempts_left in reversed(range(ATTEMPTS_MAX)):
         work = Doctor(settings, source, None)
@@ -170,7 +169,7 @@ def toml_value(value: Any) -> str:
 
 
 def unit_files(root: Path) -> dict[Path, tuple[str, int]]:
-    """Return the unit, its user and its directories at the places where systemd looks. Raises ConfigError."""
+    """Return (text, mode) by path of the unit, its user and its directories. Raises ConfigError."""
     places = (Path(__file__).parents[1] / "systemd", Path(sysconfig.get_path("data"), "share/doc/dcp-mirror/systemd"))
     folder = next((place for place in places if (place / UNIT).exists()), None)
     if folder is None:

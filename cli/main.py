@@ -1,7 +1,7 @@
 """The command `dcp-mirror`: mounts the commands and turns errors into exit codes.
 
-Only the module of the named command is imported: all of them take half a second. Invariant: asserts are on, or nothing
-runs: they guard the data.
+Only the module of the named command is imported, because all of them take half a second. Invariant: no command runs
+without asserts (`python -O`), because they guard the data.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COMMANDS = {
         "config": "Show and explain settings.",
     },
 }
-"""Every command with its line in the help, in the order of the help."""
+"""The commands with their lines in the help, in the order of the help."""
 EXAMPLES = {
     "init": "dcp-mirror init --source couchbases://reader@db1,db2/orders --data /var/lib/orders",
     "demo": "dcp-mirror demo --seconds 30",
@@ -94,7 +94,7 @@ MODULES = {
     "restore": "backup",
     "check": "state",
 }
-"""Modules that are not named like their command."""
+"""The module of each command whose module has another name."""
 
 
 class CommandGroup(TyperGroup):
@@ -121,9 +121,8 @@ def options(
 
 
 def application(named: str) -> typer.Typer:
-    """Return the application. Only the named command is imported; the others have their line of help.
-
-    With "" all are imported: for a process that is forked for many commands.
+    """Return the application. Only the named command is imported; the others have only a line of help. With "" all are
+    imported, for a process that forks itself for many commands.
     """
     app = typer.Typer(
         name="dcp-mirror",
@@ -141,7 +140,7 @@ def application(named: str) -> typer.Typer:
                 _mount(app, name)
             else:
                 app.command(name, help=line)(_not_imported)
-    gc.freeze()  # else the collector takes a tenth of a second when the process ends
+    gc.freeze()  # saves the last garbage collection, a tenth of a second
     return app
 
 
@@ -159,7 +158,7 @@ def _mount(app: typer.Typer, name: str) -> None:
 
 
 def named_command(arguments: Sequence[str]) -> str:
-    """Return the command that the arguments name or a shell completes; "--help" without one."""
+    """Return the command that the arguments name, or that a shell completes; without a command, "--help"."""
     completed = os.environ.get("COMP_WORDS", "").split() or os.environ.get("_TYPER_COMPLETE_ARGS", "").split()
     return next((each for each in (*completed[1:], *arguments) if not each.startswith("-")), "--help")
 

@@ -1,6 +1,6 @@
-"""Options that several commands share, and the settings that they make with environment and file.
+"""Options that several commands share, and the settings from options, environment and file.
 
-Invariant: without an option its setting comes from the environment, the file or the default, in this order.
+Invariant: a setting comes from its option, else the environment, else the file, else the default.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def one_of(*values: str) -> Callable[[], list[str]]:
 
 
 def optional(*names: str, metavar: str | None = None, **facts: Any) -> Any:
-    """Declare an option that shows no default. A metavar such as `safe|full` lists the values that shells complete."""
+    """Declare an option without a default in the help. Shells complete the values of a metavar such as `safe|full`."""
     if metavar is not None and "|" in metavar and metavar.islower():
         facts.setdefault("autocompletion", one_of(*metavar.split("|")))
     return typer.Option(*names, metavar=metavar, **{"show_default": False} | facts)
@@ -88,7 +88,7 @@ AsOfTimeOption = Annotated[
 
 
 def need(who: str, extra: str, *modules: str) -> None:
-    """Raise ConfigError with the remedy if packages of an extra are missing."""
+    """Raise ConfigError if packages of an extra are missing."""
     for module in modules:
         try:
             import_module(module)
@@ -117,9 +117,9 @@ def settings_from(flags: Values, *, config: Path | None = None, pairs: list[str]
 
 
 def with_source(loaded: LoadedSettings) -> Settings:
-    """Return the settings. Without a source, take it from the running service of the data directory.
+    """Return the settings. Without a source, take that of the service running on the data directory.
 
-    Raises ConfigError if neither names one.
+    Raises ConfigError if there is no such service.
     """
     settings = loaded.settings
     if settings.source is not None:
@@ -140,12 +140,12 @@ def data_directory(data: Path | None, config: Path | None = None) -> Path:
 
 
 def quiet_logs(settings: Settings) -> None:
-    """Log errors alone, unless the settings say debug."""
+    """Log only errors, except if `log_level` is debug."""
     set_up_logs("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
 
 
 def moment_ms(text: str, option: str) -> int:
-    """Parse a time in ISO 8601 (local without a zone) or an age such as `2h`. Raises ConfigError."""
+    """Parse a time in ISO 8601 (local time if it has no zone) or an age such as `2h`. Raises ConfigError."""
     try:
         if text[-1:].isalpha() and text[:1].isdigit() and not text.endswith("Z"):
             return int((time.time() - units.seconds(text)) * 1000)

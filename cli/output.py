@@ -1,6 +1,6 @@
-"""JSON objects on stdout (shapes: cli/JSON.md), one a line, and readable words for bytes, figures and times.
+"""JSON objects on stdout (shapes: cli/JSON.md), one a line, and readable text for bytes, figures and times.
 
-Invariant: an unknown figure is a dash.
+Invariant: an unknown figure is shown as a dash.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def number(value: float | None) -> str:
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """Return `1 batch`, `1,234 batches`; `many` is the plural if it is not `one` with an s."""
+    """Return `1 batch` or `1,234 batches`; `many` is the plural, by default `one` with an s."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
@@ -51,7 +51,7 @@ def size(value: float | None) -> str:
 
 
 def lag_text(sums: Mapping[str, Any]) -> str:
-    """Return the total lag; while it is unknown, the time since it was known for every vbucket."""
+    """Return the total lag. If it is unknown, return the time since it was known for every vbucket."""
     if sums["lag_seqnos"] is None:
         return DASH if sums.get("lag_s") is None else f"unknown, last contact {duration(sums['lag_s'])} ago"
     return f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}"

@@ -1,9 +1,11 @@
 """`pipeline`: the ready-made data pipelines: `export`, `sync`, `compare`, `backfill`.
 
-Knows the command line, the progress and the place of a run: this machine's cores, or Spark. Invariants: the packages of
-the extra `spark` are imported only once a command runs, and the error about missing ones says how to install them;
-progress goes to stderr; Ctrl-C and errors leave the targets as they were. `spark-submit .../cli/pipeline.py export ...`
-is the same command on the session of spark-submit.
+Knows the command line, the progress, and where tasks run: on this machine's cores or in Spark. Invariants:
+- packages of the extra `spark` are imported only when a command runs, and the error about a missing one has a remedy;
+- progress goes to stderr;
+- after Ctrl-C or an error the targets are as they were.
+
+`spark-submit .../cli/pipeline.py export ...` runs the same command in the session of spark-submit.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def private() -> None:
-    """Create files for this user alone: libraries open them."""
+    """Make new files private by the umask, because libraries create them."""
     os.umask(0o077)
 
 
@@ -50,9 +52,9 @@ app = typer.Typer(
 )
 
 AUTO = "auto"
-"""Stands for the schema of a sample."""
+"""Value of --schema: infer the schema from a sample."""
 KEYS_SHOWN = 20
-"""Differing keys that `compare` prints."""
+"""Limit of the differing keys that `compare` prints."""
 NAMED_SCHEMA = re.compile(r"\s*(?:([\w%-]+)\.)?([\w%-]+)\s*=(.*)", re.DOTALL)
 """A collection with its columns: `shop.orders=total double`."""
 
@@ -166,7 +168,7 @@ def layouts_from(
 def schemas_from(
     schemas: Sequence[str], path: str | None, collections: Sequence[str] | None, per_collection: bool
 ) -> list[str]:
-    """Return the schemas of `sync`, with those of a sample in place of `auto`. Raises ConfigError."""
+    """Return the schemas of `sync`; `auto` is replaced by the schema of a sample. Raises ConfigError."""
     if AUTO not in schemas:
         return list(schemas)
     from mirror.spark.tables.documents import is_column
@@ -188,7 +190,7 @@ def schemas_from(
 
 
 def check_destination(text: str) -> None:
-    """Raise ConfigError for a destination that cannot be written, before any work begins."""
+    """Raise ConfigError if a destination cannot be written; call this before any work."""
     need("pyarrow", "deltalake")
     from mirror.spark.places import folder_at
 
@@ -219,7 +221,7 @@ def spark_session(name: str, master: str | None) -> AbstractContextManager[Any]:
 def running(
     name: str, master: str | None, spark: bool, processes: int | None, as_json: bool
 ) -> Iterator[tuple[Runner, Callable[[int, int], None]]]:
-    """Yield the runner of a command's tasks, and the function that shows on stderr how many are done."""
+    """Yield the runner of a command's tasks, and a function that shows the number of finished tasks on stderr."""
     need("pyarrow", "deltalake")
     from mirror.spark.pipeline.runner import LocalRunner, SparkRunner
     from mirror.supervise.processes.life import die_with_parent
@@ -494,7 +496,7 @@ def batch_line(figures: BatchFigures) -> str:
 
 @contextmanager
 def ending() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C or SIGTERM sets: finish the current work. A second Ctrl-C ends at once."""
+    """Yield an event that Ctrl-C or SIGTERM sets, to end after the current work. A second Ctrl-C ends at once."""
     stop = threading.Event()
 
     def ask(number: int, _frame: object) -> None:

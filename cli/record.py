@@ -1,7 +1,7 @@
 """`record`: a DCP session's frames in a file.
 
-Invariants: a recording can be read however it ended; an existing file is never overwritten, and an empty one is
-removed.
+Invariants: a recording can be read even if it ended abruptly; an existing file is never overwritten, and an empty one
+is removed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def record(
 def record_into(
     recorder: Recorder, url: str, settings: Settings, seconds: float | None, requested: list[int] | None
 ) -> tuple[int, str]:
-    """Read the source into the recorder. Returns the number of snapshots and the reason of the end."""
+    """Read the source into the recorder. Return the number of snapshots and the reason for the end."""
     with SourceReader(url, settings=settings, tap=recorder.passed) as reader, render.task_screen() as screen:
         recorder.names(bucket=parse(url).bucket, bucket_uuid=reader.bucket_uuid, vbuckets=reader.vbucket_count)
         for vbid in requested or ():

@@ -1,7 +1,7 @@
-"""Tables, the live view, and plain lines without a terminal. The only user of rich.
+"""Tables, the live view, and plain lines without a terminal. The only module that uses rich.
 
-Colours repeat what words say. Invariants: everything fits a terminal of 80 columns;
-control characters from data never reach the terminal.
+Colours repeat what words say. Invariants: everything fits a terminal of 80 columns; control characters from data never
+reach the terminal.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ BUSY_STATES = {
 PLAIN_INTERVAL_S = 2.0
 TASK_INTERVAL_S = 5.0
 TROUBLES_MAX = 8
-"""Errors that a summary shows, worst first."""
+"""Limit of the errors in a summary, worst first."""
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 
 LEASES_SHOWN = 3
 SELDOM_CHANGES = frozenset({"mirrored", "data", "history", "held"})
-"""Facts that a small terminal leaves out; `status` has them."""
+"""Facts that are left out on a small terminal; `status` shows them."""
 
 
 def state_text(state: str) -> Text:
@@ -71,7 +71,7 @@ def fact_table(facts: Mapping[str, RenderableType | None]) -> Table:
 
 
 def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str | Text]], right: Sequence[int] = ()) -> Table:
-    """Return a table without frames; `right` are columns of numbers."""
+    """Return a table without frames; `right` are the columns to align right."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for index, header in enumerate(headers):
         table.add_column(header, justify="right" if index in right else "left", no_wrap=index in right)
@@ -150,7 +150,7 @@ def print_event(event: Mapping[str, Any]) -> None:
 
 
 def leases_text(leases: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the readers that keep history from being purged; None without any."""
+    """Return a line on the readers whose leases hold history; None without leases."""
     shown = [
         f"{escape(lease['name'])} ({lease['vbuckets']} vbuckets, until {moment(lease['until_ms'])})" for lease in leases
     ]
@@ -158,7 +158,7 @@ def leases_text(leases: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 Cell = Callable[[Mapping[str, Any]], str | Text]
-"""The cell of a column, made from a row of the status."""
+"""Function that makes the cell of a column from a row of the status."""
 
 RUNS: Mapping[str, Cell] = {"state": lambda row: state_text(row["phase"]), "pid": lambda row: str(row["pid"] or DASH)}
 USES: Mapping[str, Cell] = {
@@ -233,7 +233,7 @@ def processes_text(document: Mapping[str, Any]) -> Table:
 def status_view(
     document: Mapping[str, Any], *, every_vbucket: bool = False, brief: bool = False, troubles_max: int = TROUBLES_MAX
 ) -> RenderableType:
-    """Return the whole status; `brief` leaves out stable facts and sums up processes."""
+    """Return the whole status; `brief` leaves out stable facts and shows one line for all processes."""
     parts: list[RenderableType] = [summary(document, brief=brief)]
     if brief:
         parts.append(processes_text(document))
@@ -256,7 +256,7 @@ def status_view(
 
 
 def top_view(document: Mapping[str, Any]) -> RenderableType:
-    """Return as much of the status as the terminal has lines for."""
+    """Return the part of the status that fits the height of the terminal."""
     view = status_view(document)
     for troubles_max in range(TROUBLES_MAX, -1, -1):
         if len(stdout.render_lines(view)) < stdout.height:
@@ -332,13 +332,13 @@ SPARKS_MAX = 40
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a row of bars scaled to the highest."""
+    """Return one line of bars, scaled to the highest value."""
     top = max(values, default=0)
     return "".join(SPARKS[round(value / top * (len(SPARKS) - 1))] if top else SPARKS[0] for value in values)
 
 
 def command_name() -> str:
-    """Return the program as it was called, so that a printed line can be copied."""
+    """Return the name by which the program was called, so that printed commands can be copied."""
     called = sys.argv[0]
     if os.path.basename(called) != "dcp-mirror" or shutil.which("dcp-mirror") == called:
         return "dcp-mirror"
@@ -367,9 +367,9 @@ def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequen
 
 
 def newest_that_fit(above: Sequence[RenderableType], lines: Sequence[str]) -> Sequence[str]:
-    """Return the newest lines of a story that fit below the drawing; at least one."""
+    """Return the newest of `lines` that fit on the terminal below `above`, at least one."""
     used = sum(len(stdout.render_lines(part, pad=False)) for part in above)
-    left = stdout.height - used - 3  # its frame, and the row that the cursor stands in
+    left = stdout.height - used - 3  # 2 lines of the frame, 1 of the cursor
     first = len(lines)
     while first and (left := left - len(Text(lines[first - 1]).wrap(stdout, stdout.width - 4))) >= 0:
         first -= 1
@@ -377,7 +377,7 @@ def newest_that_fit(above: Sequence[RenderableType], lines: Sequence[str]) -> Se
 
 
 class Screen:
-    """Shows the newest picture: redrawn on a terminal, a line every few seconds elsewhere."""
+    """Shows the newest picture: redrawn on a terminal, elsewhere as a plain line every few seconds."""
 
     def __init__(self, *, to_stderr: bool = False, plain_interval_s: float = PLAIN_INTERVAL_S) -> None:
         """Draw on stdout, or on stderr if stdout carries data."""
@@ -407,7 +407,7 @@ class Screen:
         self.show(line, line)
 
     def show(self, view: RenderableType, line: str) -> None:
-        """Show `view` on a terminal, or else `line` when it is due."""
+        """Show `view` on a terminal; elsewhere print `line` if enough time has passed."""
         if self._live is not None:
             self._live.update(view, refresh=True)
             return
@@ -418,7 +418,7 @@ class Screen:
             self.say(line)
 
     def finish(self, view: RenderableType, lines: Sequence[str]) -> None:
-        """Leave `view` on a terminal; elsewhere print the lines that were not printed yet."""
+        """Leave `view` on a terminal; elsewhere print the lines that are not printed yet."""
         if self._live is not None:
             self._live.update(view, refresh=True)
             return
@@ -440,7 +440,7 @@ def task_screen() -> Screen:
 
 
 class Bar:
-    """A bar on stderr, if that is a terminal, from the first `show` until `hide`."""
+    """A progress bar on stderr, if that is a terminal, from the first `show` until `hide`."""
 
     def __init__(self) -> None:
         self._live: Live | None = None
@@ -463,7 +463,7 @@ class Bar:
 
 
 def show(view: RenderableType) -> None:
-    """Draw once on stdout. A pipe gets no padding and 160 columns, unless COLUMNS is set."""
+    """Print `view` on stdout. A pipe gets no padding and 160 columns, or COLUMNS."""
     if stdout.is_terminal:
         stdout.print(view)
         return

@@ -1,7 +1,7 @@
 """`rollback`: roll a vbucket back to a kept boundary, through its running service or without one.
 
-Invariants: --dry-run changes nothing; retractions are read from the store afterwards, not predicted; a seqno below the
-history floor changes nothing, and the error names the floor.
+Invariants: --dry-run changes nothing; retractions are read from the store after the rollback, not predicted; a seqno
+below the history floor changes nothing, and the error names the floor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def undone(view: View, vbid: int, result: Reply) -> Iterator[tuple[str, Document
     """Return the retractions and restorations of a finished rollback."""
     for change in view.changes(vbid, since=view.token(vbid, result["from_branch"], result["from_seqno"])):
         if change.kind not in ("rollback", "retraction", "restoration"):
-            return  # streamed since by a running service
+            return  # a running service has streamed it since
         if change.document is not None:
             yield change.kind, change.document
 

@@ -1,7 +1,8 @@
 """`run`: the service in the foreground.
 
-Logs and progress go to stderr; the listeners' addresses go to stdout first, with --json to stderr. Invariants: nothing
-starts before every setting was checked; with --until-caught-up, a signal before the end gives exit code 130.
+Logs and progress go to stderr. The listeners' addresses are the first lines of stdout, or of stderr with --json.
+Invariants: every setting is checked before anything starts; with --until-caught-up, a signal before the end gives exit
+code 130.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def run(
                 screen.show(render.progress_view(document), render.progress_line(document))
 
         def announce(line: str) -> None:
-            with contextlib.suppress(OSError):  # its reader may be gone
+            with contextlib.suppress(OSError):  # the reader of stdout may be gone
                 typer.echo(line, err=as_json)
 
         service = Supervisor(
@@ -143,7 +144,7 @@ def run(
 
 
 def end_with(code: ExitCode) -> None:
-    """End with `code` on SIGTERM until the supervisor handles it."""
+    """End with `code` on SIGTERM, until the supervisor handles the signal."""
 
     def end(*_: object) -> NoReturn:
         raise CommandEnded(code)

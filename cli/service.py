@@ -1,7 +1,7 @@
-"""`stop` and `reload`: SIGTERM and SIGHUP for a service without its process id; `assets`: files for its monitoring.
+"""`stop` and `reload`: SIGTERM and SIGHUP to a service without its process id; `assets`: files to monitor it.
 
-Invariants: `stop` ends with 0 only once no service runs on the directory; `assets` never overwrites a file with other
-content.
+Invariants: `stop` exits with 0 only if no service runs on the directory any more; `assets` never overwrites a file with
+other content.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`sql`: queries of a mirror, one as an argument or many in a shell; `schema`: the columns of its documents.
 
-Knows the terminal, threads and files; `mirror.sql` answers. Invariants: a query runs in a thread of its own, so that
-Ctrl-C cancels it and nothing else; stdout has the answer alone, errors and progress go to stderr; a file gets its name
-once it is complete.
+Knows the terminal, threads and files; `mirror.sql` answers. Invariants: a query runs in a thread of its own, so Ctrl-C
+cancels only the query; stdout has only the answer, errors and progress go to stderr; a file gets its name once it is
+complete.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from mirror.sql import Session
 
 SHOWN_ROWS = 1_000
-"""Rows of a table on a terminal; the other forms have all of them."""
+"""Limit of the rows of a table on a terminal; other formats have all rows."""
 CELL_LENGTH = 200
 PROGRESS_AFTER_S = 1.0
 LOOK_S = 0.1
 HELP = "\\d: tables   \\d TABLE: its columns   Ctrl-C: cancel   Ctrl-D: end"
 WORD = re.compile(r"[\w.]+")
 AHEAD = 2
-"""Batches that are read before they are written."""
+"""Batches that the query's thread reads ahead of the output."""
 SCHEMA_HEADERS = ("column", "type", "share", "example")
 
 Write = Callable[[Any], object]
@@ -51,7 +51,7 @@ need = partial(options.need, "sql needs", "sql")
 
 
 class Running:
-    """A query in a thread. Use `batches`."""
+    """A query in a thread of its own; `batches` starts it."""
 
     def __init__(self, session: Session, query: str) -> None:
         self._session = session
@@ -71,7 +71,7 @@ class Running:
             self._found.put(error)
 
     def batches(self) -> Generator[Any]:
-        """Yield the schema, then the batches. The query ends if they are left."""
+        """Yield the schema, then the batches. Closing the generator cancels the query."""
         bar = render.Bar()
         self._thread.start()
         try:
@@ -128,7 +128,7 @@ def write_rows(found: Iterator[Any], write: Write) -> int:
 
 
 def with_own_names(schema: Any) -> Any:
-    """Return the schema. Raises QueryFailed if two columns have one name."""
+    """Return the schema. Raises QueryFailed if two columns have the same name."""
     for number, name in enumerate(schema.names):
         if name in schema.names[:number]:
             raise QueryFailed(f"two columns are named {name}", hint="name one of them with AS")
@@ -237,7 +237,7 @@ def shell(session: Session) -> None:
 
 
 def answer(session: Session, line: str) -> None:
-    """Answer a line of the shell; an error is one line."""
+    """Answer a line of the shell. Print an error as one line."""
     began_s = time.monotonic()
     command, _, table = line.partition(" ")
     try:
@@ -263,7 +263,7 @@ def print_pairs(left: str, right: str, pairs: list[tuple[str, str]]) -> None:
 
 
 def history_file() -> Path:
-    """Return the file of earlier lines, which its user alone may read."""
+    """Return the shell's history file, which only its user can read."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "dcp-mirror"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / "sql_history"

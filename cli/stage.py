@@ -1,7 +1,7 @@
 """The processes of the demo: a sandbox and a service, started by the commands that a person would type.
 
-Each has its own session, so that Ctrl-C reaches the demo alone, which ends them in order; the kernel ends them if the
-demo is killed. Invariant: leaving the stage leaves no process behind.
+Each has its own session, so Ctrl-C reaches only the demo, which ends them in order. The kernel ends them if the demo is
+killed. Invariant: no process is left after `__exit__`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stage:
         workers: int,
         http: str = "0",
     ):
-        """`folder` takes logs and the source's control socket."""
+        """`folder` is for logs and the source's control socket."""
         self.data = data
         self.folder = folder
         self.workers = workers
@@ -88,7 +88,7 @@ class Stage:
                 stdout=stdout,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # the demo has one thread, so the child is safe to prepare
+                preexec_fn=die_with_parent,  # safe, because the demo has one thread
             )
 
     def _first_line(self, process: subprocess.Popen[bytes]) -> str:
@@ -124,7 +124,7 @@ class Stage:
         try:
             answer = control.ask(self.control, command, **arguments)
         except MirrorError:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that was killed is not gone at once
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a killed process may exist for a moment
                 self._source.wait(ENDING_TIMEOUT_S)
             self.check()
             raise
@@ -132,7 +132,7 @@ class Stage:
 
     @staticmethod
     def kill_worker(pid: int) -> None:
-        """Send SIGKILL, as the kernel does when memory is short."""
+        """Send SIGKILL, as the kernel does when it is out of memory."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -1,6 +1,6 @@
 """`state` and `check`: the stored state of each vbucket, and the integrity of the stored data.
 
-Both read the store and never ask the service: `state` shows what a crash now would leave.
+Both read only the store, not the service: `state` shows the state that a crash now would leave.
 """
 
 from __future__ import annotations

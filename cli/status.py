@@ -1,7 +1,7 @@
 """`status`, `top`: the state of a mirror, from its service or else from the store; `events`: its past and new events.
 
-Invariants: the JSON has the same shape with the service up or down; unknown values are null; with `--follow` each event
-is printed once, also after another service took over.
+Invariants: the JSON has the same shape with and without a service; unknown values are null; with `--follow` each event
+is printed once, even if the service is replaced.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from storage.read.view import View, open_view
 READY_INTERVAL_S = 0.2
 EVENTS_INTERVAL_S = 0.5
 COUNT_SEQNOS_MAX = 2_000_000
-"""Documents are counted by walking the keys; for a larger mirror that takes seconds and needs --count."""
+"""If more seqnos are to be walked, which takes seconds, documents are counted only with --count."""
 
 
 class DocumentCounter:
-    """Counts live documents; recounts a vbucket only after it moved."""
+    """Counts live documents. A vbucket is counted again only if its position changed."""
 
     def __init__(self, data: Path, *, always: bool = False) -> None:
-        """`always` counts however large the mirror is."""
+        """`always`: ignore COUNT_SEQNOS_MAX."""
         self._data = str(data)
         self._always = always
         self._view: View | None = None
         self._counted: dict[int, tuple[tuple[int | None, int | None], int]] = {}
 
     def fill(self, document: Status) -> None:
-        """Write `documents` into rows and totals."""
+        """Set `documents` in the rows and totals of a status."""
         rows = document["vbuckets"]
         moved = sum(row["published_seqno"] or 0 for row in rows if self._position(row) != self._known(row["vbid"]))
         if not rows or (moved > COUNT_SEQNOS_MAX and not self._always):
@@ -91,10 +91,10 @@ def current_status(data: Path) -> Status:
 
 
 def ready_status(data: Path, timeout_s: float | None) -> Status:
-    """Return the status once the mirror is ready, or the last one after `timeout_s`."""
+    """Return the status once the mirror is ready, or the last status after `timeout_s`."""
     until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        with contextlib.suppress(NotAMirror):  # the service has yet to make it
+        with contextlib.suppress(NotAMirror):  # the service has not made it yet
             document = current_status(data)
             if not document["reasons"] or time.monotonic() >= until_s:
                 return document
@@ -161,9 +161,9 @@ def top(
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits some seconds for a single key of the terminal and returns it; "" if none was pressed.
+    """Yield a function that waits some seconds for one key of the terminal and returns the key, or "" without one.
 
-    The terminal is restored at the end. Nothing is read if stdin is no terminal or belongs to another process group.
+    The terminal is restored at the end. No key is read if stdin is no terminal or belongs to another process group.
     """
     descriptor, before = -1, None
     with contextlib.suppress(OSError, ValueError, termios.error):
@@ -191,10 +191,10 @@ def keys() -> Iterator[Callable[[float], str]]:
 
 
 def _in_foreground(descriptor: int) -> bool:
-    """False if a change of the terminal would stop this process (SIGTTOU)."""
+    """Return False if changing the terminal would stop this process (SIGTTOU)."""
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # not the controlling terminal, which alone sends SIGTTOU
+    except OSError:  # not the controlling terminal: it sends no SIGTTOU
         return True
 
 
@@ -216,7 +216,7 @@ def events(
     """
     path = options.data_directory(data, config)
     if not follow:
-        directory.load(str(path))  # raises NotAMirror: nothing is not "no events"
+        directory.load(str(path))  # raises NotAMirror instead of showing no events
     since_ms = options.moment_ms(since, "--since") if since is not None else 0
     number = 0
     with contextlib.suppress(KeyboardInterrupt):

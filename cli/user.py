@@ -1,7 +1,7 @@
 """`user`: the file of network readers: names, SCRAM verifiers and collections.
 
-Invariants: a password is typed twice or comes as one line on stdin, never on the command line, and is not kept; the
-file is readable by its owner alone and changes as a whole or not at all; running services notice the change.
+Invariants: a password is typed twice or comes as one line on stdin, never on the command line, and is not stored; only
+the owner can read the file; a change replaces the whole file, and running services notice it.
 """
 
 from __future__ import annotations

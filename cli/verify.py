@@ -1,7 +1,7 @@
 """`verify`: compares the mirror with its source, and with `--repair` fetches different vbuckets again.
 
-Exit code 0 if every vbucket is equal (after the repair), 3 if one is not, 1 if one could not be compared, as for
-`pipeline compare`. Works with the service up or down.
+Exit code as for `pipeline compare`: 0 if every vbucket is equal (after the repair), 3 if one differs, 1 if one could
+not be compared. Works with and without a running service.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COUNTED = (
     "behind_seqnos",
 )
 REPAIRED = ("different", "unreadable")
-"""States that a repair fixes; the others end once the service streams."""
+"""States that a repair fixes. The other states end by themselves if the service streams."""
 
 
 def verify(
@@ -124,7 +124,7 @@ def verify(
 
 
 def selected(path: Path, url: str, settings: Settings) -> list[str] | None:
-    """Return the mirrored part of the bucket that the source still has; None for all of it. Raises MirrorError."""
+    """Return the mirrored part of the bucket that still exists at the source; None for all. Raises MirrorError."""
     selection = Selection.parse(directory.load(str(path)).selection)
     if selection.scope is None and not selection.collections:
         return None
