@@ -59,7 +59,7 @@ class Assembler:
         self._held_snapshot: SnapshotRange | None = None
         self._purge_seqno: int | None = None
         self._replaces_end = False
-        self._resumed_end = Seqno(0)  # the earliest end of the snapshot inside which the request resumed
+        self._resumed_end = Seqno(0)  # the lowest valid end of the snapshot inside which the request resumed
 
     def load(self, state: VbucketState) -> None:
         self.boundary_seqno = state.staging_published_seqno
@@ -155,7 +155,7 @@ class Assembler:
         raise Violation(f"a row at {last_seqno}, beyond the end of its snapshot at {end_seqno}")
 
     def seqno_advanced(self, event: SeqnoAdvanced, out: list[Instruction]) -> None:
-        """Move the position to the event's seqno, because every change up to there was sent. Publish at the end."""
+        """Move the position: every change up to the event's seqno was sent. Publish if a snapshot ends there."""
         seqno = event.seqno
         if seqno < self.position_seqno:
             raise Violation(f"an advance to {seqno}, below {self.position_seqno} which is already held")
@@ -189,7 +189,7 @@ class Assembler:
         self._moved_to(seqno, out)
 
     def _manifest_before(self) -> Manifest:
-        """Return the manifest, without the default collection if the filter hides it. No event creates that one."""
+        """Return the manifest, without its initial default collection if the filter hides that collection."""
         shown = self._filter is None or self._filter.shows_by_itself(DEFAULT_COLLECTION, collections.DEFAULT_SCOPE)
         return self.manifest if shown else collections.without_default(self.manifest)
 
@@ -208,7 +208,7 @@ class Assembler:
         raise Violation(f"an out-of-order snapshot (flags {event.flags:#x}), which was not requested")
 
     def stream_ended_regularly(self, out: list[Instruction]) -> None:
-        """Complete the open snapshot if collections are off: perhaps no message has the seqno of its end."""
+        """Complete the open snapshot if there are no collections: perhaps no message has the seqno of the end."""
         if self.open_snapshot is not None and not self._collections and not self._replaces_end:
             self._close(out)
 
@@ -233,7 +233,7 @@ class Assembler:
         self._moved_to(seqno, out)
 
     def _close(self, out: list[Instruction]) -> None:
-        """Complete the open snapshot, all of whose changes are here; no message has the seqno of its end."""
+        """Complete the open snapshot: all its changes are here, but no message has the seqno of its end."""
         assert self.open_snapshot is not None  # the callers checked it
         end_seqno = self.open_snapshot.end_seqno
         if end_seqno > self.position_seqno:

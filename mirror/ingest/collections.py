@@ -29,7 +29,7 @@ from storage.model import DEFAULT_COLLECTION, Collection, Manifest, ManifestChan
 
 DEFAULT_SCOPE = 0
 NAMES_MAX = 10_000
-"""Limit of a manifest's scopes and collections together, since each event copies them. A bucket has 1,000 of each."""
+"""Limit of a manifest's scopes plus collections, because each event copies them. A bucket has at most 1,000 of each."""
 
 
 def apply(
@@ -71,7 +71,7 @@ def _created(manifest: Manifest, content: CollectionCreated, seqno: Seqno) -> Ma
 
 
 def _modified(manifest: Manifest, content: CollectionModified, _seqno: Seqno) -> Manifest:
-    # The settings changed, the documents did not. If the begin is unknown, 0 will do: an id is never used twice.
+    # The settings changed, the documents did not. If `begin_seqno` is unknown, 0 will do, because no id is used twice.
     known = manifest.collections.get(content.collection_id)
     return _with_collection(manifest, content, Seqno(0) if known is None else known.begin_seqno)
 

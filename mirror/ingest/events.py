@@ -28,7 +28,7 @@ class Start:
     """
 
     collections: bool = True
-    """True if HELLO granted Collections: keys carry a collection id, and a message carries each snapshot's end."""
+    """True if HELLO granted Collections: keys carry a collection id, and each snapshot's end seqno is sent."""
     sends_purge_seqno: bool = False
     """True if V2.2 markers were granted (8.0): a mid-snapshot request may name the snapshot's purge seqno."""
     by_mirror: bool = False
@@ -157,7 +157,7 @@ class ResyncRefused:
 
 @dataclass(frozen=True, slots=True)
 class StagingRefused:
-    """The store refused rows whose seqnos do not rise inside a run. The rest of the instructions was dropped."""
+    """The store refused rows whose seqnos do not rise inside a run. The host dropped the rest of the list."""
 
     state: VbucketState
     text: str

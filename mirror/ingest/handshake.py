@@ -1,8 +1,8 @@
 """The handshake: stream requests until the source accepts one, with the rollbacks and resyncs on the way.
 
 A ROLLBACK must name a seqno below the requested one. If it does not, or if it names 0, the machine gets the source's
-failover log, once in a handshake, and requests a stream from the newest common history. If there is none, or if that
-fails too, the machine begins a resync next to the old copy (docs/protocol.md 2.5).
+failover log, once in a handshake, and requests a stream from the newest common history. If there is none, or if the
+source refuses that request, the machine begins a resync next to the old copy (docs/protocol.md 2.5).
 
 Each function takes the machine's state and an event, appends instructions, and returns the next phase. Invariants: a
 request names exactly the stored position; the failover log of a stream is saved before its first row is staged.
@@ -50,7 +50,7 @@ def _filter_continues(machine: MachineState) -> bool:
         return True
     if requested is None:
         return stored is None
-    if machine.assembler.holds_part:  # the manifest may not name all collections of the staged rows yet
+    if machine.assembler.holds_part:  # only the same filter: the manifest may lack collections of staged rows
         return requested.text == stored
     return requested.continues(stored, machine.assembler.manifest.collections)
 
@@ -69,7 +69,7 @@ def _request(machine: MachineState, out: list[Instruction]) -> Phase:
     purge_seqno = None
     if offset.inside_snapshot:
         end_seqno = max(end_seqno, offset.snap_end_seqno)
-        # Never between snapshots: there, a consumer below the purge seqno lacks deletions and needs the ROLLBACK.
+        # Not between snapshots: a consumer below the purge seqno then lacks deletions, and needs the ROLLBACK.
         if machine.features.sends_purge_seqno:
             purge_seqno = int(machine.stored.source_purge_seqno) or None
     machine.offset = offset

@@ -4,7 +4,7 @@ Defines the instructions and the guarantees of a host (`feed.host`); must never 
 
 A host guarantees:
 - it executes the instructions of one list in list order. If the store refuses rows, the host drops the rest of the list
-  and hands in StagingRefused. If the store itself fails, a new machine, made from the stored state, replaces this one;
+  and hands in StagingRefused. If the store itself fails, a new machine, made from the stored state, replaces the old;
 - after an instruction that says "answered by", it hands in that event;
 - it hands in Published only after the snapshot is durable. The machine returns AnswerMarker only after that.
 

@@ -62,7 +62,7 @@ def _start(machine: MachineState, event: ev.Start, out: list[Instruction]) -> Ph
     machine.no_node = False
     machine.features = event
     if machine.phase in STORE_PHASES:
-        return machine.phase  # the store's answer starts the request
+        return machine.phase  # the store's answer leads to the request
     machine.handshake = HandshakeState()
     return handshake.begin(machine, out)
 

@@ -4,8 +4,8 @@ Knows codes, the reaction to each, and a text with the remedy. Must never know t
 
 Invariants: every code has a reaction, even an unknown code. Only codes named here stop a vbucket, and each stop is
 reported. Any end of a stream may hide a rollback, so the machine always resumes by a full stream request. At equal
-jitter a delay never falls with the attempt, and it never exceeds its schedule's cap. The caller's jitter spreads it
-between half and all of the full delay: a thousand vbuckets that were refused together do not retry together.
+jitter a delay never falls with the attempt, and it never exceeds its schedule's cap. The caller's jitter spreads delays
+between half and all of the full delay, because vbuckets that were refused together must not retry together.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ FilterFields = dict[str, str | list[str]]
 """The JSON value of a stream request: `scope` or `collections`, as hex ids."""
 
 MANIFEST_BYTES_MAX = 4 * 1024 * 1024
-"""Limit of a source's manifest: ten times a full bucket's with the longest names. Parsing that takes 50 ms."""
+"""Limit of a source's manifest: ten times that of a full bucket with the longest names. Parsing 4 MiB takes 50 ms."""
 
 
 class MalformedManifest(Exception): ...
@@ -103,7 +103,7 @@ class StreamFilter:
         return set(self.collection_ids) <= set(other.collection_ids)
 
     def continues(self, before: str | None, held_ids: Iterable[int]) -> bool:
-        """Return True if a stream with this filter can continue one with the filter text `before`.
+        """Return True if a stream with this filter can continue a stream with the filter text `before`.
 
         This filter must include each collection in `held_ids`: otherwise the source would not send its drop. It must
         not add a collection: the source would not send its earlier rows. Even an equal filter can lack a held

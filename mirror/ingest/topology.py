@@ -4,8 +4,7 @@ Knows the JSON of a cluster configuration (bucket or cluster level). Must never 
 field, or a field of the wrong type, raises a MalformedClusterMap that names the field.
 
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), both unbounded
-ints; a map never replaces a newer one; only `NewestMap` and `newest_of` compare maps. A node is identified by its host
-and ports.
+ints; only `NewestMap` and `newest_of` compare maps. A node is identified by its host and ports.
 
 A map never replaces a newer one, because a node that returns after a failover or a partition still has its old map and
 data, and acts as if it were active. Only the revision shows that its map is older than the cluster's.
