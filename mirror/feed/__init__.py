@@ -1,1 +1,1 @@
-"""The side towards a cluster: login, streams, the map, commits. Knows sockets and the store; `ingest` decides."""
+"""The side towards a source: login, cluster map, streams, commits. Knows sockets and the store; `ingest` decides."""

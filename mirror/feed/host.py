@@ -3,13 +3,13 @@
 Must never know how rows are kept, nor how connections are made. Invariants (`ingest.instructions`):
 - the machine gets events one at a time and in order;
 - its instructions are executed in list order;
-- an instruction's answer goes to the machine, and the instructions that follow from it are executed, before the next
-  one;
-- a refusal by the sink ends the list;
-- an opaque of another session, or of a closed stream, never reaches the machine;
-- after `drop_machine` nothing is sent and no pause runs.
+- an answer to an instruction goes to the machine at once. The machine's new instructions are executed before the rest
+  of the list;
+- if the sink refuses rows, the rest of the list is dropped;
+- a message with an opaque of another session, or of a closed stream, never reaches the machine;
+- after `drop_machine` nothing is sent and no retry timer runs.
 
-Errors of the store pass through: the group drops its machines and restarts them from the stored state.
+Errors of the store are raised to the caller.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Staging = ins.StageRows | ins.Advance | ins.StageSystemEvent
 class Sink(Protocol):
     """The destination of one vbucket's rows: a store or a spool. `ingest.instructions` describes each instruction.
 
-    Invariants of every sink: a staged row is invisible until its publish; rows that cannot be staged in full are
-    refused, never left out; a machine is started from `state`.
+    Invariants of every sink: a staged row is invisible until its publish; a run of rows is staged in full or refused; a
+    machine is started from `state`.
     """
 
     def state(self) -> VbucketState: ...
@@ -56,23 +56,21 @@ class Sink(Protocol):
     def stage(self, staging: Staging) -> StagingRefused | None: ...
 
     def publish(self, snapshot: ins.PublishSnapshot) -> events.Published | None:
-        """Mark the snapshot complete. Return Published if it is visible already; otherwise Published follows its
-        commit.
-        """
+        """Mark the snapshot complete. Return Published if it is visible at once, or None if that needs a commit."""
         ...
 
     def save(self, facts: SourceFacts) -> None: ...
 
     def roll_back(self, target: ins.RollbackTo) -> events.RolledBack | events.NoBoundary | None:
-        """Go back to a boundary; return None if a rollback ends the vbucket's read."""
+        """Go back to a boundary. A spool ends the vbucket's read instead, and returns None."""
         ...
 
     def abandon(self, staged: ins.AbandonStaged) -> events.Abandoned | None:
-        """Drop the staged rows of the open snapshot; return None if a complete one must be published first."""
+        """Drop the staged rows of the open snapshot. Return None if a complete snapshot must be published first."""
         ...
 
     def begin_resync(self, cause: str) -> events.ResyncOpened | events.ResyncRefused | None:
-        """Begin a second copy; return None if a resync ends the vbucket's read."""
+        """Begin a second copy. A spool ends the vbucket's read instead, and returns None."""
         ...
 
 
@@ -105,7 +103,7 @@ class VbucketHost(ABC):
     def report(self, status: ins.VbucketStatus, text: str) -> None: ...
 
     def enter(self, event: MachineEvent) -> None:
-        """Hand in an event of a timer or of an answer, and handle the sink's errors."""
+        """Hand in an event of a timer or an answer. A subclass with a store handles the store's errors here."""
         self.handle(event)
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -157,7 +155,7 @@ class VbucketHost(ABC):
     # -- instructions ---------------------------------------------------------------------------------------------
 
     def execute(self, instructions: Sequence[ins.Instruction]) -> None:
-        """Execute instructions of the machine. Raises StorageError, but no SeqnoOrder from staging."""
+        """Execute instructions of the machine. Raises StorageError, except for refused rows (StagingRefused)."""
         for instruction in instructions:
             if self.machine is None:
                 return
@@ -166,10 +164,10 @@ class VbucketHost(ABC):
                 continue
             self.execute(self.answered(answer))
             if isinstance(answer, StagingRefused):
-                return  # the rest of the list relied on the refused instruction
+                return  # the rest of the list depends on the refused rows
 
     def _execute_one(self, instruction: ins.Instruction) -> events.Answer | None:
-        """Execute one instruction; return its answer, if there is one already. The most frequent ones come first."""
+        """Execute one instruction; return its answer if that is known at once. Frequent instructions come first."""
         sink = self.sink
         match instruction:
             case ins.StageRows() | ins.Advance() | ins.StageSystemEvent():
@@ -209,7 +207,7 @@ class VbucketHost(ABC):
         return None
 
     def answered(self, answer: events.Answer) -> Sequence[ins.Instruction]:
-        """Hand the answer of an instruction to the machine; return what follows from it."""
+        """Hand the answer to an instruction to the machine; return the machine's next instructions."""
         return self.machine.handle(answer) if self.machine is not None else ()
 
     @property
@@ -219,7 +217,7 @@ class VbucketHost(ABC):
     def request_stream(self, request: ins.RequestStream) -> int:
         session = self.session
         assert session is not None, "it is connected"
-        session.stream_filter = self.stream_filter  # other vbuckets' may differ
+        session.stream_filter = self.stream_filter  # the session's other vbuckets may have another filter
         opaque = self.opaque = session.request_stream(self.vbid, request, self.sink.row_prefix(), self)
         return opaque
 
@@ -265,7 +263,6 @@ class VbucketHost(ABC):
 
 
 def failover_log_event(answer: Frame) -> events.FailoverLogReceived | events.FailoverLogRefused:
-    """Turn an answer to GET_FAILOVER_LOG into an event of the machine."""
     if answer.status != WireStatus.SUCCESS:
         return events.FailoverLogRefused(answer.status)
     try:

@@ -1,9 +1,9 @@
-"""The collections that a mirror's streams request: their names, looked up in the source's manifest.
+"""Looks up the selected collections in the source's manifest, because streams request ids.
 
 Knows a selection, the newest manifest of any node, and the vbuckets that wait for a newer manifest; must never know
 streams or the store. Invariants:
-- a manifest never replaces one of a higher uid;
-- the watch waits for a missing name, and reports it;
+- a manifest never replaces a manifest with a higher uid;
+- while the manifest lacks a selected name, the watch waits for it and reports it;
 - a vbucket that was refused for an unknown collection, or lost all its collections, is notified once the selection has
   a collection;
 - if the user may not see the server's own collections, the source silently leaves them out of streams (docs/protocol.md
@@ -40,11 +40,11 @@ class CollectionWatch:
         maps: MapFollower,
         on_news: Callable[[set[int]], None],
     ) -> None:
-        """`on_news` is called when streams may request something new, with the vbuckets that wait for it."""
+        """`on_news` is called when streams can request a new collection. It gets the vbuckets of the `look` calls."""
         self.selection = selection
         self.resolved = Resolved(-1, None, () if selection.whole else ("?",))
         self.hidden = False
-        """The server's own collections are left out because this user may not see them."""
+        """True if the source leaves out the server's own collections, because this user may not see them."""
         self._connections = connections
         self._maps = maps
         self._on_news = on_news
@@ -57,7 +57,7 @@ class CollectionWatch:
 
     @property
     def text(self) -> str:
-        """The reason why no stream is requested, for people."""
+        """The reason why no stream is requested, as shown to users."""
         if self.resolved.uid < 0:
             return "asking the source which collections there are"
         names = ", ".join(self.resolved.missing)
@@ -77,7 +77,7 @@ class CollectionWatch:
         return found
 
     def look(self, vbid: int | None = None) -> None:
-        """Fetch the manifest soon; notify the vbucket once it has collections to request."""
+        """Fetch the manifest soon. If a vbucket is given, notify it once it has collections to request."""
         if vbid is not None:
             self._waiting.add(vbid)
         self._wake.set()
@@ -89,12 +89,12 @@ class CollectionWatch:
             await happens(self._wake, self._settings.map_poll_interval_s if polls else None)
             self._wake.clear()
             await self._look_once()
-            if self.selection.whole and self._waiting:  # nothing can be missing: waiting vbuckets request streams again
+            if self.selection.whole and self._waiting:  # no name can be missing: let them request streams again
                 self._notify()
             await self._clock.sleep(PAUSE_MIN_S)
 
     async def _look_once(self) -> None:
-        """Ask nodes in turn until one answers; each call begins with another node."""
+        """Query nodes in turn until one answers. Each call begins with another node."""
         sessions = self._connections.ready_sessions()
         self._turn += 1
         turn = self._turn % max(1, len(sessions))
@@ -115,7 +115,7 @@ class CollectionWatch:
                 return
 
     def take(self, manifest: SourceManifest) -> None:
-        """Follow a manifest, unless it is older than the one before."""
+        """Resolve the selection by a manifest. A manifest older than the last one is ignored."""
         before = self.resolved
         if manifest.uid < before.uid:
             return
@@ -129,7 +129,7 @@ class CollectionWatch:
             self._said = self.resolved.missing
             if self._said:
                 log.warning("collections-missing", text=self.text)
-        # The source ends the stream of a dropped collection, and the stream reports that.
+        # A dropped collection is no news: the streams report the drop, or the source ends them.
         news = before.uid < 0 or (self.resolved.filter is not None and not self.resolved.filter.within(before.filter))
         if news and not self.selection.whole:
             self._notify()

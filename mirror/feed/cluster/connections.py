@@ -3,8 +3,8 @@
 Must never know vbuckets or the content of streams. Invariants:
 - an address has at most one keeper;
 - opaques are unique over all sessions;
-- while acknowledgements are held, every session holds them, new ones included;
-- the pause after a failure doubles up to its cap; a ready session resets it;
+- while acknowledgements are held, every session holds them, even a new session;
+- the pause after a failure doubles up to its cap; a ready session resets the pause;
 - a failure is shown until the next success.
 """
 
@@ -48,9 +48,7 @@ class Connections:
         name: str,
         on_defect: Callable[[BaseException], None],
     ) -> None:
-        """`name` is the DCP name. `on_defect` is called if a defect ends a keeper, because nothing would reconnect its
-        node.
-        """
+        """`name` is the DCP name. `on_defect` is called with an unexpected error that ended a keeper."""
         self.keepers: dict[NodeAddress, NodeKeeper] = {}
         self.opaques = Opaques()
         self.acks_held = False
@@ -65,7 +63,7 @@ class Connections:
     # -- nodes ----------------------------------------------------------------------------------------------------
 
     def keep(self, address: NodeAddress) -> NodeKeeper:
-        """Return the node's keeper; begin one if there is none."""
+        """Return the node's keeper; create one if there is none."""
         keeper = self.keepers.get(address)
         if keeper is None:
             keeper = self.keepers[address] = NodeKeeper(address, self)
@@ -111,8 +109,8 @@ class Connections:
 
 
 def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError | None = None) -> float:
-    """Return the pause before try number `attempt` (0 is the first after a failure). After a refusal it lasts up to a
-    minute.
+    """Return the pause before try number `attempt` (0 is the first after a failure). After permanent errors the pause
+    grows to a minute.
     """
     if error is not None and not error.retryable:
         return delay_s(RetryReason.REFUSED_FOR_NOW, attempt, jitter)
@@ -121,7 +119,7 @@ def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError 
 
 
 def report_defect(task: asyncio.Task[None], on_defect: Callable[[BaseException], None]) -> None:
-    """Call `on_defect` with the error that ended a task; of an error group, with the first error."""
+    """Call `on_defect` with the error that ended a task, or with the first error of an error group."""
     if task.cancelled() or (error := task.exception()) is None:
         return
     while isinstance(error, BaseExceptionGroup):
@@ -130,7 +128,7 @@ def report_defect(task: asyncio.Task[None], on_defect: Callable[[BaseException],
 
 
 class QueriedNode:
-    """A connection to one node for queries only. It is opened on demand, after failures with growing pauses."""
+    """A connection to one node for queries only, opened on demand. After a failure it pauses, longer each time."""
 
     def __init__(self, address: NodeAddress, access: Access, clock: Clock) -> None:
         self.address = address
@@ -222,6 +220,6 @@ class NodeKeeper:
         self.error = error if isinstance(error, MirrorError) else MirrorError(str(error), retryable=True)
         self.failures += 1
         self.session = None
-        if self.failures & (self.failures - 1) == 0:  # 1, 2, 4, 8...: a node that stays away does not fill the log
+        if self.failures & (self.failures - 1) == 0:  # failures 1, 2, 4, 8...: the log must not fill
             log.warning("node-failed", node=str(self.address), error=str(self.error), failures=self.failures)
         self._connections.owner.on_node_failed(self, self.error)

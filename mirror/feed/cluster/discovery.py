@@ -1,14 +1,13 @@
-"""The first cluster map: the newest of all nodes that can be reached.
+"""Finds the first cluster map: the newest map of all nodes that answer.
 
 Knows which nodes are queried and for how long; `topology` decides which map is newer. One node's map is not enough: a
 node that was failed over and comes back still has its old map, and may be the first host of the connection string.
 
 Invariants:
 - every host of the source, and every node that any map names, is queried once, in parallel;
-- after the first map, or refusal of user or bucket, the other nodes together have `SURVEY_S`, so that silent nodes
-  delay no start;
-- DNS SRV records are looked up only for a single name without a port (`ConnectionString.srv_name`), and anew for each
-  call;
+- once one node has sent a map, or refused the user or bucket, the other nodes get `SURVEY_S` to answer, because silent
+  nodes must not delay a start;
+- DNS SRV records are looked up only for a single name without a port (`ConnectionString.srv_name`), again in each call;
 - if DNS fails, the name itself is the host, as in SDKs: most names have no SRV records.
 """
 
@@ -31,7 +30,7 @@ from storage.model import Identity
 log = get_logger("feed")
 
 SURVEY_S = 2.0
-"""Timeout for all other nodes together once one has answered: a healthy one logs us in within a few round trips."""
+"""Timeout for all other nodes once one has answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,6 @@ class Source:
     bucket_uuid: str
     vbucket_count: int
     cluster_map: ClusterMap | None = None
-    """The newest map of all nodes that answered."""
 
     def identity(self, settings: Settings) -> Identity:
         """Return the identity of a new mirror. Raises ConfigError for vbuckets that the bucket does not have."""
@@ -76,7 +74,7 @@ async def find_source(access: Access, clock: Clock, bucket_uuid: str | None = No
 
 
 LOOK_UP_TIMEOUT_S = 2.0
-"""Timeout; after it, the name counts as one without SRV records. SDKs wait half a second."""
+"""Timeout of a DNS query. Without an answer in time, the name counts as a host."""
 DNS_PORT = 53
 
 
@@ -97,8 +95,8 @@ async def survey(
 ) -> Survey:
     """Ask all nodes for their cluster maps, beginning with `addresses` (None: those of the connection string).
 
-    With `bucket_uuid`, maps of other buckets count only if no node sends one of this bucket. If no node sends a map,
-    raise a refusal of user or bucket, else a permanent error (a certificate's, say), else the last error.
+    With `bucket_uuid`, maps of other buckets count only if no node sends a map of this bucket. If no node sends any
+    map, this raises a refusal of user or bucket, else a permanent error (such as TlsFailed), else the last error.
     """
     if addresses is None:
         addresses = await first_addresses(access.source, access.settings.dns_server)
@@ -117,7 +115,7 @@ def _weightiest(errors: list[ClusterError]) -> ClusterError | None:
 
 
 def _is_refusal(error: ClusterError) -> bool:
-    """Return True for a refusal that every node would give; a certificate concerns one node."""
+    """Return True for a refusal that every node would give. A TLS error concerns one node only."""
     return not error.retryable and not isinstance(error, TlsFailed)
 
 
@@ -174,8 +172,8 @@ async def _ask_all(
 
 
 def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None:
-    """Refuse a map if no node has an address in the requested network, or the required kind of port. Raises
-    NotSupported.
+    """Raise NotSupported if no node of the map has an address in the requested network, or the required kind of port
+    (TLS or plain).
     """
     tls = access.source.tls
     if not found.network_offered:
@@ -207,8 +205,8 @@ async def first_addresses(source: ConnectionString, dns_server: str | None = Non
 
 
 async def look_up(record: str, dns_server: str | None = None) -> tuple[NodeAddress, ...]:
-    """Return the targets of an SRV record, the most preferred first; empty if there is none, or no answer."""
-    import dns.asyncresolver  # imported here: it takes 50 ms, and only these names need it
+    """Return the targets of an SRV record, the most preferred first; empty if there is no record or no answer."""
+    import dns.asyncresolver  # imported here: it takes 50 ms, and few sources need it
     import dns.exception
     import dns.rdtypes.IN.SRV
 

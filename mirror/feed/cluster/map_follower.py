@@ -1,14 +1,14 @@
-"""Follows the cluster map: finds the first one, takes newer ones from any node, and knows a vbucket's node.
+"""Follows the cluster map: finds the first map, takes newer maps from any node, and names the node of a vbucket.
 
-Must never know streams or the store: those are its user's. A node that was failed over while it was stopped still sends
-its old map, and may be the only node with a session. So every round queries all nodes of the followed map and all hosts
-of the source. A query uses the node's session, or else a connection that stays open for announcements.
+Must never know streams or the store. A node that was failed over while it was stopped still sends its old map, and may
+be the only node with a session. So every round queries all nodes of the followed map and all hosts of the source. A
+query uses the node's session, or else a separate connection, which stays open for announcements.
 
 Invariants:
 - a map older than a followed one, or than the floor, is never followed (`NewestMap`);
 - a member of the cluster that sends the map of another bucket is refused before any other request (docs/protocol.md
   2.5);
-- the user gets each newer map once;
+- the `MapUser` gets each newer map once;
 - a slow node delays no other node;
 - a failed node is queried after growing pauses.
 """
@@ -39,22 +39,21 @@ from mirror.wire.frame import Frame
 log = get_logger("feed")
 
 SHARED_MAP_S = 5.0
-"""Time for the user to follow the first map that it was given; after it, the search starts again."""
+"""Time for the `MapUser` to follow the first map. If it does not, the search starts again."""
 ROUND_PAUSE_S = 0.05
-"""Minimal pause between two rounds: a thousand vbuckets that ask for a newer map cause one round."""
+"""Shortest pause between two rounds, so a thousand vbuckets that ask for a newer map cause only one round."""
 ROUND_PAUSE_MAX_S = 1.0
-"""The pause doubles up to this while no requested newer map appears. A source that is a mirror in its first fill
-refuses vbuckets for minutes.
+"""The pause doubles up to this while no newer map appears. A mirror as the source, for example, refuses vbuckets during
+its first fill.
 """
 MAP_TIMEOUT_S = 2.0
-"""Timeout for a node's map; it is queried again in the next round."""
 
 
 class MapUser(Protocol):
-    """The user of the maps: it moves its streams."""
+    """Moves its streams to the nodes of each newer map."""
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
-        """Judge a map that is newer, or of another bucket. Raises MirrorError if mirroring cannot continue with it."""
+        """Check a map that is newer, or of another bucket. Raises MirrorError if mirroring cannot continue with it."""
         ...
 
     def on_newer_map(self, found: ClusterMap) -> None:
@@ -62,19 +61,19 @@ class MapUser(Protocol):
         ...
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """Handle an error of `check_map` for a map that was not requested."""
+        """Handle an error of `check_map`, except for a first map: `find_first` and `begin` raise that error."""
         ...
 
 
 class _Node(QueriedNode):
     task: asyncio.Task[None] | None = None
     config = b""
-    """The node's last answer: servers before 7.6 send the whole map each time."""
+    """The node's last answer, to skip an equal one: servers before 7.6 send the whole map each time."""
     error: str | None = "not queried yet"
 
 
 class MapFollower:
-    """Follows the cluster map of one bucket. `begin` or `find_first`, then `run`."""
+    """Follows the cluster map of one bucket. Call `begin` or `find_first`, then `run`."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class MapFollower:
         maps: NewestMap,
         user: MapUser,
     ) -> None:
-        """`maps` holds the bucket's uuid, and the revision below which maps are too old."""
+        """`maps` has the bucket's uuid, and the floor: maps with an older revision are not followed."""
         self.maps = maps
         self.session_at: Callable[[NodeAddress], NodeSession | None] = lambda _address: None
         self._access = access
@@ -106,22 +105,22 @@ class MapFollower:
 
     @property
     def vbucket_count(self) -> int:
-        """The bucket's vbuckets; 0 while no map is followed."""
+        """0 while no map is followed."""
         return 0 if self.current is None else self.current.vbucket_count
 
     @property
     def error(self) -> str | None:
-        """The reason why no node gives a map; None if one does, or if none was queried yet."""
+        """The reason why no node sends a map; None if a node does, or if no node was queried yet."""
         errors = [node.error for node in self._nodes.values() if node.failures or node.error is None]
         return self._search_error or (None if None in errors or not errors else errors[-1])
 
     def address_of(self, vbid: int) -> NodeAddress | None:
-        """Return the address of the vbucket's node; None without a node, or without the required kind of port."""
+        """Return the address of the vbucket's node; None if there is no node, or it lacks the required kind of port."""
         node = None if self.current is None else self.current.node_of(vbid)
         return None if node is None else self._access.address_of(node)
 
     def copies_of(self, vbid: int) -> list[NodeAddress]:
-        """Return the addresses of the vbucket's copies, the active one first; empty unless all can be reached."""
+        """Return the addresses of the vbucket's copies, the active copy first; empty if a copy has no address."""
         nodes = self.current.copies_of(vbid) if self.current is not None else []
         found = [self._access.address_of(node) for node in nodes]
         known = [address for address in found if address is not None]
@@ -131,7 +130,7 @@ class MapFollower:
 
     async def find_first(self, on_refusal: Callable[[ClusterError], None] | None = None) -> None:
         """Search until a map is followed. Raises the last error after `bootstrap_timeout_s`, and a permanent error at
-        once unless `on_refusal` takes it.
+        once if there is no `on_refusal` to handle it.
         """
         settings = self._access.settings
         started = self._clock.monotonic()
@@ -153,7 +152,7 @@ class MapFollower:
                 self._search_error = str(error)
                 if attempt & (attempt + 1) == 0:
                     log.warning("source-not-reached", error=str(error), tries=attempt + 1)
-                # Another worker may find one.
+                # Meanwhile another worker may find a map.
                 await happens(self._has_map, pause_s(attempt, settings, self._clock.jitter(), error))
                 attempt += 1
 
@@ -162,7 +161,7 @@ class MapFollower:
         if self.offer(found) is MapVerdict.OLDER and self.maps.floor is not None:
             raise OlderMap.of(found.revision, self.maps.floor)
 
-    # -- maps that come -------------------------------------------------------------------------------------------
+    # -- received maps --------------------------------------------------------------------------------------------
 
     def offer(self, found: ClusterMap) -> MapVerdict:
         """Give a map to the user if it is newer. Raises the errors of `check_map`."""
@@ -175,14 +174,14 @@ class MapFollower:
         return verdict
 
     def check(self, found: ClusterMap) -> MapVerdict:
-        """Compare a map with the followed one. Raises the errors of `check_map`."""
+        """Compare a map with the followed map. Raises the errors of `check_map`."""
         verdict = self.maps.judge(found)
         if verdict in (MapVerdict.NEWER, MapVerdict.OTHER_BUCKET):
             self._user.check_map(found, verdict)
         return verdict
 
     def take(self, found: ClusterMap) -> bool:
-        """Follow a map, unless a newer one is followed already; return whether it is followed now."""
+        """Follow a map that is newer than the followed one; return False if it is not."""
         if not self.maps.take(found):
             return False
         self._search_error = None
@@ -190,7 +189,7 @@ class MapFollower:
         return True
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
-        """Read the map that came with a node's refusal of the vbucket, or ask other nodes for one."""
+        """Use the map that came with a node's refusal of the vbucket. If it is not newer, query all nodes."""
         address = self.address_of(vbid)
         if not config or address is None or not self._on_sent(config, address):
             self.wake()
@@ -198,11 +197,11 @@ class MapFollower:
     # -- maps of nodes and sessions -------------------------------------------------------------------------------
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
-        """Take a node's map; it may be older than the followed one, or of another bucket."""
+        """Offer a node's map, which may be older than the followed map, or of another bucket."""
         found = self.maps.instead(found, self._is_away)
         member = self.current is None or address in map(self._access.address_of, self.current.nodes)
         if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
-            # A host that left the cluster may serve another bucket of the same name; ignore it.
+            # Ignore the map: a host that left the cluster may serve another bucket of the same name.
             log.debug("other-bucket-ignored", node=str(address), bucket_uuid=found.bucket_uuid)
             return
         try:
@@ -216,7 +215,7 @@ class MapFollower:
         return known is not None and known.failures > 0
 
     async def check_node(self, link: Link) -> None:
-        """Take a node's map while its session opens, before any other request to the node."""
+        """Offer a node's map while its session opens, before any stream is requested."""
         link.on_push = partial(self._on_notice, link.address)
         found = await fetch_map(link, self._access.settings, network=self.network)
         try:
@@ -226,7 +225,7 @@ class MapFollower:
             raise
 
     def _on_notice(self, address: NodeAddress, frame: Frame) -> None:
-        """Take a node's announcement of a map, perhaps with the map (SDK RFC 75)."""
+        """Handle a node's announcement of a map, which may contain the map (SDK RFC 75)."""
         if frame.opcode != ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION:
             return
         try:
@@ -242,7 +241,7 @@ class MapFollower:
             self.wake()
 
     def _on_sent(self, config: bytes, address: NodeAddress) -> bool:
-        """Hand on a map that was not requested; return False if it is not newer than the followed one."""
+        """Offer a map that a node sent without a request. Return False if it is not newer than the followed map."""
         try:
             found = self._read(config, address)
         except HandshakeFailed as error:
@@ -250,21 +249,21 @@ class MapFollower:
             return False
         if self.maps.judge(found) not in (MapVerdict.NEWER, MapVerdict.OTHER_BUCKET):
             return False
-        # Later: the vbucket that was refused is still executing its instructions.
+        # Not now, because the refused vbucket is still executing its instructions.
         asyncio.get_running_loop().call_soon(self.on_map, address, found)
         return True
 
     def _read(self, config: bytes, address: NodeAddress) -> ClusterMap:
         return read_map(config, address, self._access.settings, network=self.network)
 
-    # -- asking all nodes -----------------------------------------------------------------------------------------
+    # -- querying all nodes ---------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Ask now instead of at the end of the interval."""
+        """Begin a round now, instead of at the end of the interval."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Ask all nodes every `map_poll_interval_s`, and when woken."""
+        """Query all nodes every `map_poll_interval_s`, and after `wake`."""
         interval_s = self._access.settings.map_poll_interval_s
         pause_s, known = ROUND_PAUSE_S, self.current
         try:
@@ -307,7 +306,7 @@ class MapFollower:
         try:
             link, handshake = await self._connection(node)
             some_away = any(each.failures for each in self._nodes.values())
-            known = None if some_away else self.current  # a map of equal revision may name other nodes
+            known = None if some_away else self.current  # None: fetch even a map of equal revision, for `instead`
             config = await fetch_newer_config(link, handshake, known, timeout_s=MAP_TIMEOUT_S)
             found = self._read(config, node.address) if config and (some_away or config != node.config) else None
         except (ClusterError, ConfigError) as error:
@@ -321,7 +320,7 @@ class MapFollower:
             self.on_map(node.address, found)
 
     async def _connection(self, node: _Node) -> tuple[Link, Handshake]:
-        """Return the node's session, or else a connection of its own."""
+        """Return the connection of the node's session or, without one, a separate connection."""
         session = self.session_at(node.address)
         if session is not None:
             node.close()
