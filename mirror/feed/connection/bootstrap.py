@@ -3,8 +3,8 @@
 Knows the order of the handshake and the remedy for each refusal; must never know streams or the store. Invariants:
 - only features that HELLO granted are used;
 - each handshake reads password, certificates and key again, so they can be replaced without a restart;
-- the password itself (PLAIN) is sent only inside TLS or if a setting allows it, and never to a server that failed to
-  prove that it knows the password.
+- the password itself (PLAIN) is sent only inside TLS, or if a setting allows it. A server that failed to prove that it
+  knows the password does not get it.
 
 Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/Duplex.md; SDK RFC 36 (a server that
 knows us by certificate answers SASL with NOT_SUPPORTED), RFC 75 (maps).
@@ -59,11 +59,11 @@ FEATURES = (
     Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP,
     Feature.MIRROR,
 )
-"""The requested features. Only SELECT_BUCKET is indispensable. (A notification without DUPLEX would be EINVAL.)"""
+"""The requested features. Only SELECT_BUCKET must be granted. HELLO refuses notifications without DUPLEX (EINVAL)."""
 
 PROPOSED_NAME = "dcp-mirror"
 REVISION_MAX = 2**63 - 1
-"""The largest number in a request (signed). If the known revision is larger, the whole map is requested."""
+"""The largest revision that a request can name (signed). Requests leave out a larger known revision."""
 NO_MAP_HINT = "the node is not ready yet, or not part of the cluster any more"
 CERTIFICATE_HINT = (
     "have client certificates enabled at the cluster, check how it finds the user's name in them, that this user "
@@ -73,18 +73,18 @@ CERTIFICATE_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The way into a source: user, encryption and time limits."""
+    """How to log in to a source: user, encryption and time limits."""
 
     source: ConnectionString
     password: PasswordSource
     settings: Settings
     tap: Tap | None = None
-    """Sees every byte of every connection."""
+    """Gets every byte of every connection."""
 
     @staticmethod
     def of(source: ConnectionString, settings: Settings) -> Access:
-        """Return the access that the settings describe; the string's network outranks the setting. Raises ConfigError
-        if the settings name certificates and the string is without TLS.
+        """Return the access that the settings describe. A network in the connection string overrides the setting.
+        Raises ConfigError if the settings name certificates, but the string is without TLS.
         """
         for setting in ("tls_ca_file", "tls_client_cert_file"):
             if not source.tls and getattr(settings, setting) is not None:
@@ -98,7 +98,7 @@ class Access:
         return Access(source, PasswordSource.of(settings), settings)
 
     def address_of(self, node: Node) -> NodeAddress | None:
-        """Return a node's address for our kind of connection (TLS or plain); None if it has none."""
+        """Return the node's address with its TLS or plain port, as the source requires; None without such a port."""
         port = node.tls_port if self.source.tls else node.kv_port
         return None if port is None else NodeAddress(node.host, port)
 
@@ -107,15 +107,15 @@ class Handshake:
     def __init__(self, features: frozenset[int]) -> None:
         self.features = features
         self.collections = Feature.COLLECTIONS in features
-        """Keys carry their collection id."""
+        """True if keys carry a collection id."""
         self.by_mirror = Feature.MIRROR in features
-        """The node is a mirror's DCP port (docs/protocol.md 4.7)."""
+        """True if the node is a mirror's DCP port (docs/protocol.md 4.7)."""
 
 
 async def enter(
     access: Access, address: NodeAddress, clock: Clock, *, name: str = "", opaques: Opaques | None = None
 ) -> tuple[Link, Handshake]:
-    """Connect to a node, log in and select the bucket. Raises ClusterError or ConfigError; then nothing stays open."""
+    """Connect to a node, log in and select the bucket. Raises ClusterError or ConfigError, and leaves nothing open."""
     settings = access.settings
     tls = Tls.of(settings) if access.source.tls else None
     link = await open_link(address, tls=tls, timeout_s=settings.connect_timeout_s, clock=clock, opaques=opaques)
@@ -137,9 +137,9 @@ async def fetch_map(link: Link, settings: Settings, *, network: str | None = Non
 
 
 async def fetch_newer_config(link: Link, handshake: Handshake, known: ClusterMap | None, *, timeout_s: float) -> bytes:
-    """Ask a node for the cluster map's JSON; empty if it has none newer than `known`. Raises ClusterError.
+    """Return a node's cluster map as JSON; empty if it is not newer than `known`. Raises ClusterError.
 
-    Older servers than 7.6 do not compare, and always send their map.
+    Servers before 7.6 do not compare, and always send their map.
     """
     extras = b""
     compares = Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION in handshake.features
@@ -149,7 +149,7 @@ async def fetch_newer_config(link: Link, handshake: Handshake, known: ClusterMap
 
 
 async def _ask(link: Link, opcode: int, what: str, timeout_s: float, hint: str, extras: bytes = b"") -> bytes:
-    """Send a request; return its answer's value. Raises ClusterError."""
+    """Return the value of the answer. Raises ClusterError."""
     answer = await link.request(opcode, extras=extras, timeout_s=timeout_s)
     if answer.status != Status.SUCCESS:
         raise HandshakeFailed(f"{link.address} sent no {what}: {status_name(answer.status)}", hint=hint)
@@ -159,7 +159,7 @@ async def _ask(link: Link, opcode: int, what: str, timeout_s: float, hint: str, 
 def read_map(config: bytes, address: NodeAddress, settings: Settings, *, network: str | None = None) -> ClusterMap:
     """Parse a cluster map that the node at `address` sent. Raises HandshakeFailed.
 
-    `network` is the first map's, so that the source's addresses do not change from map to map.
+    `network` is that of the source's first map. None: the setting decides.
     """
     try:
         chosen = network or settings.network
@@ -197,10 +197,10 @@ def host_allowed(host: str, allowed: Sequence[str]) -> bool:
 async def fetch_high_seqnos(
     link: Link, settings: Settings, collection_ids: Sequence[int] | None = None
 ) -> dict[int, int]:
-    """Ask a node for the high seqnos of its active vbuckets, by vbid; with `collection_ids`, the highest seqno of these
+    """Return the high seqnos of a node's active vbuckets, by vbid; with `collection_ids`, the highest seqno of these
     collections.
 
-    A collection that the node does not know (yet, or any more) counts for nothing. Raises ClusterError.
+    A collection that the node does not know (yet, or any more) is left out. Raises ClusterError.
     """
     queried_ids: Sequence[int | None] = [None] if collection_ids is None else collection_ids
     queries = [
@@ -226,7 +226,9 @@ async def fetch_high_seqnos(
 
 
 async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
-    """Ask a mirror which vbuckets have lost contact with its source: {vbid: milliseconds}. Raises ClusterError."""
+    """Return the vbuckets for which a mirror has lost contact with its source: {vbid: milliseconds since}. Raises
+    ClusterError.
+    """
     answer = await link.request(Opcode.STAT, key=CONTACT_STATISTIC, timeout_s=settings.request_timeout_s)
     if answer.status == Status.KEY_ENOENT:  # a server without a supervisor lacks this statistic
         return {}
@@ -256,7 +258,7 @@ async def _greet(link: Link, access: Access, name: str) -> frozenset[int]:
     try:
         return await _hello(link, access.settings, name)
     except ConnectFailed:
-        if secure:  # with TLS 1.3 the node checks our certificate after our side of the handshake
+        if secure:  # in TLS 1.3 the node may refuse our certificate this late
             raise hung_up("right after", str(link.address), access.settings) from None
         if await speaks_tls(link.address):
             raise only_tls(str(link.address)) from None
@@ -321,7 +323,7 @@ async def _authenticate(link: Link, access: Access) -> None:
         except SaslError:  # the server did not prove that it knows the password, so PLAIN must not send it
             raise
         except AuthRejected:
-            # The server has no SCRAM keys of users in a directory service; they need PLAIN, inside TLS.
+            # For users of a directory service the server has no SCRAM keys: they need PLAIN, inside TLS.
             if not (link.secure and "PLAIN" in offered):
                 raise
     answer = await link.request(
@@ -351,7 +353,7 @@ async def _scram(link: Link, settings: Settings, mechanism: str, user: str, pass
     answer = await link.request(Opcode.SASL_AUTH, key=name, value=client.first(), timeout_s=settings.connect_timeout_s)
     if answer.status != Status.AUTH_CONTINUE:
         _refuse_login(link, user, answer)
-    final = await asyncio.to_thread(client.final, answer.value)  # the server chose how many iterations
+    final = await asyncio.to_thread(client.final, answer.value)  # slow: the server chose the number of iterations
     answer = await link.request(Opcode.SASL_STEP, key=name, value=final, timeout_s=settings.connect_timeout_s)
     if answer.status != Status.SUCCESS:
         _refuse_login(link, user, answer)

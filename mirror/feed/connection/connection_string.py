@@ -1,8 +1,8 @@
 """The connection string: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, and its parts.
 
 Only reads text: opens no connection, resolves no name. An invalid string raises a `ConfigError` that names the wrong
-part. A password in the string is refused: command lines are public. Invariant: `str(parse(s))` names the same source as
-`s`.
+part. A password in the string is refused, because other users can read command lines. Invariant: `str(parse(s))` names
+the same source as `s`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mirror.errors import ConfigError
 KV_PORT = 11210
 KV_PORT_TLS = 11207
 HOSTS_MAX = 64
-"""A longer list is a mistake: a few hosts are enough, because the cluster map names the others."""
+"""Limit of the hosts in a string. A few are enough, because the cluster map names the others."""
 
 _SCHEMES = {"couchbase": False, "couchbases": True}
 _NAME = re.compile(
@@ -50,7 +50,7 @@ class ConnectionString:
     addresses: tuple[NodeAddress, ...]
     bucket: str
     explicit_port: bool = False
-    """True if a port was given: then names are hosts, never DNS SRV records."""
+    """True if a port was given: then a name is a host, and has no DNS SRV records."""
     network: Network | None = None
     """The value of `?network=`; None: the setting decides."""
 
@@ -79,7 +79,7 @@ def is_name(host: str) -> bool:
 
 
 def parse(text: str) -> ConnectionString:
-    """Take a connection string apart. Raises ConfigError."""
+    """Parse a connection string. Raises ConfigError."""
     scheme, separator, rest = text.strip().partition("://")
     if not separator or scheme not in _SCHEMES:
         raise _wrong(f"{scheme[:40]!r} is not a scheme we know", f"write {_EXAMPLE} or couchbases://...")
@@ -116,7 +116,7 @@ def _network(options: str) -> Network | None:
             )
         if value not in get_args(Network):
             raise _wrong(f"{value[:40]!r} is not a network", f"take one of {', '.join(get_args(Network))}")
-        found = value  # type: ignore[assignment]  # judged in the line before
+        found = value  # type: ignore[assignment]  # checked above
     return found
 
 

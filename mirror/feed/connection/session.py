@@ -2,13 +2,13 @@
 
 Knows how a connection is negotiated, the vbucket of each opaque, flow control and signs of life; must never know the
 meaning of a stream's messages, nor the store. Invariants:
-- a message without a live stream's opaque is dropped, but acked (docs/protocol.md 2.1, 2.8);
+- a message of no open stream is dropped, but acked (docs/protocol.md 2.1, 2.8);
 - every byte that flow control counts is acked once, so the window never stays full;
-- a noop is answered before anything else of the same read;
-- a connection that is silent for twice the noop interval is closed; if the source sends no noops in time, our noops
-  keep the connection open.
+- a noop is answered before any other message of the same read;
+- a connection that is silent for twice the noop interval is closed. If the source sends no noops in time, we send
+  noops, and the answers end the silence.
 
-We request no stream ids. Messages that carry one are understood.
+We request no stream ids, but messages may carry one.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from storage.model import FailoverLog
 log = get_logger("feed")
 
 SILENCE_MAX_S = 3.0
-"""A node that answers nothing for longer counts as out of contact; its connection is closed later."""
+"""A node that leaves a request unanswered for longer is out of contact. Its connection is closed later."""
 ACK_INTERVAL_S = 5.0
-"""Interval of acknowledgements below the threshold; the server's own consumer does the same."""
+"""Received bytes are acked after this time even below the threshold, as by the server's own consumer."""
 PLAIN_FLAGS = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS
 FLAGS_WITH_TIMES = PLAIN_FLAGS | DcpOpenFlag.INCLUDE_DELETE_TIMES
 OPEN_FLAGS = (FLAGS_WITH_TIMES | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS, FLAGS_WITH_TIMES, PLAIN_FLAGS)
-"""The flags to try in turn: a server that does not know a flag answers EINVAL, and may hang up."""
+"""The flags to try in turn, because a server answers EINVAL to a flag that it does not know, and may hang up."""
 STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
-"""Only active vbuckets: a replica's markers may overlap, and mix disk and memory."""
+"""Active vbuckets only, because a replica's markers may overlap, and mix disk and memory."""
 REQUIRED, OPTIONAL = True, False
 DEFAULT_COLLECTION_PREFIX = b"\0"
 """The first byte of a stored key in the default collection; connections without collections leave it out."""
@@ -73,24 +73,22 @@ class StreamOwner(Protocol):
     vbid: int
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """Take data in stored form. On return it is accepted, or given up."""
+        """Take rows in stored form. They are staged or dropped on return, because the session then acks them."""
         ...
 
     def on_event(self, event: ev.Event | KeyRefused) -> None:
-        """Take any other message of the stream; after StreamEnd its opaque is dead."""
+        """Take any other message of the stream. No message follows StreamEnd."""
         ...
 
     def on_answer(self, answer: StreamAnswer) -> None: ...
 
 
 class SessionOwner(Protocol):
-    def on_closed(self, session: NodeSession, error: ClusterError) -> None:
-        """Note that the session and all its streams have ended."""
-        ...
+    def on_closed(self, session: NodeSession, error: ClusterError) -> None: ...
 
 
 CheckNode = Callable[[Link], Awaitable[None]]
-"""Judges a node by its cluster map before any stream is requested. Raises if the map is of another bucket."""
+"""Checks a node's cluster map before any stream is requested. Raises if the map is of another bucket."""
 
 
 class NodeSession:
@@ -105,19 +103,19 @@ class NodeSession:
         opaques: Opaques,
         check: CheckNode | None = None,
     ) -> None:
-        """`name` is the DCP name. The node ends another live connection of the same name."""
+        """`name` is the DCP name. The node closes any older connection of the same name."""
         self.address = address
         self.name = name
         self.dropped_bytes = 0
-        """Bytes acked but not used, because their opaque is stale or their stream was just closed."""
+        """Bytes of messages that were dropped and acked, because their stream is not open any more."""
         self.ledger = FlowControlLedger(access.settings.connection_buffer_size)
         self.noop_interval_s = access.settings.noop_interval_s
         self.controls: dict[str, bool] = {}
-        """True by a control's name if the server accepted the control."""
+        """By the name of each control that was sent: True if the server accepted the control."""
         self.handshake = Handshake(frozenset())
         self.ready = False
         self.acks_held = False
-        """While True nothing is acknowledged, so that the source pauses when the window is full; see `release_acks`."""
+        """While True, nothing is acked, and the source pauses once the window is full. See `release_acks`."""
         self.stream_filter: FilterFields = {}
         self._access = access
         self._check = check
@@ -130,13 +128,13 @@ class NodeSession:
         self._acked_at = clock.monotonic()
         self._open_flags_taken = DcpOpenFlag(0)
         self.backfill_at = self.received_at = self._acked_at
-        """Times of the last data: of a disk snapshot, and of any kind."""
+        """The time of the last data of a disk snapshot, and the time of the last data of any kind."""
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
 
     # -- opening --------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Log in, open DCP and negotiate. Raises ClusterError or ConfigError; then nothing stays open."""
+        """Log in, open DCP and negotiate. Raises ClusterError or ConfigError, and leaves nothing open."""
         for flags in OPEN_FLAGS:
             link, self.handshake = await enter(
                 self._access, self.address, self._clock, name=self.name, opaques=self._opaques
@@ -192,7 +190,7 @@ class NodeSession:
         return True
 
     async def _negotiate(self, link: Link) -> None:
-        """Send the controls, one at a time (docs/protocol.md 2.3). An optional one may be refused."""
+        """Send the controls, one at a time (docs/protocol.md 2.3). The server may refuse optional controls."""
         settings = self._access.settings
         await self._control(link, ControlKey.ENABLE_NOOP, b"true", REQUIRED)
         await self._set_noop_interval(link)
@@ -258,7 +256,7 @@ class NodeSession:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since anything came from the node; only while `ready`."""
+        """Seconds since the last byte from the node; only while `ready`."""
         return self._clock.monotonic() - self.link.last_received
 
     @property
@@ -303,7 +301,7 @@ class NodeSession:
         """
         if opaque is not None:
             if opaque not in self._streams:
-                return  # it has ended meanwhile
+                return  # the stream has ended
             self._forget(opaque)
         if self.ready:
             link = self.link
@@ -315,7 +313,7 @@ class NodeSession:
         self._ask(frame, on_answer, f"the request for the failover log of vb {vbid}")
 
     def _ask(self, frame: Frame, on_answer: OnAnswer, what: str) -> None:
-        """Send a request. Without an answer in time, close the connection."""
+        """Send a request. If no answer arrives in time, close the connection."""
         error = SourceTimeout(f"{self.address} did not answer {what}")
         timeout_s = self._access.settings.request_timeout_s
         timer = asyncio.get_running_loop().call_later(timeout_s, self.close, error)
@@ -407,7 +405,7 @@ class NodeSession:
 
     def _stream_answered(self, stream: StreamOwner, opaque: int, outcome: Frame | ClusterError) -> None:
         if not isinstance(outcome, Frame) or opaque not in self._streams:
-            return  # the connection is over, or the stream was closed by us meanwhile
+            return  # the connection is lost, or we have closed the stream
         try:
             event = decode(outcome)
         except RemoteProtocolError as error:
@@ -438,8 +436,8 @@ class NodeSession:
             self._acked_at = self._clock.monotonic()
 
     async def _keep_watch(self, link: Link) -> None:
-        """End the connection when it was silent for twice the interval. Send noops while the server sends none: it
-        sends them only with open streams, and at its own interval if it refused ours.
+        """Close the connection after a silence of twice the noop interval. Send noops if the server's may be late: the
+        server sends noops only while streams are open, and at its own interval if it refused ours.
         """
         interval_s = self.noop_interval_s
         while not link.closed:
@@ -458,7 +456,7 @@ class NodeSession:
 
 
 def _with_collection(row: Row) -> Row:
-    """Return the row with its key in the default collection, as connections with collections bring it."""
+    """Return the row with the default collection's id in its key, as on connections with collections."""
     key, frame = row
     key_pos = 24 + frame[4]
     key_length = int.from_bytes(frame[2:4]) + 1

@@ -3,7 +3,7 @@
 Knows certificate files, SSL contexts and OpenSSL's error texts. Invariants:
 - certificate and name are always verified;
 - each connection reads the files again, so they can be replaced without a restart;
-- an unusable file of ours is a `ConfigError`, a failure at the node a `TlsFailed` with one remedy;
+- a file that cannot be used raises ConfigError; a failed handshake raises TlsFailed with one remedy;
 - only failures that may pass by themselves are retryable.
 """
 
@@ -22,10 +22,9 @@ from mirror.wire.constants import HEADER_SIZE, Magic, Opcode
 from mirror.wire.frame import encode, request
 
 PROBE_TIMEOUT_S = 2.0
-"""Timeout for probing the protocol of a port that sent something unexpected."""
 
 CERTIFICATE_BEGIN = b"-----BEGIN CERTIFICATE-----"
-"""Tells which of two files is wrong, because OpenSSL does not always say it."""
+"""If the certificate file contains this, errors name the key file: OpenSSL does not always say which file is wrong."""
 
 _EXPIRED, _NOT_YET_VALID = 10, 9
 _NAME_MISMATCH = (62, 63, 64)
@@ -62,8 +61,6 @@ def _unusable(setting: str, path: object, error: Exception, hint: str) -> Config
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS towards a node, with the files as read by `of`."""
-
     context: ssl.SSLContext
     settings: Settings
 
@@ -141,7 +138,7 @@ def _refused_by_node(what: str, where: str, settings: Settings) -> TlsFailed:
 
 
 def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
-    """Return the error for a node that closed the connection around the handshake, as a starting node does, too."""
+    """Return the error for a node that hung up during or right after the handshake, as a starting node does, too."""
     version = f"no TLS version that we allow (at least {settings.tls_minimum_version})"
     ours = "rejects our client certificate" if settings.tls_client_cert_file else "demands a client certificate"
     return TlsFailed(

@@ -1,4 +1,4 @@
-"""One connection to a node: TCP or TLS, bytes to frames, requests to their answers.
+"""One connection to a node: opens it (TCP or TLS), turns bytes into frames, and matches answers to requests.
 
 Knows sockets, the scanner and opaques; must never know vbuckets, streams or the store. Invariants:
 - bytes are scanned as they come, at linear cost even for a frame of 20 MiB in small pieces;
@@ -27,21 +27,21 @@ from mirror.wire.scan import Run, scan
 
 OPAQUE_MAX = 2**32 - 1
 PENDING_REQUESTS_MAX = 8192
-"""Unanswered requests on one connection: a stream request for each of 1,024 vbuckets, and plenty to spare."""
+"""Limit of unanswered requests on one connection: eight for each of 1,024 vbuckets."""
 WRITE_BUFFER_MAX = 8 * 1024 * 1024
-"""Limit of our unsent bytes. Requests and acks are small, so beyond it the node has stopped reading."""
+"""Limit of our unsent bytes. Requests and acks are small, so a node that lets it fill has stopped reading."""
 READ_BYTES_MAX = 4 * 1024 * 1024
-"""Bytes of one read. The source sends its streams in turn, so a larger read brings a longer run of each."""
+"""Limit of one read. The source sends its streams in turn, so a larger read has a longer run of each stream."""
 NEXT_ADDRESS_DELAY_S = 0.25
-"""Delay before a name's next address is tried in parallel (RFC 8305), because the first may be a dead node's."""
+"""Delay before a name's next address is tried in parallel (RFC 8305), because the first may not answer."""
 
 OnAnswer = Callable[[Frame | ClusterError], None]
 Tap = Callable[["Link", bytes, bool], None]
-"""Gets every byte of a connection as it passes; True: we sent it."""
+"""Gets a connection, bytes that passed over it, and True if we sent them."""
 
 
 class _ReadBuffer(threading.local):
-    """The receive buffer of this thread's connections. Each has used its bytes before the next one reads."""
+    """The receive buffer of this thread's connections. A connection uses its bytes before the next connection reads."""
 
     memory = memoryview(b"")
 
@@ -56,7 +56,6 @@ class Opaques:
         self._last = 0
 
     def take(self) -> int:
-        """Return the next value; after four thousand million of them it starts again."""
         self._last = self._last % OPAQUE_MAX + 1
         return self._last
 
@@ -72,7 +71,7 @@ class Link(asyncio.BufferedProtocol):
         self.on_batch: Callable[[list[Run | Frame]], None] | None = None
         """Takes the items of one read, without answers to requests, in the order of the bytes."""
         self.on_lost: Callable[[ClusterError], None] | None = None
-        """Called once, when the connection is over."""
+        """Called once, when the connection is closed or lost."""
         self.on_push: Callable[[Frame], None] | None = None
         """Takes the node's requests outside of streams (kv_engine docs/Duplex.md). The node expects no answer."""
         self.tap: Tap | None = None
@@ -158,14 +157,14 @@ class Link(asyncio.BufferedProtocol):
         return self._clock.monotonic() - max(self.last_received, self._waits_since) if self._pending else 0.0
 
     def next_opaque(self) -> int:
-        """Return an opaque that no request of this connection uses, nor has used lately."""
+        """Return an opaque that no open request or stream of this connection uses."""
         while True:
             opaque = self._opaques.take()
             if opaque not in self._pending and opaque not in self.routes:
                 return opaque
 
     def send(self, data: bytes) -> None:
-        """Send bytes for which no answer is awaited here."""
+        """Send bytes to which no answer is expected."""
         if self.error is not None or self._transport is None:
             return
         if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
@@ -190,7 +189,7 @@ class Link(asyncio.BufferedProtocol):
         self.send(encode(frame))
 
     def expect(self, opaque: int, on_answer: OnAnswer) -> None:
-        """Wait for another answer with this opaque (STAT). Call this while the previous answer is handed over."""
+        """Wait for another answer with this opaque (STAT). Call this in `on_answer` of the previous answer."""
         assert opaque not in self._pending, "one waits at a time"
         if self.error is None:
             self._pending[opaque] = on_answer
@@ -205,7 +204,7 @@ class Link(asyncio.BufferedProtocol):
         key: bytes = b"",
         value: bytes = b"",
     ) -> Frame:
-        """Send a request and return its response, whatever its status. Raises ClusterError."""
+        """Send a request and return its response, even if that is an error status. Raises ClusterError."""
         opaque = self.next_opaque()
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
 
@@ -242,7 +241,7 @@ class Link(asyncio.BufferedProtocol):
             self.on_lost(self.error)
 
     def _dispatch(self, items: list[Run | Frame]) -> None:
-        """Hand answers to their requests and the rest to `on_batch`, in the order in which they came."""
+        """Hand answers to their requests, and other items to `on_batch`, in the order of the bytes."""
         batch: list[Run | Frame] = []
         for item in items:
             if isinstance(item, Run) or item.magic == Magic.REQUEST:
@@ -268,7 +267,7 @@ class Link(asyncio.BufferedProtocol):
 async def open_link(
     address: NodeAddress, *, tls: Tls | None, timeout_s: float, clock: Clock, opaques: Opaques | None = None
 ) -> Link:
-    """Connect; the name is resolved again each time. Raises ConnectFailed (retryable) or TlsFailed."""
+    """Resolve the name and connect. Raises ConnectFailed (retryable) or TlsFailed."""
     loop = asyncio.get_running_loop()
     where = str(address)
     try:
@@ -278,7 +277,7 @@ async def open_link(
                 address.host,
                 address.port,
                 ssl=None if tls is None else tls.context,
-                # Only for names, because asyncio leaks the socket of a cancelled race.
+                # Only for names, because asyncio leaks a socket if a parallel attempt is cancelled.
                 happy_eyeballs_delay=NEXT_ADDRESS_DELAY_S if is_name(address.host) else None,
                 server_hostname=None if tls is None else address.host.partition("%")[0],
             )
