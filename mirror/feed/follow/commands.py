@@ -1,8 +1,8 @@
 """An operator's commands to a consumer: roll a vbucket back, or read it again from the beginning.
 
-Knows how to check a command, and its effect on a vbucket's store. Afterwards the machine starts again from the stored
-state and decides what to request from the source. Invariants: a refused command changes nothing; the store is committed
-before it is rolled back.
+Knows how to check a command, and its effect on a vbucket's store. After a command a new machine starts from the stored
+state, and decides what to request. Invariants: a refused command changes nothing; the store is committed before it is
+rolled back.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def _noticed_by(group: Group) -> Iterator[None]:
 
 
 def _roll_back(consumer: Consumer, command: RollBack) -> dict[str, int]:
-    """Go back to the newest kept boundary at or below a seqno, and stream on from there.
+    """Go back to the newest kept boundary at or below a seqno, and stream from there.
 
-    If that boundary is the published one, change nothing.
+    If that boundary is the published seqno, change nothing.
     """
     vbid, to_seqno = command.vbid, command.to
     vbucket = _vbucket_of(consumer, vbid)
@@ -68,7 +68,7 @@ def _roll_back(consumer: Consumer, command: RollBack) -> dict[str, int]:
 
 
 def _resync(consumer: Consumer, command: Resync) -> dict[str, int]:
-    """Fetch a vbucket again next to its old copy, and swap it in when it is whole."""
+    """Begin to fetch a vbucket again, next to its old copy."""
     vbid = command.vbid
     vbucket = _vbucket_of(consumer, vbid)
     if vbucket is None:

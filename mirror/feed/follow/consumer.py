@@ -1,12 +1,12 @@
 """A worker's side of mirroring: it requests each vbucket's stream over the session to its node.
 
-Knows the node of each vbucket; decides nothing about a stream (the machines do), writes nothing (the sinks do). All of
-it runs in one thread and event loop: each read is processed before the next one, so nothing queues.
+Knows the node of each vbucket; decides nothing about a stream (the machines do), writes nothing (the sinks do).
+Everything runs in one event loop: each read is processed before the next one, so nothing queues.
 
 Invariants:
-- an error of one vbucket, node or group never touches another;
-- with a supervisor, workers follow a newer map once the supervisor has recorded it;
-- a map of another bucket than the stored one is refused with `BucketChanged`;
+- an error of one vbucket, node or group never affects another;
+- with a supervisor, workers follow a newer map only after the supervisor has recorded it;
+- a map of another bucket than the mirrored one is refused with `BucketChanged`;
 - no connection and no map ever deletes local data;
 - a mirror of some collections requests streams once it knows their ids (`collection_watch`).
 """
@@ -44,7 +44,7 @@ log = get_logger("feed")
 
 
 class Consumer:
-    """Mirrors the vbuckets of some groups. `run` until `stop`; call everything else on the same loop."""
+    """Mirrors the vbuckets of some groups, from `run` to `stop`. Call every method on one event loop."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Consumer:
             vbucket.report(VbucketStatus.REFUSED, str(error))
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
-        """Refuse a map that makes going on impossible. Raises BucketChanged, NotSupported."""
+        """Raise BucketChanged or NotSupported for a map with which mirroring cannot continue."""
         check_bucket(self.identity, found.bucket_uuid, found.vbucket_count)
         if found.ephemeral and self._gated:
             raise NotSupported(
@@ -180,7 +180,7 @@ class Consumer:
             session.close(error if isinstance(error, ClusterError) else None)
 
     def follow(self, found: ClusterMap) -> None:
-        """Move the vbuckets to the nodes that a map names, unless a newer map is followed already."""
+        """Move the vbuckets to the nodes of a newer map. A map that is not newer is ignored."""
         if not self.map_follower.take(found):
             return
         log.debug("map-followed", rev_epoch=found.rev_epoch, rev=found.rev, nodes=len(found.nodes))
@@ -218,7 +218,7 @@ class Consumer:
         self.collections.look()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """End mirroring on a refusal at the very start; show and retry later failures."""
+        """End mirroring if every node refuses before any session was ready. Show and retry other failures."""
         self.map_follower.wake()
         for vbucket in self.vbuckets_at(keeper.address):
             if vbucket.session is None:
@@ -238,7 +238,7 @@ class Consumer:
         return [self.vbuckets[vbid] for vbid, at in self._node_of.items() if at == address]
 
     def _attach(self, vbucket: MirroredVbucket, session: NodeSession) -> None:
-        """Let a vbucket request its stream, or report why its collections are not known."""
+        """Let a vbucket request its stream. If it has no collections to request, report the reason."""
         if self.collections.resolved.streams:
             vbucket.attach(session)
         else:
@@ -267,7 +267,7 @@ class Consumer:
     # -- progress -------------------------------------------------------------------------------------------------
 
     def caught_up(self, targets: Mapping[int, int]) -> bool:
-        """Return True once every vbucket of this worker in `targets` streams and has published its target."""
+        """Return True if every vbucket of this worker in `targets` streams and has published its target."""
         return all(
             self.vbuckets[vbid].streaming and self.vbuckets[vbid].has_published(seqno)
             for vbid, seqno in targets.items()
@@ -275,7 +275,7 @@ class Consumer:
         )
 
     def source_high_seqnos(self) -> dict[int, int]:
-        """Return the source's high seqno of each vbucket, as last polled; leave out unknown ones."""
+        """Return the last polled high seqno of each vbucket for which it is known."""
         return {
             vbid: vbucket.source_high_seqno
             for vbid, vbucket in self.vbuckets.items()

@@ -3,10 +3,10 @@
 Must never know connections or maps. Invariants:
 - waiting groups commit in turn: at once while commits take less than their share of the time, else no later than
   `commit_interval_ms` after they began to wait;
-- when all groups together hold `batch_bytes_max`, the fullest is written;
-- a commit informs the vbuckets' machines of what it published before it returns;
-- a failed group drops its machines and restarts them from the store after a pause, never after a permanent error; no
-  other group is touched.
+- when all groups together hold `batch_bytes_max`, the rows of the fullest group are written;
+- a commit hands Published to the vbuckets' machines before it returns;
+- a failed group drops its machines. After a pause it starts new machines from the stored state, except after a
+  permanent error. Other groups are not affected.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from storage.write.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between checks for background work, unless a commit begins an index job. `GroupOwner.sync_when_idle` may be
-this late.
+"""Pause between checks for background work. A new index job ends the pause, but `GroupOwner.sync_when_idle` may be this
+late.
 """
 STEP_SHARE_S = 0.002
 COMMIT_SHARE = 1 / 2
@@ -42,20 +42,20 @@ FREE_BYTES_TO_RESUME = 2
 class CommitPace:
     """Times the groups' commits.
 
-    Groups commit in the order in which they began to wait, one at a time. A commit that took t is paid for by t /
-    `COMMIT_SHARE` of elapsed time; the next one waits until all earlier ones are paid for. Time without commits pays in
-    advance, at most `wait_max_s`: so all groups of an idle worker commit at once, and a late timer does not delay the
-    commits after it. Commits take more than their share, averaged over `wait_max_s`, only if groups would otherwise
-    wait for longer than they may. Only scheduled commits count, not writes of rows because memory is full.
+    Groups commit one at a time, in the order in which they began to wait. A commit of t seconds reserves t /
+    `COMMIT_SHARE` seconds, and the next commit waits until the reserved time has passed. Idle time counts in advance,
+    up to `wait_max_s`: all groups of an idle worker commit at once, and a late timer does not delay later commits. No
+    group waits for longer than `wait_max_s`, even if commits then take more than their share. Only scheduled commits
+    count, not writes because memory is full.
     """
 
     def __init__(self, wait_max_s: float) -> None:
-        """`wait_max_s` limits a group's wait for the cost of earlier commits."""
+        """`wait_max_s` limits a group's wait, and the idle time that counts in advance."""
         self._wait_max_s = wait_max_s
         self._paid_at = 0.0
 
     def delay_s(self, now: float, waiting_since: float) -> float:
-        """Return how long a group with something to commit since `waiting_since` must still wait."""
+        """Return how much longer a group that began to wait at `waiting_since` must wait."""
         return max(0.0, min(self._paid_at, waiting_since + self._wait_max_s) - now)
 
     def committed(self, started: float, ended: float) -> None:
@@ -68,7 +68,7 @@ class Group:
         self.commits = commits
         self.vbuckets: dict[int, VbucketHost] = {}
         self.violations: Counter[int | None] = Counter()
-        """Rows out of order so far, by vbid."""
+        """Number of failures because rows were out of order, by vbid."""
         self.commit_waits = False
         self.waiting_since = 0.0
         self.retry_timer: asyncio.TimerHandle | None = None
@@ -79,7 +79,7 @@ class Group:
 
     @property
     def may_be_retried(self) -> bool:
-        """False for a permanent error. An error of unknown kind is retried if the file is not open."""
+        """False for a permanent error. A plain StorageError is retried only if the environment is not open."""
         assert self.error is not None
         if isinstance(self.error, Locked):  # another process has claimed the group
             return False
@@ -99,7 +99,7 @@ class Group:
             self.vbuckets[vbid].handle(Published(seqno))
 
     def failed(self, error: StorageError) -> None:
-        """Stop the group's streams; restart them from the store after a pause."""
+        """Stop the group's streams; restart them from the stored state after a pause."""
         if self.error is not None:
             return
         self.error = error
@@ -120,7 +120,7 @@ class Group:
         self._retry_later(delay_s)
 
     def _give_up(self) -> None:
-        """Give the group up: it is damaged, locked or taken over for good. The others go on."""
+        """Stop the group for good: it is damaged, or another process has it. Other groups continue."""
         status = VbucketStatus.DAMAGED if isinstance(self.error, CorruptedError) else VbucketStatus.REFUSED
         for vbucket in self.vbuckets.values():
             vbucket.report(status, f"the store failed: {self.error}")
@@ -155,7 +155,7 @@ class Group:
             self.commits.on_reopened(vbid)
 
     def step(self) -> bool:
-        """Do a slice of the group's background work; return True if more of it waits."""
+        """Do a slice of the group's background work; return True if there is more."""
         if self.error is not None:
             return False
         try:
@@ -178,7 +178,7 @@ class GroupCommits:
         clock: Clock,
         on_reopened: Callable[[int], None],
     ) -> None:
-        """`on_reopened` requests the stream of each vbucket of a group that works again."""
+        """`on_reopened` requests a vbucket's stream, after its group's store works again."""
         self.groups = [Group(writer, self) for writer in writers]
         self.queue: deque[Group] = deque()
         self.free_bytes = 0
@@ -199,7 +199,7 @@ class GroupCommits:
             self._schedule_next()
 
     def flush_over_budget(self) -> None:
-        """Write the fullest group's rows to the file once all groups together hold the worker's limit."""
+        """Write the fullest group's rows to the file if all groups together hold `batch_bytes_max`."""
         limit_bytes = self.settings.batch_bytes_max
         pending_bytes = sum(group.writer.pending_bytes for group in self.groups)
         self.free_bytes = limit_bytes - pending_bytes
@@ -244,7 +244,7 @@ class GroupCommits:
 
     async def work_in_background(self) -> None:
         while True:
-            if any(group.step() for group in self.groups):  # one at a time: memory suffices for one snapshot's keys
+            if any(group.step() for group in self.groups):  # one group at a time: memory holds one snapshot's keys
                 await asyncio.sleep(STEP_SHARE_S)
                 continue
             self.has_work.clear()

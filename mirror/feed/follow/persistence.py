@@ -1,17 +1,17 @@
-"""Asks every copy of a vbucket what it has persisted, for `publish = persisted`: OBSERVE_SEQNO (docs/protocol.md 3.4;
+"""Asks every copy of a vbucket for its persisted seqno, for `publish = persisted`: OBSERVE_SEQNO (docs/protocol.md 3.4;
 kv_engine docs/BinaryProtocol.md).
 
 Invariants:
-- a snapshot's end is released once the active copy and every replica of the map report it persisted. The reports are of
-  the open stream's history, and newer than the complete snapshot;
-- over a failover, only seqnos that both histories share count;
-- no node is queried while no end waits.
+- a complete snapshot is published once the active copy and every replica of the map report that its end is persisted.
+  A report counts only for the open stream's history, and only if it arrives after the snapshot is complete;
+- if a copy reports a failover, only the seqnos that both histories share count;
+- nodes are queried only while a complete snapshot is held back.
 
 A rollback can happen although no persisted row was lost. If a replica is promoted with part of a snapshot on its disk,
 its new history begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md), below the
 published seqno. So the rollback is deferred (storage/FORMAT.md): the new history is staged next to the rows that
-readers see. Readers change over at its first persisted end at or above their seqno. If the source says twice on the new
-stream that the new history ends below, the loss is real, and readers change over to all of it.
+readers see. Readers change over at the new history's first persisted boundary at or above their seqno. If two polls on
+the new stream find that the new history ends below their seqno, rows are really lost, and they change over to that end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = get_logger("feed")
 
 
 def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
-    """Return the seqno up to which a copy has persisted the history `vbuuid`, by its answer."""
+    """Return the seqno up to which the copy that answered has persisted the history `vbuuid`."""
     if seen.old_vbuuid is None:
         return seen.persisted_seqno if seen.vbuuid == vbuuid else 0
     if seen.old_vbuuid != vbuuid:
@@ -48,7 +48,7 @@ def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
 
 
 class PersistencePoller:
-    """Asks every copy of each vbucket with a waiting snapshot, over one plain connection for each node."""
+    """Asks every copy of each vbucket that holds a snapshot back, over one connection without DCP to each node."""
 
     def __init__(self, access: Access, copies: MapFollower, clock: Clock) -> None:
         self._access = access
@@ -76,7 +76,7 @@ class PersistencePoller:
                 node.close()
 
     async def ask(self, vbuuids: Mapping[int, int]) -> dict[int, int]:
-        """Return the seqno that every copy has persisted, by vbid, for vbuckets of which every copy answered."""
+        """Return the seqno that all copies have persisted, by vbid. A vbucket is left out if a copy did not answer."""
         by_node: dict[NodeAddress, list[int]] = {}
         for vbid in vbuuids:
             for address in self._copies.copies_of(vbid):
@@ -93,7 +93,7 @@ class PersistencePoller:
         return {vbid: seqno for vbid, seqno in found.items() if vbid not in missing}
 
     async def _ask_node(self, address: NodeAddress, vbids: Sequence[int], vbuuids: Mapping[int, int]) -> dict[int, int]:
-        """Return one node's answers; empty when it cannot be reached."""
+        """Return the persisted seqnos of one node, by vbid; empty if it cannot be reached."""
         node = self._nodes.setdefault(address, QueriedNode(address, self._access, self._clock))
         if node.pausing:
             return {}

@@ -1,7 +1,6 @@
 """The report of a consumer: vbuckets, nodes, groups, counters, and warnings for people.
 
-Changes nothing. Invariants: counters only rise; a group with an unreadable store is reported without its figures, and
-does not fail the report.
+Changes nothing. Invariants: counters only rise; a group with an unreadable store is reported without its figures.
 """
 
 from __future__ import annotations
@@ -70,9 +69,7 @@ class ConsumerStatus:
         ]
 
     def _clock_warnings(self) -> list[str]:
-        """Warn that the wall clock was set, because times of publication jumped with it. Each step is also logged,
-        once.
-        """
+        """Warn that the wall clock was set, which makes times of publication wrong. Also log each step, once."""
         clocks = [group.writer.owner.clock for group in self._consumer.commits.groups]
         steps = [(clock.step_count, clock.last_step_ms) for clock in clocks]
         count, step_ms = max(steps, default=(0, 0))
@@ -141,10 +138,10 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str,
 
 
 def _lag(vbucket: MirroredVbucket) -> int | None:
-    """Return the seqnos that readers lack; None while the source's high seqno is unknown.
+    """Return the number of seqnos that readers lack; None while the source's high seqno is unknown.
 
-    Rows served from an older history do not reduce the lag. Received rows raise it above the high seqno, which in a
-    filtered mirror does not cover the end of a collection.
+    Rows served from an older history do not reduce the lag. Staged seqnos above the high seqno count, because the high
+    seqno of a filtered mirror does not include the drop of a collection.
     """
     high_seqno = vbucket.source_high_seqno
     if high_seqno is None:

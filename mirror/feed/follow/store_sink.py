@@ -1,8 +1,8 @@
-"""The sink of a mirror: hands one vbucket's instructions to its writer, and holds snapshots not yet persisted.
+"""The sink of a mirror: passes one vbucket's instructions to its writer, and holds snapshots until they are persisted.
 
 Knows the writer's calls for each instruction, and that a rollback or a resync changes the staging branch; must never
-know connections. Invariants: before a branch changes, complete snapshots are committed and reported; the end of a held
-snapshot never outlives its rows; rows that the connection prepared for an earlier staging branch are refused.
+know connections. Invariants: before the staging branch changes, complete snapshots are committed and Published is
+handed in; a held snapshot is forgotten when its rows are dropped; rows of an earlier staging branch are refused.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from storage.model import SourceFacts, VbucketState
 from storage.write.writer import RollbackResult, VbucketWriter
 
 FREE_BYTES_MIN = 64 * 1024 * 1024
-"""Space that a resync leaves free on the disk; with less, the commits of the other vbuckets would fail next."""
+"""Space that a resync leaves free on the disk, so that commits of other vbuckets do not fail."""
 
 
 POLLS_MIN = 2
-"""Two polls, because the first high seqno after a stream's acceptance may answer an earlier one."""
+"""Polls after a stream's acceptance before a high seqno counts, because the first answer may be older than that."""
 
 HELD_MAX = 64
-"""Waiting ends of one vbucket. Beyond this, every second one is dropped: any complete end may be published."""
+"""Limit of held snapshots. Above it every second one is forgotten, because publishing a later one is enough."""
 
 Held = tuple[int, int]
 """End and start of a snapshot."""
 
 
 class PersistenceGate:
-    """The complete snapshots of one vbucket that are not visible yet.
+    """Holds the complete snapshots of one vbucket that are not published yet.
 
-    An answer never releases an end that comes after it, because the copies and their history may have changed.
+    An answer never releases a snapshot that is completed later, because copies and history may change in between.
     """
 
     def __init__(self) -> None:
         self.persisted_seqno = 0
-        """The last answer, for status."""
+        """The seqno of the last answer, for status."""
         self._held: list[Held] = []
         self._highs: list[int] = []
         """The source's last high seqnos polled since the stream was accepted."""
@@ -50,22 +50,25 @@ class PersistenceGate:
     def hold(self, seqno: int, snap_start_seqno: int) -> None:
         self._held.append((seqno, snap_start_seqno))
         if len(self._held) > HELD_MAX:
-            del self._held[1:-1:2]  # keep the oldest, released first, and the newest, which releases all
+            del self._held[1:-1:2]  # keep the oldest, for an early release, and the newest
 
     def stream_accepted(self) -> None:
         self._highs = []
 
     def polled(self, high_seqno: int, state: VbucketState) -> None:
-        """Note a polled high seqno. No message follows the end of a shorter new history, so this holds that end."""
+        """Note a polled high seqno. If the new history of a deferred rollback ends at its staged boundary, hold that
+        boundary, because no snapshot will follow.
+        """
         self._highs = [*self._highs, high_seqno][-POLLS_MIN:]
         end_seqno = state.staging_published_seqno
         if state.rollback_deferred and not self._held and len(self._highs) == POLLS_MIN and high_seqno <= end_seqno:
             self.hold(end_seqno, end_seqno)
 
     def release(self, persisted_seqno: int, state: VbucketState) -> Held | None:
-        """Return the newest persisted end, and drop those before it.
+        """Return the newest persisted snapshot, and forget the held ones up to it. Return None if there is none.
 
-        While a rollback is deferred, the end must reach the seqno that readers see, or end a shorter new history.
+        While a rollback is deferred, the snapshot must end at or above the seqno that readers see or, if the new
+        history is shorter, at the end of that history.
         """
         self.persisted_seqno = persisted_seqno
         at_least = state.published_seqno if state.rollback_deferred else 0
@@ -78,7 +81,7 @@ class PersistenceGate:
         return ready[-1]
 
     def drop(self) -> bool:
-        """Forget all ends, because the history may change; return True if one waited."""
+        """Forget the held snapshots, because the history may change. Return True if there was one."""
         waited = bool(self._held)
         self._held = []
         self.persisted_seqno = 0
@@ -87,16 +90,16 @@ class PersistenceGate:
 
 class StoreSink:
     def __init__(self, writer: VbucketWriter, commit: Callable[[], None], gate: PersistenceGate | None = None) -> None:
-        """`commit` commits the group and reports the published seqnos.
+        """`commit` commits the group and hands Published to the machines.
 
-        `gate` holds complete snapshots back until the source has persisted them; None: nothing is held back.
+        `gate` holds complete snapshots until the source has persisted them; None: publish them at once.
         """
         self.writer = writer
         self.gate = gate
         self.abandon_due = False
         """True if AbandonStaged must run again, after the snapshot that is being published is visible."""
         self.last_rollback: tuple[int, int] | None = None
-        """The seqno before and after the last rollback since the worker began."""
+        """The seqnos before and after the last rollback since the worker began."""
         self.resyncs_begun = 0
         self.resync_why: str | None = None
         self._commit = commit
@@ -144,7 +147,7 @@ class StoreSink:
     # -- other branches -------------------------------------------------------------------------------------------
 
     def roll_back(self, target: ins.RollbackTo) -> RolledBack | NoBoundary:
-        """Go back to the newest kept boundary at or below a seqno; deferred with `publish=persisted`."""
+        """Go back to the newest kept boundary at or below a seqno. With `publish=persisted`, defer the rollback."""
         self._commit()  # so that the machines learn of published snapshots
         held = self.drop_held()
         state = self.state()
@@ -152,7 +155,7 @@ class StoreSink:
             # The new copy of a resync has no boundary yet, and the old copy's boundaries are of another history.
             return NoBoundary()
         if held and state.published_seqno <= target.seqno and not state.rollback_deferred:
-            # No reader has seen the lost rows.
+            # The lost rows were held back, so no reader has seen them.
             self.writer.abandon(keep_complete=False)
             return RolledBack(self.state())
         result = self.writer.rollback(target.seqno, deferred=self.gate is not None)
@@ -165,7 +168,7 @@ class StoreSink:
         self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
-        """Drop the open snapshot. Return None while an earlier complete one waits for its key rows (`abandon_due`)."""
+        """Drop the open snapshot. Return None if a complete one before it waits for its key rows (`abandon_due`)."""
         self._commit()
         self.drop_held()
         if not self.writer.abandon():
@@ -175,7 +178,7 @@ class StoreSink:
 
     def begin_resync(self, cause: str) -> ResyncOpened | ResyncRefused:
         """Open an empty branch next to the served copy, if the disk has space for both."""
-        if self.state().published_seqno:  # there is a copy to keep: the new one is stored next to it for a while
+        if self.state().published_seqno:  # the old copy is kept until the new one is complete
             share_bytes = self.writer.copy_bytes()
             free_bytes = self.writer.owner.free_bytes()
             if free_bytes < share_bytes + FREE_BYTES_MIN:

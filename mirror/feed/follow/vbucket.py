@@ -1,8 +1,8 @@
-"""A vbucket of a mirror: the host of its stream into the store, and its figures for status.
+"""A vbucket of a mirror: the host that stores its stream, and its figures for status.
 
 Knows when a commit is due, the filter of its stream, and how snapshots wait to be persisted; decides nothing about the
 stream. Invariants: counters only rise; `requested_again_bytes` counts rows that the source sends again although they
-were published when the process began, and neither rolled back nor resynced since.
+were published when the process began, except after a rollback below them or a resync.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MirroredVbucket(VbucketHost):
         collections: CollectionWatch,
         gate: PersistenceGate | None = None,
     ) -> None:
-        """`gate` holds complete snapshots back until the source has persisted them; None: nothing is held back."""
+        """`gate` holds complete snapshots until the source has persisted them; None: publish them at once."""
         writer = group.writer.vbuckets[vbid]
         super().__init__(vbid, StoreSink(writer, group.commit, gate), clock)
         self.group = group
@@ -63,7 +63,7 @@ class MirroredVbucket(VbucketHost):
         self.stalls = 0
         self.retries = 0
         self.stalled_streams = 0
-        """Streams that stalled in a row; 0 when the last one brought something."""
+        """Streams that stalled in a row; 0 after a message arrives."""
         self.stall_text = ""
         self.polled: tuple[NodeSession, int] | None = None
         """The source's high seqno, and the session over which it was queried; None: unknown."""
@@ -73,8 +73,9 @@ class MirroredVbucket(VbucketHost):
         self._collections = collections
         self._filter: StreamFilter | None = None
         self._held_seqno: int = writer.base.published_seqno
-        """Published seqno when the process began, lowered by rollbacks and resyncs. Rows up to it need not come
-        again."""
+        """The published seqno when the process began, lowered by rollbacks and resyncs. Rows up to here are counted in
+        `requested_again_bytes`.
+        """
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -106,8 +107,8 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def source_high_seqno(self) -> int | None:
-        """The source's high seqno. None while the node is away, does not answer, or has not sent one; also if the node
-        is a mirror that lost its source, or was behind this mirror when it was polled.
+        """The source's high seqno; None if the node does not answer or has sent none. Also None if the node is a mirror
+        that has lost its source, or that was behind this mirror at the last poll.
         """
         if self.polled is None or self.source_silent_ms is not None:
             return None
@@ -119,12 +120,12 @@ class MirroredVbucket(VbucketHost):
         return self.session is not None and self.session.answers
 
     def note_rollback(self, result: RollbackResult) -> None:
-        """Note an operator's rollback. Rows above its boundary are new when the source sends them again."""
+        """Note an operator's rollback. Rows above its boundary do not count as requested again."""
         self._held_seqno = min(self._held_seqno, result.boundary_seqno)
         self.sink.note_rollback(result)
 
     def begin_resync(self, cause: str) -> events.ResyncOpened | events.ResyncRefused:
-        """Open an empty branch by a command, while there is no machine."""
+        """Open an empty branch for an operator's command. Call `drop_machine` first."""
         assert self.machine is None, "the machine decides about branches"
         answer = self.sink.begin_resync(cause)
         self.answered(answer)
@@ -187,7 +188,7 @@ class MirroredVbucket(VbucketHost):
     def on_event(self, event: ev.Event | KeyRefused) -> None:
         self.progressed()
         self.enter(event)
-        if isinstance(event, ev.SystemEvent):  # its bytes are pending, too
+        if isinstance(event, ev.SystemEvent):  # recount, because its bytes are pending, too
             self.group.commits.flush_over_budget()
 
     def progressed(self) -> None:
@@ -201,7 +202,7 @@ class MirroredVbucket(VbucketHost):
         self.last_progress = self._clock.monotonic()
 
     def has_published(self, seqno: int) -> bool:
-        """Return True once readers see everything up to `seqno`, on the history that is streamed."""
+        """Return True if readers see everything up to `seqno`, of the streamed history."""
         state = self.writer.base
         return state.staging_branch == state.branch and state.published_seqno >= seqno
 
@@ -238,21 +239,21 @@ class MirroredVbucket(VbucketHost):
     def event_after_pause(self) -> events.RetryDue | events.Start:
         expected = self._collections.resolved.filter
         if self.session is not None and expected is not None and expected != self._filter:
-            return self.start_event(self.session)  # nodes refuse a filter with a collection that is gone
+            return self.start_event(self.session)  # nodes refuse the old filter if a collection is gone
         return super().event_after_pause()
 
     # -- publish=persisted ----------------------------------------------------------------------------------------
 
     @property
     def observed_vbuuid(self) -> int | None:
-        """The history whose persistence is queried; None while no snapshot waits or no stream is open."""
+        """The history to query for persisted seqnos; None while no snapshot is held or no stream is open."""
         if self.gate is None or not self.gate.waiting or not self.streaming:
             return None
         assert self.machine is not None
         return self.machine.stored.failover_log.newest_vbuuid or None
 
     def persisted(self, vbuuid: int, seqno: int) -> None:
-        """Publish waiting snapshots: every copy has persisted the history `vbuuid` up to `seqno`."""
+        """Publish held snapshots: every copy has persisted the history `vbuuid` up to `seqno`."""
         if self.gate is None or vbuuid != self.observed_vbuuid:
             return
         released = self.gate.release(seqno, self.sink.state())

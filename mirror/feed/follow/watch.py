@@ -1,11 +1,11 @@
 """Polls the source's high seqnos from every node, and requests stalled streams again.
 
-A vbucket is stalled while it receives nothing although its source is ahead. The second time in a row, its connection is
+A vbucket is stalled while it receives nothing although its source is ahead. The second time in a row, the connection is
 closed: only that fixes a leaked flow-control window, or a node that answers but does not stream (docs/protocol.md 3). A
-stream that stops inside a snapshot is requested again, too: its filter may leave out the rest of the snapshot, and the
-source sends the end only at the beginning of a stream (docs/protocol.md 2.7). Invariants:
-- while a connection is busy with one vbucket's disk snapshot, vbuckets that wait for their turn are not stalled;
-- a node that sends no high seqnos counts as one that does not answer.
+stream that stops inside a snapshot is requested again, too: the filter may leave out the rest of the snapshot, and then
+the source sends the snapshot's end only to a new stream (docs/protocol.md 2.7). Invariants:
+- while a connection sends a disk snapshot of one vbucket, the connection's other vbuckets do not count as stalled;
+- if a node does not answer a poll in time, its connection is closed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mirror.log import get_logger
 log = get_logger("feed")
 
 STREAMS_BEFORE_RECONNECT = 2
-"""Streams of a vbucket that may stall in a row before the connection is blamed."""
+"""If this many streams of a vbucket stall in a row, the connection is closed."""
 COLLECTIONS_PER_S = 50
-"""A node's queries for collections' high seqnos in a second, besides the first poll over a connection. With many
-collections, polls are less frequent.
+"""Limit of a node's queries per second. A poll queries each collection, so polls of many collections are less frequent.
+The first poll over a connection does not wait.
 """
 
 
 class SourceWatch:
-    """Polls the nodes and judges the vbuckets, until cancelled."""
+    """Polls the nodes and finds stalled vbuckets, until cancelled."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SourceWatch:
         vbuckets_at: Callable[[NodeAddress], Sequence[MirroredVbucket]],
         reopen: Callable[[MirroredVbucket, str], None],
     ) -> None:
-        """`reopen` requests a vbucket's stream again, because of the given cause."""
+        """`reopen` requests a vbucket's stream again, for the given cause."""
         self._connections = connections
         self._collections = collections
         self._vbuckets_at = vbuckets_at
@@ -75,7 +75,7 @@ class SourceWatch:
                             self._poll_new_sessions(polls)
 
     def _poll_new_sessions(self, polls: asyncio.TaskGroup) -> None:
-        """Poll the nodes whose session was not polled in this interval. A slow node delays no other."""
+        """Poll the nodes whose session was not polled in this interval."""
         for address, keeper in self._connections.keepers.items():
             last = self._polls.get(address)
             is_new = address not in self._polled or self._polled[address] != keeper.session
@@ -110,7 +110,7 @@ class SourceWatch:
                 vbucket.guarded(partial(vbucket.handle, events.HighSeqno(seqnos[vbucket.vbid])))
 
     def judge(self) -> None:
-        """Request a stream again if it is open but brings nothing although its source is ahead."""
+        """Request the streams of stalled vbuckets again."""
         for address in list(self._connections.keepers):
             for vbucket in self._vbuckets_at(address):
                 self._judge(vbucket)
