@@ -1,1 +1,1 @@
-"""Reading from the source in other processes: each vbucket up to a given seqno, into a spool."""
+"""Reads vbuckets of a source up to given seqnos, for processes that have no store."""

@@ -1,7 +1,7 @@
-"""A reader's questions to a source: high seqnos, failover logs, collections.
+"""A reader's queries of a source: high seqnos, failover logs, collections.
 
-Knows requests and their answers over open sessions; must never know streams. Invariants: a question is repeated with
-growing pauses until it is answered in full or time is up; a refusal that waiting cannot fix is raised at once.
+Knows requests and their answers over open sessions; must never know streams. Invariants: a query is repeated with
+growing pauses until the answer is complete or the timeout expires; a permanent error is raised at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storage.model import DEFAULT_COLLECTION, FailoverLog
 
 POLL_S = 0.02
 POLL_MAX_S = 1.0
-"""The first and the longest pause before a question is repeated that the source cannot answer yet."""
+"""The first and the longest pause before a query is repeated."""
 
 
 T = TypeVar("T")
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 class SourceQueries:
     def __init__(self, maps: MapFollower, connections: Connections, timeout_s: float) -> None:
-        """`timeout_s` is for each question."""
+        """`timeout_s` limits each query, with its repetitions."""
         self.refusal: MirrorError | None = None
-        """Once set, every question raises it: no further query can reach the source."""
+        """The permanent refusal of the source, which every later query raises."""
         self.stream_filter: FilterFields = {}
-        """The JSON value of every stream request; see `resolve`."""
+        """The JSON value of every stream request, set by `resolve`."""
         self.maps = maps
         self.connections = connections
         self.clock = connections.clock
@@ -44,7 +44,7 @@ class SourceQueries:
         self._collection_ids: list[int] = []
 
     async def high_seqnos(self) -> dict[int, int]:
-        """Ask all nodes, until their answers name every vbucket."""
+        """Query all nodes, until their answers include every vbucket."""
 
         async def attempt() -> dict[int, int]:
             found: dict[int, int] = {}
@@ -92,7 +92,7 @@ class SourceQueries:
         return await self._until(attempt)
 
     async def resolve(self, names: Sequence[str | int]) -> None:
-        """Look up the ids of collections, or of one scope; later streams are filtered by them."""
+        """Look up the ids of collections, or of one scope. Later streams request these ids."""
 
         async def attempt() -> None:
             session = self._any_session()

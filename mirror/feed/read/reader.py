@@ -1,10 +1,9 @@
-"""A bounded reader of a DCP source, for other processes: plain iteration, whole snapshots, no store.
+"""A reader of a DCP source (a cluster or another mirror), for other processes: iterates over whole snapshots.
 
-It runs its connections in a thread of its own, and hands the items of a read to the thread that iterates. The source is
-a cluster or another mirror. Invariants:
-- the reader follows no map older than its last one, or older than the compared mirror's (`followed`);
-- connections live as long as the reader; one read at a time uses them;
-- a permanent refusal is raised at once; any other error, once a vbucket makes no progress for `timeout_s`;
+A separate thread runs the connections, and hands the items of a read to the thread that iterates. Invariants:
+- the reader never follows an older map than its last one, nor an older one than `followed`;
+- connections stay open until the reader is closed; one read at a time uses them;
+- a permanent error is raised at once; another error only after a vbucket made no progress for `timeout_s`;
 - no thread, connection or file outlives the context.
 
     with SourceReader("couchbase://reader@db1/orders", password="...") as reader:
@@ -52,7 +51,7 @@ MEMORY_BYTES = 64 * 1024 * 1024
 MEMORY_BYTES_MIN = 4096
 TIMEOUT_S = 60.0
 PARALLEL = 16
-"""Vbuckets streamed at a time by a read with `until`: the disk may hold a snapshot of each."""
+"""Limit of the vbuckets that a read with `until` streams at a time, because the disk may hold a snapshot of each."""
 CLOSE_S = 30.0
 
 T = TypeVar("T")
@@ -67,7 +66,7 @@ class FixedPassword(PasswordSource):
 
 
 class SourceReader:
-    """Reads from a source. A context manager; used by one thread."""
+    """Reads from a source. A context manager, for use by one thread."""
 
     def __init__(
         self,
@@ -85,11 +84,11 @@ class SourceReader:
     ) -> None:
         """`source` is a connection string.
 
-        `password`: by default as the settings say. `collections`: names (`scope.collection`), ids, or the name of one
+        `password`: by default from the settings. `collections`: names (`scope.collection`), ids, or the name of one
         scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment. `memory_bytes`
         limits the rows held in memory; other rows go to a temporary file. `parallel` limits the vbuckets that are read
-        at a time. `tap` gets every byte. `followed`: a map that a mirror followed; the reader follows no older one of
-        that bucket. Raises ConfigError.
+        at a time. `tap` gets every byte. `followed`: a bucket and the oldest map of it that the reader may follow.
+        Raises ConfigError.
         """
         if memory_bytes < MEMORY_BYTES_MIN or parallel < 1 or timeout_s <= 0:
             raise ConfigError(f"a reader needs memory_bytes from {MEMORY_BYTES_MIN}, parallel and timeout_s above 0")
@@ -144,7 +143,7 @@ class SourceReader:
 
     @property
     def followed(self) -> MapRecord | None:
-        """The newest cluster map that this reader follows; None if the source is a mirror, which makes its own maps."""
+        """Bucket and revision of the followed map; None if the source is a mirror, whose maps have other revisions."""
         found = self._core.map
         return None if found.of_mirror or not found.bucket_uuid else MapRecord(found.bucket_uuid, *found.revision)
 
@@ -155,7 +154,7 @@ class SourceReader:
         return all(session is not None and session.sends_purge_seqno for session in sessions)
 
     def high_seqnos(self) -> dict[int, int]:
-        """Return the high seqno of each vbucket; if the reader selects collections, their highest seqno."""
+        """Return the high seqno of each vbucket, or the highest seqno of the selected collections."""
         return self._call(self._core.queries.high_seqnos())
 
     def failover_log(self, vbid: int) -> FailoverLog:
@@ -173,11 +172,11 @@ class SourceReader:
         """Yield the changes since the positions in whole snapshots. Snapshots of different vbuckets come in the order
         of their completion.
 
-        With `until`, each vbucket is read until a snapshot ends at or beyond its seqno, or until the source has sent
-        all changes of the collections up to it. ReadEnded follows; its position may be beyond the seqno. Without
-        `until`, the read goes on until the iterator is closed. If the source no longer has the position of a vbucket,
-        the read yields SourceRolledBack and nothing more of that vbucket; the caller decides how to continue. Raises
-        MirrorError, after all complete snapshots.
+        With `until`, each vbucket is read until a snapshot ends at or beyond its seqno in `until`, or until the source
+        has sent all changes of the collections up to that seqno. ReadEnded follows; its position may be beyond that
+        seqno. Without `until`, the read continues until the iterator is closed. If the source no longer has the
+        position of a vbucket, the read yields SourceRolledBack and nothing more of that vbucket. Raises MirrorError,
+        after all complete snapshots.
         """
         for vbid, position in positions.items():
             if not 0 <= vbid < self.vbucket_count or position.seqno < 0 or position.vbuuid < 0:
@@ -271,7 +270,7 @@ class _Core:
         self._file.close()
 
     def on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Fail the current read with the error of a callback; otherwise it would wait for ever."""
+        """Fail the current read with the error of a callback, because otherwise the read would wait for ever."""
         self._fail(context.get("exception") or MirrorError(str(context.get("message"))))
 
     def _fail(self, error: BaseException) -> None:
@@ -287,7 +286,7 @@ class _Core:
         loop = asyncio.get_running_loop()
 
         def on_half_empty() -> None:
-            with contextlib.suppress(RuntimeError):  # a snapshot may be closed after the reader
+            with contextlib.suppress(RuntimeError):  # the reader may be closed before its last snapshot
                 loop.call_soon_threadsafe(self.connections.release_acks)
 
         reading = self._reading = BoundedRead(
@@ -336,7 +335,6 @@ class _Core:
         self._fail(error)
 
     def on_newer_map(self, found: ClusterMap) -> None:
-        """Connect to the nodes that serve vbuckets, and move the streams."""
         if not self.maps.take(found):
             return
         nodes = (self._access.address_of(node) for node in found.nodes if found.vbids_of(node))
@@ -363,7 +361,7 @@ class _Core:
         self._move_streams()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """Fail on a permanent error; others are retried."""
+        """Fail the read on a permanent error. After other errors the keeper reconnects."""
         self.maps.wake()
         if not error.retryable and self.connections.keepers.get(keeper.address) is keeper:
             self.on_map_refused(error)

@@ -1,12 +1,12 @@
-"""One bounded read of a source: the vbuckets that are read, and the queue to the reader.
+"""One bounded read of a source: the vbuckets that are read, and the queue to the thread that iterates.
 
-Knows which vbuckets are streamed at a time, the limits of memory, and the end of a vbucket's read; must never know how
-connections are made, nor the threads on the other side of the queue. Invariants:
-- a snapshot that was handed out is never taken back. If the source lost part of it, or no longer knows all deletions
-  since, the vbucket's read ends with SourceRolledBack;
-- part of a snapshot that came before a broken connection is kept only if the source continues exactly there;
-- memory holds no more than `memory_bytes` of rows and one window for each connection: open snapshots beyond half of
-  `memory_bytes` go to disk, and complete ones that nobody takes make the source wait.
+Knows which vbuckets are streamed at a time, the limits of memory, and the end of a vbucket's read. Must never know how
+connections are made, nor the threads behind the queue. Invariants:
+- a snapshot that was handed out is never taken back. If the source has lost part of it, or later deletions, the
+  vbucket's read ends with SourceRolledBack;
+- if a connection breaks inside a snapshot, the received part is kept only if the source continues exactly after it;
+- memory holds at most `memory_bytes` of rows, and one window for each connection. Open snapshots above half of
+  `memory_bytes` go to disk, and the source waits while too many complete snapshots are in the queue.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from mirror.wire.constants import StreamEndReason
 from storage.model import SEQNO_MAX
 
 DISK_FACTOR = 16
-"""Complete snapshots that nobody takes may lie on disk up to this many times `memory_bytes`."""
+"""Limit of the queue's snapshots on disk, in units of `memory_bytes`."""
 WAITING_SNAPSHOTS_MAX = 10_000
-"""A limit by number, because live snapshots hold two or three rows: their objects need more memory than the bytes."""
+"""Limit of the queue's items, because the objects of a small snapshot need more memory than its rows."""
 
 
 class Outbox:
-    """The queue from the loop to the reader. While it is full, the source waits."""
+    """The queue from the event loop to the thread that iterates. While it is full, the source waits."""
 
     def __init__(self, memory_bytes: int, on_half_empty: Callable[[], None]) -> None:
-        """`on_half_empty` is called, from any thread, when the source may go on."""
+        """`on_half_empty` is called, by any thread, when the source may continue."""
         self._memory_max = memory_bytes // 2
         self._disk_max = memory_bytes * DISK_FACTOR
         self._on_half_empty = on_half_empty
@@ -59,7 +59,7 @@ class Outbox:
             self._items.append(item)
             self._memory_bytes += memory_bytes
             self._disk_bytes += disk_bytes
-            self.full = self.full or (  # only `gave_back` resets it, and lets the source go on
+            self.full = self.full or (  # only `gave_back` resets it
                 self._memory_bytes >= self._memory_max
                 or self._disk_bytes >= self._disk_max
                 or len(self._items) >= WAITING_SNAPSHOTS_MAX
@@ -67,7 +67,7 @@ class Outbox:
             self._changed.notify()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the queue: the reader gets the rest, then the error."""
+        """End the queue: `take` returns the remaining items, then raises the error."""
         with self._changed:
             if not self._finished:
                 self._finished, self._error = True, error
@@ -120,12 +120,12 @@ class ReadVbucket(VbucketHost):
 
     @property
     def idle(self) -> bool:
-        """True while an endless stream is open, which may be silent for any time."""
+        """True while a stream without an end is open: it may be silent for any time."""
         return self.until is None and self.streaming
 
     def start_event(self, session: NodeSession) -> events.Start:
-        # A stream with an end below its start is out of range. If all is held, request an endless one and close it at
-        # once: its answer shows if the source still has the position.
+        # A request with an end below its start is out of range. If the position is at the end already, request a stream
+        # without an end, and close it at once: the answer shows if the source still has the position.
         position = self.sink.position
         end_seqno = self.until if self.until is not None and self.until > position.seqno else SEQNO_MAX
         return events.Start(
@@ -201,7 +201,7 @@ class BoundedRead:
         parallel: int,
         on_half_empty: Callable[[], None],
     ) -> None:
-        """With `until`, stream at most `parallel` vbuckets at a time; without, all of them, and without end."""
+        """With `until`, stream at most `parallel` vbuckets at a time. Without it, stream all, without an end."""
         self.source = source
         self.spools = OpenSpools(file, memory_bytes // 2)
         self.outbox = Outbox(memory_bytes, on_half_empty)
@@ -217,7 +217,7 @@ class BoundedRead:
         self.outbox.discard()
 
     def fail(self, error: BaseException | None) -> None:
-        """End the read; the reader gets the complete snapshots, then the error."""
+        """End the read. The queue still yields the complete snapshots, then raises the error."""
         self._ended = True
         for vbucket in self.active.values():
             vbucket.close()
@@ -225,7 +225,7 @@ class BoundedRead:
         self.outbox.finish(error)
 
     def check_progress(self, timeout_s: float, why: str) -> None:
-        """Fail if a vbucket that is not complete received nothing for `timeout_s`."""
+        """Fail the read if an unfinished vbucket received nothing for `timeout_s`."""
         now = self.source.clock.monotonic()
         for vbucket in self.active.values():
             if vbucket.idle or self.outbox.full:
@@ -246,7 +246,7 @@ class BoundedRead:
     def vbucket_done(self, vbucket: ReadVbucket, item: Item) -> None:
         self.outbox.put(item)
         self.active.pop(vbucket.vbid, None)
-        # Later: the vbucket is still executing its instructions.
+        # Not now, because the vbucket is still executing its instructions.
         asyncio.get_running_loop().call_soon(self.fill_up)
 
     def fill_up(self) -> None:

@@ -1,10 +1,10 @@
 """The snapshots of a bounded read: collected by a vbucket's sink in a spool, and handed out when they are complete.
 
 Must never know connections or the reader. Invariants:
-- only whole snapshots are handed out, those of a vbucket in the order of their seqnos, each once;
+- only whole snapshots are handed out, each once, and those of a vbucket in the order of their seqnos;
 - no snapshot is taken back: a rollback or a resync ends the vbucket's read;
-- a message that fits no snapshot is refused, never skipped;
-- a snapshot is valid until it is closed, and then returns its memory and disk, once.
+- a run of rows out of order is refused, never stored in part;
+- a snapshot is valid until it is closed. Closing releases its memory and disk space, once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROW_PREFIX = bytes(4)
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The reader holds everything of a vbucket up to `seqno` of the history `vbuuid`; (0, 0): nothing."""
+    """A vbucket was read up to `seqno` of the history `vbuuid`; (0, 0): nothing was read."""
 
     vbuuid: int = 0
     seqno: int = 0
@@ -34,8 +34,7 @@ class Position:
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """A whole snapshot of a vbucket: everything that changed in (start_seqno, end_seqno]. Valid until the next item is
-    requested.
+    """A whole snapshot of a vbucket: the changes in (start_seqno, end_seqno]. Valid until the next item is requested.
 
     Rows are whole messages in stored form (`storage.format.records` decodes them): mutations, deletions, expirations
     and system events.
@@ -47,9 +46,9 @@ class Snapshot:
     end_seqno: int
     spool: Spool = field(repr=False)
     manifest: Manifest = field(repr=False)
-    """Scopes and collections at the snapshot's end, without those made before the read's first position."""
+    """Scopes and collections at the snapshot's end, without those created before the read's first position."""
     purge_seqno: int | None = None
-    """Tombstones up to here are gone at the source; None if it does not say so (before 8.0)."""
+    """The source's purge seqno; None if the source does not send it (before 8.0)."""
     on_close: Callable[[int, int], None] | None = field(default=None, repr=False)
     """Called once, with the bytes of memory and disk that the snapshot held."""
     _closed: bool = field(default=False, repr=False)
@@ -69,7 +68,7 @@ class Snapshot:
     def documents(self, *, raw: bool = False) -> Iterator[Document]:
         """Yield the decoded rows; `raw` leaves values compressed and with their xattrs.
 
-        Malformed values stay as they are: `storage.format.records.value_problem` gives the reason.
+        A malformed value is left as stored: `storage.format.records.value_problem` gives the reason.
         """
         return (decode_row(self.vbid, BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())
 
@@ -89,8 +88,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SourceRolledBack:
-    """The source lost everything above `seqno`; at 0, it no longer knows all changes since the position. This ends the
-    vbucket's read.
+    """The source lost all changes above `seqno`; if `seqno` is 0, it lacks some change since the position. The
+    vbucket's read has ended.
     """
 
     vbid: int
@@ -125,7 +124,7 @@ class SpoolSink:
         self._hand_out = hand_out
         self._on_lost = on_lost
         self._boundary = Seqno(position.seqno)
-        # A position names one history, so the entry covers every seqno.
+        # A position names one history, so one entry from 0 covers every seqno.
         self._log = FailoverLog.of([(position.vbuuid, 0)] if position.seqno else ())
         self._manifest = Manifest.initial()
         self._manifest_open = self._manifest
@@ -175,7 +174,7 @@ class SpoolSink:
                 self._spool = self._spools.append(self._spool, [staging.row_value])
                 self._manifest_open = staging.manifest
             case ins.Advance():
-                pass  # the machine knows the position, and no read is resumed inside of a snapshot
+                pass  # nothing to keep: no read starts inside a snapshot
         return None
 
     # -- publishing -----------------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ class SpoolSink:
         return Published(snapshot.seqno)
 
     def save(self, facts: SourceFacts) -> None:
-        """Keep only the failover log: a read has one filter from its beginning to its end."""
+        """Keep only the failover log. The filter need not be kept, because a read never changes it."""
         self._log = facts.get("failover_log", self._log)
 
     # -- ends -----------------------------------------------------------------------------------------------------
@@ -207,5 +206,5 @@ class SpoolSink:
         return Abandoned(self.state())
 
     def begin_resync(self, cause: str) -> None:
-        """End the vbucket's read, because the source cannot continue it: the caller decides whether to read from 0."""
+        """End the vbucket's read, because the source cannot continue it. The caller may read from 0."""
         self._on_lost(0)

@@ -1,10 +1,10 @@
-"""The spool of a snapshot's rows until it is whole: in memory, and beyond a bound in a temporary file.
+"""A spool keeps the rows of a snapshot until it is closed: in memory, or above a limit in a temporary file.
 
 Knows frames and blocks of a file. Invariants:
-- frames come out in the order in which they went in;
-- memory that `spill` returned is not taken again for the same rows;
-- blocks of a closed spool are used again, so the file never exceeds the bytes that waited at one time;
-- one thread fills a spool and hands it over; another may read and close it.
+- frames are returned in the order in which they were added;
+- rows that `spill` has written are never kept in memory again;
+- blocks of a closed spool are used again, so the file is never larger than the spools that were open at one time;
+- one thread fills a spool and hands it over; another thread may read and close it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mirror.errors import MirrorError
 from mirror.wire.frame import frame_size
 
 BLOCK_BYTES = 64 * 1024
-"""The unit of the file's space: a spool on disk wastes at most one of these per spill."""
+"""The unit of the file's space. A spill wastes less than one block."""
 
 
 class SpoolFile:
-    """A temporary file without a name, in blocks. Made when first written to."""
+    """A temporary file without a name, in blocks. The first write creates it."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -95,7 +95,7 @@ class Spool:
         self.frame_count = 0
 
     def append(self, frames: Sequence[bytes]) -> int:
-        """Take frames; return their bytes, which are now in memory."""
+        """Add frames; return their size in bytes."""
         byte_count = sum(map(len, frames))
         self._frames += frames
         self.memory_bytes += byte_count
@@ -131,7 +131,7 @@ class Spool:
 
 
 class OpenSpools:
-    """The spools of a read's open snapshots. Above `memory_bytes` together, the largest goes to disk."""
+    """The spools of a read's open snapshots. If they exceed `memory_bytes` together, the largest goes to disk."""
 
     def __init__(self, file: SpoolFile, memory_bytes: int) -> None:
         self._file = file
@@ -140,7 +140,7 @@ class OpenSpools:
         self._spools: set[Spool] = set()
 
     def append(self, spool: Spool | None, frames: Sequence[bytes]) -> Spool:
-        """Add frames to a spool; None: to a new one."""
+        """Add frames to a spool (None: a new one), and return the spool."""
         spool = self.new() if spool is None else spool
         self._spools.add(spool)
         self.memory_bytes += spool.append(frames)
