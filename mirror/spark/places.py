@@ -1,13 +1,13 @@
-"""Destinations of a pipeline: a folder on a disk or a prefix in an object store, from one text.
+"""Destinations of a pipeline: a folder on a disk or a prefix in an object store.
 
 Knows URLs, files and object stores; never the content of files. `folder_at` is the only parser of destinations: a plain
 path, `file:///path`, `s3://bucket/prefix`, `gs://bucket/prefix`,
-`abfss://container@account.dfs.core.windows.net/prefix`. Any other URL is refused: it must not become a local folder of
-that name. delta-rs reaches object stores for tables and for single files, so both use the same environment variables
-(AWS_*, GOOGLE_*, AZURE_*).
+`abfss://container@account.dfs.core.windows.net/prefix`. Any other URL is refused, because as a path it would be a local
+folder. delta-rs accesses object stores for tables and single files, so both use the same environment variables (AWS_*,
+GOOGLE_*, AZURE_*).
 
-Invariants: a file of a folder exists once `close` returned, and not before (a local file is synced; an object appears
-with its last byte); no file is renamed, because object stores cannot.
+Invariants: an object appears only when `close` returns, and a local file is synced then; no file is renamed, because
+object stores cannot rename.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AWS_SOURCES = {
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 }
 METADATA_TIMEOUT_S = 1.0
-"""Timeout of the cloud's metadata service: it answers in milliseconds, and elsewhere perhaps not at all."""
+"""Timeout of the cloud's metadata service, which answers in milliseconds. Outside a cloud there may be no answer."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
@@ -43,7 +43,7 @@ COPY_BYTES = 4 * 1024 * 1024
 
 
 class Folder(ABC):
-    """A place for files. `folder_at(url)` finds it again in another process."""
+    """A place for files. In another process, `folder_at(url)` returns the same place."""
 
     url: str
 
@@ -55,11 +55,11 @@ class Folder(ABC):
 
     @abstractmethod
     def create(self, name: str) -> Any:
-        """Return a new file to write: `write`, `tell`, and `close`, after which the file exists. Raises OSError."""
+        """Return a new file with `write`, `tell` and `close`. It is complete after `close`. Raises OSError."""
 
     @abstractmethod
     def discard(self, file: Any, name: str) -> None:
-        """Give up a file that was created and not closed. Never raises."""
+        """Abandon a file from `create` that was not closed. Never raises."""
 
     @abstractmethod
     def open(self, name: str) -> Any:
@@ -148,7 +148,9 @@ class ObjectFolder(Folder):
         return ObjectFolder(f"{self.url}/{name}")
 
     def check_access(self) -> None:
-        """Look for AWS credentials first: delta-rs would ask for ten seconds and end with a page of text."""
+        """Raise ConfigError if there are no AWS credentials: delta-rs would search for ten seconds and raise a page of
+        text.
+        """
         if self.url.startswith("s3://") and not _has_aws_credentials():
             raise ConfigError(
                 f"{self.url}: no AWS credentials were found",
@@ -161,14 +163,14 @@ class ObjectFolder(Folder):
         return DeltaStorageHandler(self.url)
 
     def create(self, name: str) -> Any:
-        """Return an upload in parts; the store shows it once it is complete."""
+        """Return an upload in parts. The object appears when the upload is closed."""
         return _Upload(self._handler()._handler.open_output_stream(name, None))
 
     def discard(self, file: Any, name: str) -> None:
         file.closed = True
 
     def open(self, name: str) -> Any:
-        """Return a copy of the object on this machine's disk, gone once it is closed."""
+        """Return a copy of the object on this machine's disk. Closing it removes it."""
         copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the caller
         try:
             with self._handler().open_input_stream(name) as source:
@@ -192,13 +194,13 @@ class ObjectFolder(Folder):
         return sorted(each.path for each in self._handler().get_file_info_selector(FileSelector("", recursive=False)))
 
     def remove(self, name: str) -> None:
-        """No store reports an error for a missing object."""
+        """Remove an object; a missing one is no error."""
         with contextlib.suppress(FileNotFoundError):
             self._handler().delete_file(name)
 
 
 class _Upload:
-    """delta-rs's writer as a Python file: it takes only bytes, and Arrow writes buffers."""
+    """delta-rs's writer as a Python file. The writer takes bytes, so `write` converts Arrow's buffers."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -215,7 +217,7 @@ class _Upload:
         return self._count
 
     def flush(self) -> None:
-        """Parts are sent as they fill."""
+        """Do nothing: delta-rs sends each part when it is full."""
 
     def close(self) -> None:
         if not self.closed:
@@ -224,7 +226,7 @@ class _Upload:
 
 
 def _has_aws_credentials() -> bool:
-    """Return True if the environment or a file names credentials, or a metadata service answers at all."""
+    """Return True if the environment or a file has credentials, or if a metadata service gives any answer."""
     given = {name.upper() for name in os.environ}
     homes = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
     files = (Path(os.environ.get(name, home)).expanduser() for name, home in homes.items())
@@ -243,7 +245,7 @@ def _has_aws_credentials() -> bool:
 
 
 def folder_at(text: str | Path) -> Folder:
-    """Return the folder that a user named. Raises ConfigError for a URL that cannot be written."""
+    """Return the folder of a path or URL. Raises ConfigError for a URL that is not a destination."""
     if isinstance(text, Path):
         return LocalFolder(text.absolute())
     scheme = _scheme_of(text)

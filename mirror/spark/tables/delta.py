@@ -1,12 +1,12 @@
-"""Delta tables that many processes write and one commits, each commit once.
+"""Delta tables whose files many processes write. One process commits them, each commit once.
 
 Knows the log of a table through delta-rs, and marks: Delta's transaction actions, pairs of application and version.
 Must never know the meaning of rows. delta-rs records marks but does not enforce them. So a commit is based on the
-version of the table in which the mark was looked up, and may only become the next version (no retries). Any other
-commit meanwhile, even by another process with the same mark, fails it as `CommitConflict` without an effect.
-Invariants: files are part of a table if and only if a commit names them. A file that no commit names (its writer was
-killed) is an orphan. On a disk the next run, which holds the folder's lock, removes it. An object store has no lock,
-and the file may belong to a run elsewhere that is about to commit: there only `vacuum` removes it, by its age.
+version of the table in which the mark was looked up, and may only become the next version (no retries). If another
+commit comes first, even one with the same mark, this commit raises `CommitConflict` and has no effect. Invariants:
+files are part of a table if and only if a commit names them. A file that no commit names (its writer was killed) is an
+orphan. On a disk the next run removes orphans, because it holds the folder's lock. An object store has no lock, so an
+orphan may belong to another run that is about to commit: only `vacuum` removes it, by its age.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from mirror.spark.tables.parts import Part, PartWriter, run_name, run_of
 LOCK_FILE = "_dcp_mirror.lock"
 LOG_FOLDER = "_delta_log"
 RUN = "dcp_mirror_run"
-"""Name in a commit's metadata of the run whose files it names."""
+"""Key in a commit's metadata. The value is the run that wrote the commit's files."""
 
 COMPACTED_BYTES_MAX = 128 * 1024 * 1024
-"""Larger files are not copied again."""
+"""Compaction does not copy larger files."""
 READ_ROWS = 8192
 
 
@@ -47,7 +47,7 @@ class CommitConflict(MirrorError):
 
 
 class FolderLock:
-    """One writer of a folder at a time, which is made if missing. The kernel releases the lock of a dead process."""
+    """The lock of a folder for one writer. A missing folder is made. The kernel releases the lock of a dead process."""
 
     def __init__(self, folder: Path) -> None:
         """Take the lock at once or raise MirrorError."""
@@ -75,7 +75,7 @@ class FolderLock:
 
 
 def lock(folder: Folder) -> FolderLock | ExitStack:
-    """Lock a folder on a disk. An object store has no lock: there commits alone decide between two writers."""
+    """Lock a folder on a disk. An object store has no lock: the first commit decides between two writers."""
     return FolderLock(folder.path) if isinstance(folder, LocalFolder) else ExitStack()
 
 
@@ -119,15 +119,15 @@ def commit_parts(
     marks: Sequence[Transaction] = (),
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Make `parts`, which lie in `folder`, the table's rows (`overwrite`) or add them, as the next version after
-    `table` (None: as the first). Raises CommitConflict if another writer made that version.
+    """Commit `parts`, files in `folder`, as the version after `table` (None: the first version). They are added to the
+    table's rows, or with `overwrite` replace them. Raises CommitConflict if another writer made that version.
     """
     actions: list[AddAction | RemoveAction] = [part.add_action() for part in parts]
     expected = Schema.from_arrow(schema)
     how = only_next(marks, metadata)
     with committing(folder, table):
         if table is not None and _has_local_times(expected) and not _has_local_times(table.schema()):
-            # delta-rs would commit such a column to a table without the feature, which nothing can read then
+            # without this feature delta-rs would commit the column, but no reader could read the table
             table.alter.add_feature(TableFeatures.TimestampWithoutTimezone, allow_protocol_versions_increase=True)
         if table is None:
             create_table_with_add_actions(folder.url, expected, actions, mode="error", commit_properties=how)  # type: ignore[arg-type]
@@ -137,8 +137,8 @@ def commit_parts(
 
 
 def compact(folder: Folder, table: DeltaTable, schema: pa.Schema) -> int:
-    """Merge small files of a table in one commit that changes no row. Return the number of replaced files. Holds one
-    row group at a time. Raises CommitConflict, MirrorError.
+    """Merge small files of a table in one commit that changes no row. Return the number of replaced files. Memory holds
+    one row group. Raises CommitConflict, MirrorError.
     """
     files = sorted(pa.table(table.get_add_actions()).to_pylist(), key=lambda each: each["modification_time"])
     chosen = [files[at] for at in files_to_merge([each["size_bytes"] for each in files])]
@@ -160,10 +160,11 @@ def compact(folder: Folder, table: DeltaTable, schema: pa.Schema) -> int:
 
 
 def files_to_merge(sizes: Sequence[int]) -> list[int]:
-    """Return the indexes of files to merge: the smallest ones, as many as leave none larger than the others together.
+    """Return the indexes of files to merge: the smallest files, as many as possible while the largest of them is no
+    larger than the others of them together.
 
-    So each copied byte becomes part of a file of at least twice the size, and is copied as often as its first file can
-    double until COMPACTED_BYTES_MAX, however often this is called.
+    So a copied byte gets into a file of at least twice the size. It is copied only as often as its first file can
+    double up to COMPACTED_BYTES_MAX, even if this is called often.
     """
     ascending = sorted((size, at) for at, size in enumerate(sizes) if size < COMPACTED_BYTES_MAX)
     count = total = 0
@@ -197,8 +198,8 @@ def _has_local_times(schema: Schema) -> bool:
 
 
 def check_columns(folder: Folder, table: DeltaTable, schema: pa.Schema) -> None:
-    """Raise ConfigError if a table with `schema` would lack or change columns that readers know. New columns and new
-    fields of a struct may come.
+    """Raise ConfigError if `schema` lacks a column of the table, or has it with another type. New columns and new
+    fields of a struct are allowed.
     """
     new = {field.name: field.type for field in Schema.from_arrow(schema).fields}
     for field in table.schema().fields:
@@ -211,7 +212,7 @@ def check_columns(folder: Folder, table: DeltaTable, schema: pa.Schema) -> None:
 
 
 def _has_all_of(new: Any, old: Any) -> bool:
-    """Return True if a reader of a column of type `old` finds the same in one of type `new`."""
+    """Return True if type `new` is type `old`, or adds only fields to its structs."""
     if isinstance(old, StructType) and isinstance(new, StructType):
         fields = {each.name: each.type for each in new.fields}
         return all(each.name in fields and _has_all_of(fields[each.name], each.type) for each in old.fields)
@@ -235,8 +236,8 @@ def _type_name(kind: Any) -> str:
 def remove_orphans(folder: LocalFolder, table: DeltaTable | None) -> list[str]:
     """Remove parts that no readable version of the table names, and return their names.
 
-    The caller holds the folder's lock, because another unfinished run would lose its files. Parts are matched by run: a
-    run's files are named by one commit (which says so: RUN) or by none.
+    The caller must hold the folder's lock: without it, another unfinished run could lose its files. A part is kept if a
+    commit names its run (`RUN`) or a file of its run, because one commit has all files of a run.
     """
     named: set[str] = set()
     if table is not None:
@@ -254,7 +255,7 @@ def require_absent_or_table(folder: Folder) -> None:
     try:
         names = folder.names()
     except NotADirectoryError:
-        return  # making the table fails, with the reason
+        return  # the error is raised when the table is made
     except OSError as error:
         raise folder.error(error) from error
     strangers = [each for each in names if each != LOCK_FILE and run_of(each) is None]
