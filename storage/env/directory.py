@@ -261,7 +261,7 @@ def sync_directory(path: str) -> None:
 
 
 def replace_file(path: str, data: bytes, *, mode: int = 0o600, like: str | None = None) -> None:
-    """Replace a file by sync and rename. Raises OSError.
+    """Replace a whole file, by fsync and rename. Raises OSError.
 
     The new file gets group and mode of the file `like` if that exists, otherwise `mode` under the umask.
     """
@@ -329,7 +329,7 @@ def load_map(path: str, bucket_uuid: str) -> MapRecord | None:
 
 
 def save_map(path: str, record: MapRecord) -> None:
-    """Replace the record of the mirror at `path`, by sync and rename. Raises StorageError."""
+    """Replace the record of the mirror at `path`, by fsync and rename. Raises StorageError."""
     file_path = os.path.join(path, MAP_FILE)
     try:
         replace_file(file_path, json.dumps(asdict(record)).encode(), mode=0o666, like=os.path.join(path, FILE))

@@ -283,8 +283,8 @@ class Environment:
         """Write both meta pages to the disk, as they are in memory, before any other write.
 
         After a failed sync the kernel may count a meta page as written that is not on the disk. LMDB would then
-        overwrite pages that the older meta page on the disk still needs. All pages that the meta pages refer to were
-        synced before.
+        overwrite pages that the older meta page on the disk still needs. To write the meta pages is safe, because the
+        pages that they refer to were synced before.
         """
         try:
             descriptor = os.open(os.path.join(self.path, DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
@@ -304,7 +304,7 @@ class Environment:
         return self.look()
 
     def look(self) -> bool:
-        """Return True once the open file is no longer at its path. Looks at most once in each pause.
+        """Return True once the open file is no longer at its path. Looks at most once per `_look_interval_s`.
 
         Raises ReadOnly if a writer runs and this reader is not registered.
         """

@@ -77,7 +77,7 @@ AFTER_BRANCH = slice(4, None)
 
 
 def row_key(prefix: bytes, seqno: int) -> bytes:
-    """Return the key of the row at `seqno`; `prefix` is its branch, packed by `keys.PREFIX`."""
+    """Return the key of the row at `seqno`; `prefix` is the branch, packed by `keys.PREFIX`."""
     return prefix + seqno.to_bytes(8, "big")
 
 
@@ -325,7 +325,7 @@ def _unpack(data: bytes | None, what: str, *counts: int) -> list[Any]:
 
 HistoryIds = tuple[tuple[int, int], ...]
 """(history id, seqno) pairs of a branch, rising. An id belongs to the positions above its seqno, up to the seqno of the
-next pair. The first id also belongs to the positions below.
+next pair. The first id also belongs to the positions up to its seqno.
 """
 
 

@@ -4,7 +4,7 @@ Knows jobs, the purger and leases of one group; never received rows. A call of `
 Invariants:
 - key rows come first, because a snapshot waits for them;
 - history under a lease is not removed;
-- after each slice a vbucket's memory matches the disk.
+- after each slice the `PendingVbucket` objects match the disk.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Background:
         return Purger(self.owner.environment, self.owner.vbids, self.window, self.leases)
 
     def step(self) -> bool:
-        """Do one slice of work. Return True if more is waiting. After a snapshot's last key rows the next commit
+        """Do one slice of work. Return True if more is waiting. Once a snapshot has all key rows, the next commit
         publishes it.
         """
         if self.jobs:
@@ -76,7 +76,7 @@ class Background:
         try:
             if job.read_slice():
                 return
-        except OSError as error:  # an error of the temporary file
+        except OSError as error:  # the temporary file failed: a full disk, for example
             self.owner.reload()
             raise storage_error(error, self.owner.path) from error
         job.next_slice()
@@ -114,8 +114,8 @@ class Background:
 
     @contained
     def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:
-        """Keep the history after `positions` (branch and seqno by vbid) until `until_ms` by the present wall clock.
-        Setting the clock later has no effect. Raises NoSuchBoundary, without a lease, if a position is no longer kept.
+        """Keep the history from `positions` (branch and seqno by vbid) on until `until_ms` by the present wall clock.
+        Setting the clock later has no effect. If a position is no longer kept, raises NoSuchBoundary and holds nothing.
         """
         owner = self.owner
         self.leases.prune(owner.clock.now_ms())

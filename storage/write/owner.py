@@ -29,7 +29,7 @@ from storage.history.purge import Window
 from storage.model import Identity
 
 GROW_TRIES_MAX = 16
-"""Limit of doublings of the map for one commit, to 65,536 times its size."""
+"""Limit of doublings of the map for one commit. The map grows to at most 65,536 times its size."""
 READER_CHECK_INTERVAL_MS = 5_000
 """Pause between searches for killed readers. LMDB keeps the pages of a killed reader until a search removes the reader,
 so each commit makes the file larger.
@@ -37,8 +37,8 @@ so each commit makes the file larger.
 IDLE_SYNC_MS = 200
 """With `sync = safe`, the last commit's meta page is synced once the group was idle for this long, milliseconds."""
 CLOCK_STEP_MIN_MS = 10_000
-"""The wall clock counts as set if it moves by this much against the monotonic clock between two reads. Slewing takes
-hours.
+"""The wall clock counts as set if it moves by this much against the monotonic clock between two reads. Slewing by this
+much takes hours.
 """
 
 KEEP_ALL = Window()
@@ -67,8 +67,9 @@ class HistoryClock:
     """The clock that measures the age of history, in milliseconds. It began as the wall clock of the mirror's first
     writer.
 
-    It advances with the machine's monotonic clock. Between two writers only the wall clock tells the time, and may be
-    wrong, so that time counts for at most `downtime_max_ms`. `now_ms` never falls, and is at least the stored time.
+    It advances with the machine's monotonic clock. The time between two writers is known only from the wall clock,
+    which may be wrong, so it counts for at most `downtime_max_ms`. `now_ms` never falls, and is at least the stored
+    time.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from storage.write.owner import GroupOwner, contained
 _unpack_row_key = keys.ROW.unpack
 
 MANIFEST_DEPTH_MIN = 16
-"""A manifest is written whole once its stored changes are more than this plus twice its collections."""
+"""A manifest is written whole once it consists of more rows than this plus twice its collections."""
 
 INLINE_INDEX_ROWS = 20_000
 """A commit writes up to this many missing key rows of a vbucket; for more, an IndexJob runs first."""
@@ -55,9 +55,9 @@ class GroupPending:
 class PendingVbucket:
     """The state of one vbucket, and its pending rows and manifests.
 
-    The present staged seqno and open snapshot are attributes of their own; `state` joins them to `base`. They change
-    with every snapshot. Live snapshots hold two or three mutations, and a new `base` for each would cost more than
-    writing them.
+    The present staged seqno and open snapshot are attributes of their own, and `state` joins them to `base`. They
+    change with every snapshot. Live snapshots hold two or three mutations, and a new `base` for each snapshot would
+    cost more than writing them.
     """
 
     def __init__(self, txn: Transaction, vbid: int, owner: GroupOwner, group: GroupPending) -> None:
@@ -108,7 +108,7 @@ class PendingVbucket:
 
     @property
     def publishable(self) -> bool:
-        """True if a complete snapshot waits and has no IndexJob."""
+        """True if a complete snapshot waits for its publish, without an IndexJob."""
         return self.complete_seqno is not None and self.job is None
 
     @property
@@ -119,7 +119,7 @@ class PendingVbucket:
 
     @property
     def can_publish(self) -> bool:
-        """True if a complete snapshot waits and the next commit can write its missing key rows."""
+        """True if a complete snapshot waits for its publish and the next commit can write its missing key rows."""
         if self.complete_seqno is None or self.job is not None:
             return False
         few = self.unindexed_count is not None and self.unindexed_count <= INLINE_INDEX_ROWS
@@ -132,8 +132,8 @@ class PendingVbucket:
         """Accept (row key, frame) pairs of the open snapshot on the staging branch. `byte_count` is the size of the
         frames.
 
-        Raises SeqnoOrder, and accepts no row, if rows have another branch or do not strictly rise above the staged
-        seqno.
+        Raises SeqnoOrder, and accepts no row, if the rows are of another branch or do not strictly rise above the
+        staged seqno.
         """
         if not rows:
             return
@@ -172,7 +172,7 @@ class PendingVbucket:
         open_snapshot: SnapshotRange,
         change: ManifestChange | None = None,
     ) -> None:
-        """Accept a system event: its row, and the manifest from its seqno on.
+        """Accept a system event: its row, and `manifest`, which is valid from `seqno` on.
 
         `change` is the difference from the manifest before; None: compute it. Most stored rows hold only a change, and
         some the whole manifest. So the number of rows to read for a manifest is proportional to its collections.
@@ -217,7 +217,7 @@ class PendingVbucket:
     # -- key rows of a large snapshot -----------------------------------------------------------------------------
 
     def complete_on_disk(self) -> bool:
-        """Mark a snapshot complete if the last writer left it on disk without all key rows. Return False if there is
+        """Mark a snapshot complete that the last writer left on disk without all key rows. Return False if there is
         none.
 
         The start seqno of the marker was not stored. The boundary gets the last published end instead.
@@ -248,7 +248,7 @@ class PendingVbucket:
         self.dirty = True
 
     def cancel_job(self) -> None:
-        """Give up the job. The key rows that it wrote stay; no reader sees them."""
+        """Give up the job. Its key rows stay on disk, and no reader sees them."""
         if self.job is not None:
             self.job.close()
             self.job = None

@@ -22,7 +22,9 @@ from storage.write.pending import PendingVbucket
 
 @dataclass(frozen=True, slots=True)
 class RollbackResult:
-    """A rollback, and the position before. `boundary_seqno` 0: no boundary qualified, and nothing was changed."""
+    """A rollback, and the position before it. If `boundary_seqno` is 0, no boundary qualified and nothing was
+    changed.
+    """
 
     boundary_seqno: Seqno
     from_seqno: Seqno
@@ -65,7 +67,8 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def rollback(self, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
-        """Go back to the newest kept boundary <= `to_seqno`, in one transaction whose cost does not depend on the rows.
+        """Go back to the newest kept boundary <= `to_seqno`, in one transaction of the same cost for any number of
+        rows.
 
         `deferred`: readers stay on the old branch until the first publish of the new one. If no boundary above 0
         qualifies, nothing is changed and `boundary_seqno` is 0; the caller then resyncs.
@@ -90,9 +93,9 @@ class VbucketWriter(PendingVbucket):
     def abandon(self, *, keep_complete: bool = True) -> bool:
         """Give up the staged rows of the open snapshot, in one transaction at most. They never become visible.
 
-        With `keep_complete`, a complete snapshot below that waits for its key rows stays, and is published later.
-        Return False if rows of the open snapshot above it are on disk, because a branch can begin only at a published
-        end. Call this again after the publish.
+        With `keep_complete`, keep an earlier complete snapshot that waits for its key rows; a commit publishes it
+        later. Return False if rows of the open snapshot are on disk after it, because a branch can begin only at a
+        published end. Call this again after the publish.
         """
         self._commit()
         if keep_complete and self.complete_seqno is not None:

@@ -42,7 +42,7 @@ class GroupWriter:
         self.group = options.group
         self.vbids = options.identity.group_vbids(options.group)
         self.vbuckets: dict[int, VbucketWriter] = {}
-        """By vbid; the objects are never replaced."""
+        """The vbuckets' writers by vbid. They are never replaced."""
         self._pending = GroupPending()
         self.owner = self._new_owner()
         self.background = self._new_background()
@@ -94,7 +94,7 @@ class GroupWriter:
 
     @contained
     def reopen(self) -> None:
-        """Open the environment again if a failed commit closed it and could not open it."""
+        """Open the environment again if a failed commit left it closed."""
         self.owner.check_not_closed()
         if self.owner.lost:
             self.owner.reload()
