@@ -52,7 +52,7 @@ COMMANDS = {
         "config": "Show and explain settings.",
     },
 }
-"""The commands with their lines in the help, in the order of the help."""
+"""The commands with their help lines, in the order of the help."""
 EXAMPLES = {
     "init": "dcp-mirror init --source couchbases://reader@db1,db2/orders --data /var/lib/orders",
     "demo": "dcp-mirror demo --seconds 30",

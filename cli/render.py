@@ -1,7 +1,7 @@
 """Tables, the live view, and plain lines without a terminal. The only module that uses rich.
 
-Colours repeat what words say. Invariants: everything fits a terminal of 80 columns; control characters from data never
-reach the terminal.
+Colours add nothing to the words. Invariants: everything fits a terminal of 80 columns; control characters from data
+never reach the terminal.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ class Screen:
         self.show(line, line)
 
     def show(self, view: RenderableType, line: str) -> None:
-        """Show `view` on a terminal; elsewhere print `line` if enough time has passed."""
+        """Show `view` on a terminal; elsewhere print `line`, at most every few seconds."""
         if self._live is not None:
             self._live.update(view, refresh=True)
             return
