@@ -32,13 +32,13 @@ class SortedRuns(Generic[Row]):
         self._files: list[IO[bytes]] = []
 
     def add(self, row: Row) -> None:
-        """Raises OSError if the folder takes no more."""
+        """Raises OSError if a temporary file cannot be written."""
         self._run.append(row)
         if len(self._run) >= self._run_rows:
             self._spill()
 
     def extend(self, rows: list[Row]) -> None:
-        """Raises OSError if the folder takes no more."""
+        """Raises OSError if a temporary file cannot be written."""
         self._run += rows
         if len(self._run) >= self._run_rows:
             self._spill()
