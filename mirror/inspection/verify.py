@@ -6,16 +6,17 @@ of keys.
 
 The answer is exact. Each vbucket is read from the source from 0 to the end E of a snapshot: this is the copy `there`.
 With a service, verify waits until the mirror has published E. The copy `here` is the mirror's at its published boundary
-B, which a lease holds during the scan. Then the source is read on from E, and keys that changed between the two moments
-are compared again; a key that keeps changing is `not_compared`. Without a service B stays, and changes of the source
-above B are `not_compared`.
+B, which a lease holds during the scan. A key that changed between B and E cannot be compared yet. So the source is
+read on from E, and these keys are compared again; a key that keeps changing is `not_compared`. Without a service B
+stays, and changes of the source above B are `not_compared`.
 
 Three things can interfere:
 - A rollback. At the end, stream requests at (vbuuid, B) and (vbuuid, E) show if the source still has both. If not, the
-  vbucket is compared again after the mirror has rolled back, too. Without a service its state is `rollback`: the mirror
-  has history that the source lost.
+  mirror has to roll back as the source did; then the vbucket is compared again. Without a service its state is
+  `rollback`: the mirror has history that the source lost.
 - The source's purge, which removes only tombstones. If B < E and the source has purged above B (the same requests show
-  that), a document that only the mirror has is `not_compared`. Otherwise the document is a difference.
+  that), the tombstone of a document that only the mirror has may be gone: the document is `not_compared`. Otherwise it
+  is a difference.
 - The mirror's purger. The lease stops the floor from passing B.
 """
 
@@ -44,14 +45,14 @@ from storage.read.view import Pin, View
 from storage.read.wait import MutationToken
 
 ATTEMPTS_MAX = 4
-"""Maximum of comparisons of a whole vbucket. A rollback or too many changes make one useless."""
+"""Most comparisons of a whole vbucket. A rollback or too many changes make a comparison useless."""
 ROUNDS_MAX = 40
 SCANS_MAX = 5
 """Maximum of scans of the mirror's vbucket. A rollback or the purger may end one early."""
 WAIT_S = 60.0
 """Longest wait for the mirror to publish the seqno read from the source."""
 IMPATIENT_S = 0.5
-"""Longest wait after one wait has failed."""
+"""Limit of all later waits once one has timed out."""
 
 Progress = Callable[[int, int, int], None]
 
@@ -173,7 +174,9 @@ class Verifier:
             result.not_compared = result.moved
 
     def _wait_for(self, vbucket: _Vbucket) -> str:
-        """Wait until the mirror has published the seqno read from the source. Return the reason if it does not."""
+        """Wait until the mirror has published the seqno read from the source. Return the reason if it does not; after a
+        rollback return "" and have the vbucket compared again.
+        """
         position, vbid = vbucket.position, vbucket.result.vbid
         if not position.seqno:
             return ""

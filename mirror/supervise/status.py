@@ -1,6 +1,6 @@
 """The rows and sums of a status in the shape of cli/JSON.md, from workers' reports or from the store alone.
 
-Invariants: an unknown figure is None, never 0; totals are sums of the shown rows; the totals of documents, lag,
+Invariants: an unknown figure is None, never 0; totals are made from the shown rows; the totals of documents, lag,
 rollbacks and the source's seqnos are unknown if one row's figure is.
 """
 
@@ -174,7 +174,7 @@ def _newest(rows: Sequence[VbucketRow], name: Literal["last_rollback_ms", "last_
 def status_document(
     data: Path, identity: Identity | None, health: Health, rows: Sequence[VbucketRow], time_ms: int
 ) -> Status:
-    """Return a status in the shape of cli/JSON.md, with all fields that are known without a service."""
+    """Return a status in the shape of cli/JSON.md. Fields that only a service knows are None or empty."""
     return {
         "service": "down",
         "state": health.state,

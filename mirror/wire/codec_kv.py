@@ -1,4 +1,4 @@
-"""The key-value messages of mirrors, their readers and the embedded source: shapes and bodies.
+"""The key-value messages of mirrors, their readers and the embedded source: their parts and bodies.
 
 Must never know DCP (`codec_dcp`) or the data of a bucket. Invariants: a request that passes `check_request` has extras,
 key and value of the lengths its opcode allows; the length of a body is checked before its fields are read. Sources:
@@ -86,7 +86,7 @@ _SERVER_SHAPES: dict[int, Shape] = {
 
 
 def check_request(frame: Frame) -> Frame:
-    """Return the frame. Raises RemoteProtocolError, with the status for the answer, for an unknown opcode or shape."""
+    """Return the frame. Raises RemoteProtocolError with the status to answer if opcode or shape is unknown."""
     shapes = _SERVER_SHAPES if frame.magic == Magic.SERVER_REQUEST else _SHAPES
     shape = shapes.get(frame.opcode)
     if shape is None:
@@ -142,7 +142,9 @@ def decode_error_map_request(frame: Frame) -> int:
 
 
 def get_cluster_config(known: tuple[int, int] | None = None, *, opaque: int = 0) -> Frame:
-    """Request the map; with `known`, an (epoch, revision), only a newer one (GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION)."""
+    """Request the map. If `known` (epoch, revision) is given, request only a newer one
+    (GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION).
+    """
     return request(Opcode.GET_CLUSTER_CONFIG, opaque=opaque, extras=b"" if known is None else _REVISION.pack(*known))
 
 

@@ -1,6 +1,6 @@
 """The messages of DCP in both directions, as frozen dataclasses.
 
-Knows the fields of messages and plain ints; must never know bytes, connections or a store. Invariants: events compare
+Knows the fields of messages; must never know their encoding, connections or a store. Invariants: events compare
 by their fields; `opaque` and `stream_id` name a message's stream; `key` begins with the LEB128 collection id if the
 connection has collections. Fields that a message lacks are 0 (seqnos of older snapshot markers) or None (delete time).
 Sources: kv_engine docs/dcp/documentation/commands/* and docs/protocol.md 2.4-2.11.
@@ -260,7 +260,9 @@ class CollectionSettings:
 
 @dataclass(frozen=True, slots=True)
 class CollectionCreated(CollectionSettings):
-    """A collection was created or, if it is known, flushed. `flush_uid` is 0 in versions 0 and 1, which lack it."""
+    """A collection was created; or flushed, if the receiver's manifest has it already. `flush_uid` is 0 in versions 0
+    and 1 of the system event, which lack it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +272,7 @@ class CollectionModified(CollectionSettings):
 
 @dataclass(frozen=True, slots=True)
 class CollectionDropped:
-    """A collection was dropped with its documents below this seqno; no deletions are sent for them."""
+    """A collection was dropped with its documents below the SystemEvent's `seqno`. No deletions are sent for them."""
 
     manifest_uid: int
     scope_id: int

@@ -145,7 +145,7 @@ def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) ->
 
 
 def encode(frame: Frame, following_bytes: int = 0) -> bytes:
-    """Return the bytes of a frame, after which the caller sends `following_bytes` more of its value. Raises
+    """Return the bytes of a frame. The caller then sends the rest of the value, `following_bytes` long. Raises
     LocalProtocolError for a field that does not fit.
     """
     framing_length, extras_length, key_length = len(frame.framing), len(frame.extras), len(frame.key)

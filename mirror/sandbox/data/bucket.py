@@ -298,7 +298,7 @@ class Bucket:
             vbucket.to_disk()
 
     def purge(self, vbid: int | None = None, below_seqno: int | None = None) -> None:
-        """Compact: remove tombstones up to a seqno (None: all), and raise the purge seqno."""
+        """Compact: remove tombstones up to and including `below_seqno` (None: all), and raise the purge seqno."""
         for vbucket in self._some(vbid):
             vbucket.purge(below_seqno)
 

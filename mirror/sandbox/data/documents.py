@@ -1,8 +1,9 @@
 """The rules of document operations: CAS, revision numbers, expiry, locks and durable writes (kv_engine
 docs/BinaryProtocol.md, docs/protocol.md 2.11).
 
-Invariants: a version takes the next seqno; a new CAS is above all earlier ones of its vbucket; a refusal has no effect
-and is a `DocumentError` with the server's status; an expired document becomes an expiration at its next use.
+Invariants: a version takes the next seqno; a new CAS is above all earlier ones of its vbucket; a refusal changes
+nothing and is a `DocumentError` with the status that Couchbase Server answers; the next operation on an expired
+document first makes it an expiration.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ class SandboxDocuments:
         return vbucket.append(Item(seqno, key, codec_dcp.encode(prepare)))
 
     def _commit_at_once(self, vbucket: Vbucket, key: bytes) -> Item:
-        """Commit the newest prepare; a failover loses both or neither."""
+        """Commit the newest prepare. A failover loses prepare and commit together, or neither."""
         begun = vbucket.high_seqno
         item = self.commit(vbucket, key)
         vbucket.lose_together(begun)

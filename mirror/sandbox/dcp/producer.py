@@ -33,7 +33,7 @@ from storage.model import FailoverLog
 
 PIECE_BYTES = 256 * 1024
 TURNS_BYTES = 1024 * 1024
-"""Size of a piece with messages of all streams in turn: room for some of each of 1,024 streams."""
+"""Most bytes sent at once while the streams take turns: 1 KiB for each of 1,024 streams."""
 
 
 class SandboxProducerPort(ProducerPort, Protocol):
@@ -170,7 +170,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             stream.vbucket.changed.discard(self.wake)
 
     def _refusal(self, fault: RefusalFault) -> Refused:
-        """Return a fault's answer. Without a seqno a rollback is to 0."""
+        """Return the answer that a fault asks for. A rollback without a seqno goes to 0."""
         if fault.value is not None:
             return Refused(fault.status, value=fault.value, bare=True)
         if fault.status == Status.ROLLBACK:
@@ -188,7 +188,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
                 await self._wake.wait()
 
     async def _round(self) -> bool:
-        """Send a piece with messages of all streams, or a piece of each stream. Return True if a byte was sent."""
+        """Send a piece with messages of all streams, or a piece of each stream. Return True if anything was sent."""
         self._send_stream_ends()
         busy = False
         for data, uncounted_bytes in self._one_piece() if self._port.in_turn else self._piece_of_each():
@@ -200,7 +200,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         return busy
 
     def _one_piece(self) -> Iterator[tuple[bytes, int]]:
-        """Yield one piece or none: messages of the streams in turn, and the byte count that flow control adds."""
+        """Yield at most one piece: messages of the streams in turn, and the bytes that flow control counts besides."""
         if not self.window.is_open:
             return
         free_bytes = TURNS_BYTES

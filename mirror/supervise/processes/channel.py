@@ -17,7 +17,7 @@ from mirror.errors import ConfigError, SupervisionError
 from mirror.messages import PipeMessage, encode, pipe_message
 
 MESSAGE_LENGTH_MAX = 64 * 1024 * 1024
-"""Twice the status of 65,536 vbuckets at 500 bytes each."""
+"""Twice the size of a status with 65,536 vbuckets of 500 bytes each."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -66,7 +66,7 @@ class Channel:
         return self._writer.transport.get_write_buffer_size()
 
     async def flush(self) -> None:
-        """Wait until the other side has taken the queued messages, or is gone."""
+        """Wait until at most 64 KiB of messages are queued, or the other side is gone."""
         try:
             await self._writer.drain()
         except ConnectionError:
