@@ -13,8 +13,8 @@ end. The rules are those of docs/protocol.md 2.6 and 2.7:
 - on connections without collections a source sends nothing for filtered changes, so perhaps no message has the seqno of
   the end. The next marker that starts beyond the end, or a regular end of the stream, then completes the snapshot;
 - after an accepted mid-snapshot request, the first marker replaces the end of the open snapshot. If the marker's end is
-  earlier (a source sends one checkpoint at a time from memory), the old end stays: the part already held left out
-  documents whose newer versions may come as late as the old end;
+  earlier, the old end stays: the held part left out documents whose newer versions may come as late as the old end. (A
+  source that continues from memory sends one checkpoint at a time);
 - an out-of-order snapshot (OSO) is a violation, because no request allows it.
 
 A message that breaks a rule raises Violation. The instructions already in `out` must still be executed.
@@ -208,7 +208,7 @@ class Assembler:
         raise Violation(f"an out-of-order snapshot (flags {event.flags:#x}), which was not requested")
 
     def stream_ended_regularly(self, out: list[Instruction]) -> None:
-        """Complete the open snapshot if there are no collections: perhaps no message has the seqno of the end."""
+        """Without HELLO Collections, complete the open snapshot: perhaps no message has the seqno of its end."""
         if self.open_snapshot is not None and not self._collections and not self._replaces_end:
             self._close(out)
 

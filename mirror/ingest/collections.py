@@ -4,10 +4,10 @@ Knows decoded system events and `storage.model.Manifest`; must never know frames
 
 Invariants:
 - manifests are never changed in place: an event makes a new manifest, with the same or a higher uid;
-- a collection's `begin_seqno` never falls. Documents at or below it do not belong to the collection: a flush creates a
-  known collection again, and the source sends no deletions for a drop or a flush (docs/protocol.md 2.11);
-- an event may be missing because a later one replaced it. So a drop without a creation is no error, nor is the drop of
-  a scope without drops of its collections.
+- a collection's `begin_seqno` never falls. Documents at or below it are not part of the collection, because the source
+  sends no deletions for a drop or a flush (docs/protocol.md 2.11). A flush is a new creation of a known collection;
+- an event may be missing because a later event replaced it. So a drop without a creation is no error, nor is the drop
+  of a scope without drops of its collections.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class ResyncOpened:
-    """BeginResync was executed: `state.staging_branch` is a new, empty branch next to the served one."""
+    """BeginResync was executed: `state.staging_branch` is a new, empty branch next to the served branch."""
 
     state: VbucketState
 

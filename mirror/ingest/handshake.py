@@ -1,8 +1,8 @@
 """The handshake: stream requests until the source accepts one, with the rollbacks and resyncs on the way.
 
-A ROLLBACK must name a seqno below the requested one. If it does not, or if it names 0, the machine gets the source's
-failover log, once in a handshake, and requests a stream from the newest common history. If there is none, or if the
-source refuses that request, the machine begins a resync next to the old copy (docs/protocol.md 2.5).
+A ROLLBACK must name a seqno below the requested seqno. If it does not, or if it names 0, the machine gets the source's
+failover log, once in a handshake, and requests a stream from the newest common history. If no history is common, or if
+the source refuses that request, the machine begins a resync next to the old copy (docs/protocol.md 2.5).
 
 Each function takes the machine's state and an event, appends instructions, and returns the next phase. Invariants: a
 request names exactly the stored position; the failover log of a stream is saved before its first row is staged.
@@ -29,7 +29,7 @@ from mirror.ingest.state import HandshakeState, MachineState, Phase
 from storage.model import SEQNO_MAX, Seqno, SourceFacts
 
 ROLLBACK_ROUNDS_MAX = 64
-"""Limit of rollback answers in one handshake. Servers keep 25 histories, so a source that exceeds it is faulty."""
+"""Limit of rollback answers in one handshake. Servers keep 25 histories, so only a faulty source sends more."""
 
 
 def begin(machine: MachineState, out: list[Instruction]) -> Phase:

@@ -28,7 +28,7 @@ from mirror.wire.events import (
 
 
 class VbucketMachine(MachineState):
-    """The machine of one vbucket, made from the stored state. After a failure of the store a new one replaces it."""
+    """The machine of one vbucket, made from the stored state. After a store failure, a new machine replaces it."""
 
     def handle(self, event: ev.LocalEvent | Event) -> list[Instruction]:
         """Take one event; return the instructions that follow, in order."""

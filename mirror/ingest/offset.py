@@ -9,7 +9,7 @@ else with ERANGE; docs/protocol.md 2.4). There are three kinds of offset:
   first item is accepted;
 - inside a snapshot: start is the last staged seqno, the range is [E, end of the open snapshot]. The range begins at E
   because a marker's start is unreliable (2.6), and could equal the last staged seqno. The producer would then assume
-  that the consumer has nothing of the snapshot, and might accept the request on another history, which never sends the
+  that the consumer has nothing of the snapshot. It might accept the request on another history, which never sends the
   documents that the staged part left out.
 """
 
@@ -59,7 +59,7 @@ def resume_offset(
     """Return the offset after the staged part of the open snapshot if that is resumable, else after the boundary.
 
     Inside a snapshot, `vbuuid` is the history at the snapshot's *end*, because the rows came from that history. If the
-    request named an older one, the source would answer with a rollback, although no change was lost.
+    request named an older history, the source would answer with a rollback, although no change was lost.
     """
     if not is_resumable(boundary_seqno, staged_seqno, open_snapshot):
         return StreamOffset.between_snapshots(boundary_seqno, failover_log.vbuuid_at(boundary_seqno))

@@ -91,9 +91,9 @@ class CommonHistory:
 def common_history(own_log: FailoverLog, own_seqno: int, source_log: FailoverLog) -> CommonHistory | None:
     """Return the newest history that is in both logs; None if no seqno above 0 is shared (docs/protocol.md 2.5).
 
-    The newest own entry is tried first, even if the one before has the same seqno: after a failover without loss the
-    newest entry starts at our position. A source that lacks that entry may share the one before. A history is shared up
-    to the lower of its ends in the two logs.
+    The newest own entry is tried first, even if the entry before has the same seqno: after a failover without loss the
+    newest entry starts at our position. A source that lacks that entry may share the entry before. A history is shared
+    up to the lower of its ends in the two logs.
     """
     for index, entry in enumerate(own_log):
         source_end_seqno = source_log.end_of(entry.vbuuid, SEQNO_MAX)

@@ -97,7 +97,7 @@ class StreamFilter:
         return self.scope_id == scope_id if self.scope_id is not None else collection_id in self.collection_ids
 
     def within(self, other: StreamFilter | None) -> bool:
-        """Return True if the other filter includes everything that this one does."""
+        """Return True if the other filter includes everything that this filter includes."""
         if other is None or self.scope_id is not None or other.scope_id is not None:
             return self == other
         return set(self.collection_ids) <= set(other.collection_ids)
@@ -105,9 +105,9 @@ class StreamFilter:
     def continues(self, before: str | None, held_ids: Iterable[int]) -> bool:
         """Return True if a stream with this filter can continue a stream with the filter text `before`.
 
-        This filter must include each collection in `held_ids`: otherwise the source would not send its drop. It must
-        not add a collection: the source would not send its earlier rows. Even an equal filter can lack a held
-        collection, if the staged rows with the collection's drop were abandoned.
+        This filter must include each collection in `held_ids`: otherwise the source would not send the collection's
+        drop. It must not add a collection, whose earlier rows the source would not send. Even an equal filter can lack
+        a held collection, if the staged rows with the collection's drop were abandoned.
         """
         old = None if before is None else StreamFilter.parse(before)
         if old is None or old.scope_id is not None or self.scope_id is not None:
@@ -123,7 +123,7 @@ class StreamFilter:
 class Resolved:
     uid: int
     filter: StreamFilter | None
-    """None: the whole bucket; or, if `missing` is not empty, nothing that exists."""
+    """None: the whole bucket or, if `missing` is not empty, no collection at all."""
     missing: tuple[str, ...] = ()
     collection_ids: tuple[int, ...] = ()
     """Ids of the selected collections that exist. Their high seqnos are polled."""

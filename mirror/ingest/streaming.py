@@ -40,9 +40,7 @@ _ACK = int(SnapshotFlag.ACK)
 """A plain int, because testing an IntFlag takes a microsecond."""
 
 MARKER_ACKS_MAX = 1024
-"""Limit of markers that wait for an answer. Only one snapshot is open at a time, so a source that exceeds it is
-faulty.
-"""
+"""Limit of markers that wait for an answer. Only one snapshot is open at a time, so only a faulty source sends more."""
 
 _ASSEMBLE: dict[type, Callable[[Assembler, Any, list[Instruction]], None]] = {
     SnapshotMarker: Assembler.marker,

@@ -6,8 +6,8 @@ field, or a field of the wrong type, raises a MalformedClusterMap that names the
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), both unbounded
 ints; only `NewestMap` and `newest_of` compare maps. A node is identified by its host and ports.
 
-A map never replaces a newer one, because a node that returns after a failover or a partition still has its old map and
-data, and acts as if it were active. Only the revision shows that its map is older than the cluster's.
+A map never replaces a newer one. A node that returns after a failover or a partition still has its old map and data,
+and acts as if it were active: only the revision shows that its map is older than the cluster's.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class NewestMap:
     """The newest map of one bucket. Only a newer map replaces it.
 
     Maps of the cluster are ordered by revision, even after a restart (`floor`). A map of equal revision is normally the
-    same map. It replaces the followed map only if it leaves out nodes and all of these are away: the cluster was
-    restarted with other ports. A mirror that serves as the source numbers its maps by its own starts. Such a map sets
-    no floor, and is accepted only while no map of the cluster is followed.
+    same map. It replaces the followed map only if it leaves out nodes that are all away: the cluster was restarted with
+    other ports. A mirror that serves as the source numbers its maps by its own starts. A mirror's map sets no floor,
+    and is accepted only while no map of the cluster is followed.
     """
 
     def __init__(self, bucket_uuid: str | None = None, floor: Revision | None = None) -> None:
@@ -206,7 +206,7 @@ def check_bucket(mirrored: Identity, uuid: str | None, vbucket_count: int) -> No
 def newest_of(maps: Sequence[ClusterMap], bucket_uuid: str | None = None) -> ClusterMap:
     """Return the newest map, or the first of several that are equal.
 
-    Maps of another bucket than `bucket_uuid` (None: than the first map's) count only if there are no others.
+    Maps of another bucket than `bucket_uuid` (None: the first map's bucket) count only if there are no others.
     """
     expected_uuid = bucket_uuid or maps[0].bucket_uuid
     ours = [each for each in maps if each.bucket_uuid == expected_uuid] or maps
