@@ -2,7 +2,7 @@
 
 Must never know how rows are kept, nor how connections are made. Invariants (`ingest.instructions`):
 - the machine gets events one at a time and in order;
-- its instructions are executed in list order;
+- the machine's instructions are executed in list order;
 - an answer to an instruction goes to the machine at once. The machine's new instructions are executed before the rest
   of the list;
 - if the sink refuses rows, the rest of the list is dropped;

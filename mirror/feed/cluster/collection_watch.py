@@ -3,7 +3,7 @@
 Knows a selection, the newest manifest of any node, and the vbuckets that wait for a newer manifest; must never know
 streams or the store. Invariants:
 - a manifest never replaces a manifest with a higher uid;
-- while the manifest lacks a selected name, the watch waits for it and reports it;
+- while the manifest lacks a selected name, the watch reports that and waits;
 - a vbucket that was refused for an unknown collection, or lost all its collections, is notified once the selection has
   a collection;
 - if the user may not see the server's own collections, the source silently leaves them out of streams (docs/protocol.md
@@ -40,7 +40,7 @@ class CollectionWatch:
         maps: MapFollower,
         on_news: Callable[[set[int]], None],
     ) -> None:
-        """`on_news` is called when streams can request a new collection. It gets the vbuckets of the `look` calls."""
+        """`on_news` is called when streams can request a new collection, with the vbids that were passed to `look`."""
         self.selection = selection
         self.resolved = Resolved(-1, None, () if selection.whole else ("?",))
         self.hidden = False

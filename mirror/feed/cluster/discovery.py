@@ -1,12 +1,12 @@
 """Finds the first cluster map: the newest map of all nodes that answer.
 
 Knows which nodes are queried and for how long; `topology` decides which map is newer. One node's map is not enough: a
-node that was failed over and comes back still has its old map, and may be the first host of the connection string.
+node that returns after a failover still has its old map. It may be the first host of the connection string.
 
 Invariants:
 - every host of the source, and every node that any map names, is queried once, in parallel;
-- once one node has sent a map, or refused the user or bucket, the other nodes get `SURVEY_S` to answer, because silent
-  nodes must not delay a start;
+- after the first map, or the first refusal of user or bucket, all other nodes have `SURVEY_S` to answer: silent nodes
+  must not delay a start;
 - DNS SRV records are looked up only for a single name without a port (`ConnectionString.srv_name`), again in each call;
 - if DNS fails, the name itself is the host, as in SDKs: most names have no SRV records.
 """

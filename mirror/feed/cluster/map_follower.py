@@ -68,7 +68,7 @@ class MapUser(Protocol):
 class _Node(QueriedNode):
     task: asyncio.Task[None] | None = None
     config = b""
-    """The node's last answer, to skip an equal one: servers before 7.6 send the whole map each time."""
+    """The node's last answer, to skip an equal answer: servers before 7.6 send the whole map each time."""
     error: str | None = "not queried yet"
 
 
@@ -115,7 +115,7 @@ class MapFollower:
         return self._search_error or (None if None in errors or not errors else errors[-1])
 
     def address_of(self, vbid: int) -> NodeAddress | None:
-        """Return the address of the vbucket's node; None if there is no node, or it lacks the required kind of port."""
+        """Return the address of the vbucket's node; None without a node, or without the required kind of port."""
         node = None if self.current is None else self.current.node_of(vbid)
         return None if node is None else self._access.address_of(node)
 

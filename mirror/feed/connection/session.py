@@ -73,7 +73,7 @@ class StreamOwner(Protocol):
     vbid: int
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """Take rows in stored form. They are staged or dropped on return, because the session then acks them."""
+        """Stage rows in stored form, or drop them, before returning: the session then acks their bytes."""
         ...
 
     def on_event(self, event: ev.Event | KeyRefused) -> None:
@@ -436,8 +436,8 @@ class NodeSession:
             self._acked_at = self._clock.monotonic()
 
     async def _keep_watch(self, link: Link) -> None:
-        """Close the connection after a silence of twice the noop interval. Send noops if the server's may be late: the
-        server sends noops only while streams are open, and at its own interval if it refused ours.
+        """Close the connection after a silence of twice the noop interval. Send our own noops if no stream is open or
+        the server refused our interval: the server then sends no noops in time.
         """
         interval_s = self.noop_interval_s
         while not link.closed:

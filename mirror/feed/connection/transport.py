@@ -1,11 +1,11 @@
 """One connection to a node: opens it (TCP or TLS), turns bytes into frames, and matches answers to requests.
 
 Knows sockets, the scanner and opaques; must never know vbuckets, streams or the store. Invariants:
-- bytes are scanned as they come, at linear cost even for a frame of 20 MiB in small pieces;
+- bytes are scanned as they arrive, at linear cost even for a frame of 20 MiB in small pieces;
 - one read takes at most `read_bytes_max`, into a buffer that all connections of a thread share;
 - a connection keeps at most one incomplete frame, and checks its length first;
-- every request has its own opaque on this connection and is answered exactly once: by its response, or by the error
-  that ended the connection or the wait.
+- every request has its own opaque on this connection, and gets exactly one answer: its response, or the error that
+  ended the connection or the wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPAQUE_MAX = 2**32 - 1
 PENDING_REQUESTS_MAX = 8192
 """Limit of unanswered requests on one connection: eight for each of 1,024 vbuckets."""
 WRITE_BUFFER_MAX = 8 * 1024 * 1024
-"""Limit of our unsent bytes. Requests and acks are small, so a node that lets it fill has stopped reading."""
+"""Limit of our unsent bytes. Requests and acks are small: above the limit, the node has stopped reading."""
 READ_BYTES_MAX = 4 * 1024 * 1024
 """Limit of one read. The source sends its streams in turn, so a larger read has a longer run of each stream."""
 NEXT_ADDRESS_DELAY_S = 0.25

@@ -275,7 +275,7 @@ class Consumer:
         )
 
     def source_high_seqnos(self) -> dict[int, int]:
-        """Return the last polled high seqno of each vbucket for which it is known."""
+        """Return the last polled high seqno of each vbucket, if known."""
         return {
             vbid: vbucket.source_high_seqno
             for vbid, vbucket in self.vbuckets.items()

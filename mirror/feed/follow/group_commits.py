@@ -1,8 +1,8 @@
 """The commits of a worker's groups, and recovery when a group's store fails.
 
 Must never know connections or maps. Invariants:
-- waiting groups commit in turn: at once while commits take less than their share of the time, else no later than
-  `commit_interval_ms` after they began to wait;
+- waiting groups commit in turn: at once while commits take less than `COMMIT_SHARE` of the time, otherwise at most
+  `commit_interval_ms` after a group began to wait;
 - when all groups together hold `batch_bytes_max`, the rows of the fullest group are written;
 - a commit hands Published to the vbuckets' machines before it returns;
 - a failed group drops its machines. After a pause it starts new machines from the stored state, except after a

@@ -21,10 +21,10 @@ FREE_BYTES_MIN = 64 * 1024 * 1024
 
 
 POLLS_MIN = 2
-"""Polls after a stream's acceptance before a high seqno counts, because the first answer may be older than that."""
+"""Number of polls after a stream's acceptance until a high seqno counts. The first may answer an earlier request."""
 
 HELD_MAX = 64
-"""Limit of held snapshots. Above it every second one is forgotten, because publishing a later one is enough."""
+"""Limit of held snapshots. Above it, every second snapshot is forgotten: a later publish covers its rows."""
 
 Held = tuple[int, int]
 """End and start of a snapshot."""
@@ -65,10 +65,10 @@ class PersistenceGate:
             self.hold(end_seqno, end_seqno)
 
     def release(self, persisted_seqno: int, state: VbucketState) -> Held | None:
-        """Return the newest persisted snapshot, and forget the held ones up to it. Return None if there is none.
+        """Return the newest persisted snapshot, and forget all held snapshots up to that one. None: there is none.
 
-        While a rollback is deferred, the snapshot must end at or above the seqno that readers see or, if the new
-        history is shorter, at the end of that history.
+        While a rollback is deferred, the snapshot must reach the seqno that readers see. If the new history is shorter,
+        the snapshot must reach the end of that history.
         """
         self.persisted_seqno = persisted_seqno
         at_least = state.published_seqno if state.rollback_deferred else 0
@@ -168,7 +168,7 @@ class StoreSink:
         self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
-        """Drop the open snapshot. Return None if a complete one before it waits for its key rows (`abandon_due`)."""
+        """Drop the open snapshot. Return None if a complete snapshot still waits for its key rows (`abandon_due`)."""
         self._commit()
         self.drop_held()
         if not self.writer.abandon():

@@ -1,8 +1,8 @@
 """A vbucket of a mirror: the host that stores its stream, and its figures for status.
 
 Knows when a commit is due, the filter of its stream, and how snapshots wait to be persisted; decides nothing about the
-stream. Invariants: counters only rise; `requested_again_bytes` counts rows that the source sends again although they
-were published when the process began, except after a rollback below them or a resync.
+stream. Invariants: counters only rise; `requested_again_bytes` counts rows that were published when the process began,
+and that the source sends again. Rows that were rolled back or resynced since do not count.
 """
 
 from __future__ import annotations

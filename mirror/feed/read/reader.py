@@ -1,7 +1,7 @@
 """A reader of a DCP source (a cluster or another mirror), for other processes: iterates over whole snapshots.
 
 A separate thread runs the connections, and hands the items of a read to the thread that iterates. Invariants:
-- the reader never follows an older map than its last one, nor an older one than `followed`;
+- the reader never follows a map that is older than its last map, or older than `followed`;
 - connections stay open until the reader is closed; one read at a time uses them;
 - a permanent error is raised at once; another error only after a vbucket made no progress for `timeout_s`;
 - no thread, connection or file outlives the context.
@@ -87,7 +87,7 @@ class SourceReader:
         `password`: by default from the settings. `collections`: names (`scope.collection`), ids, or the name of one
         scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment. `memory_bytes`
         limits the rows held in memory; other rows go to a temporary file. `parallel` limits the vbuckets that are read
-        at a time. `tap` gets every byte. `followed`: a bucket and the oldest map of it that the reader may follow.
+        at a time. `tap` gets every byte. `followed`: a bucket, and the oldest revision that its maps may have.
         Raises ConfigError.
         """
         if memory_bytes < MEMORY_BYTES_MIN or parallel < 1 or timeout_s <= 0:
