@@ -1,9 +1,9 @@
 """The connections to the source: one session for each needed node, and backpressure on all of them.
 
 Must never know vbuckets or the content of streams. Invariants:
-- an address has at most one keeper;
+- an address has at most one `NodeKeeper`;
 - opaques are unique over all sessions;
-- while acknowledgements are held, every session holds them, even a new session;
+- while acknowledgements are held back, every session holds them back, even a new session;
 - the pause after a failure doubles up to its cap; a ready session resets the pause;
 - a failure is shown until the next success.
 """
@@ -97,7 +97,7 @@ class Connections:
     # -- backpressure ---------------------------------------------------------------------------------------------
 
     def hold_acks(self) -> None:
-        """Hold all acknowledgements: the source pauses when its flow-control windows are full."""
+        """Hold back all acknowledgements: the source pauses once its flow-control windows are full."""
         self.acks_held = True
         for session in self.ready_sessions():
             session.acks_held = True

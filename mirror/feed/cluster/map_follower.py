@@ -44,7 +44,7 @@ ROUND_PAUSE_S = 0.05
 """Shortest pause between two rounds, so a thousand vbuckets that ask for a newer map cause only one round."""
 ROUND_PAUSE_MAX_S = 1.0
 """The pause doubles up to this while no newer map appears. A mirror as the source, for example, refuses vbuckets during
-its first fill.
+its first fill, and each refusal requests a map.
 """
 MAP_TIMEOUT_S = 2.0
 

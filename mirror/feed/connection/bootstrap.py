@@ -230,7 +230,7 @@ async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
     ClusterError.
     """
     answer = await link.request(Opcode.STAT, key=CONTACT_STATISTIC, timeout_s=settings.request_timeout_s)
-    if answer.status == Status.KEY_ENOENT:  # a server without a supervisor lacks this statistic
+    if answer.status == Status.KEY_ENOENT:  # a mirror without a supervisor lacks this statistic
         return {}
     try:
         if answer.status != Status.SUCCESS:
