@@ -2,8 +2,8 @@
 
 Knows which vbuckets are streamed at a time, the limits of memory, and the end of a vbucket's read. Must never know how
 connections are made, nor the threads behind the queue. Invariants:
-- a snapshot that was handed out is never taken back. If the source has lost part of it, or later deletions, the
-  vbucket's read ends with SourceRolledBack;
+- a snapshot that was handed out is never taken back. If the source has lost part of it, or has purged later deletions,
+  the vbucket's read ends with SourceRolledBack;
 - if a connection breaks inside a snapshot, the received part is kept only if the source continues exactly after it;
 - memory holds at most `memory_bytes` of rows, and one window for each connection. Open snapshots above half of
   `memory_bytes` go to disk, and the source waits while too many complete snapshots are in the queue.
