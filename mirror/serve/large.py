@@ -1,8 +1,8 @@
-"""Large values of one process: read one after the other, in pieces, with other clients' requests between any two.
+"""Reads of large values in one process: one value at a time, in pieces, with other clients' requests between pieces.
 
-Knows documents that are read in pieces, and turns; never a protocol. Decompressing runs in a thread, which lets the
-interpreter go on. Invariants: one value is read at a time, so a client waits only for the values before its own; one
-turn copies, clears or frees at most a piece of memory, because 20 MiB would take up to 16 ms.
+Knows large documents and turns; never a protocol. Decompression runs in a thread, without the interpreter's lock.
+Invariants: one value is read at a time, so a client waits only for values requested before its own; one turn copies,
+clears or frees at most one piece of memory, because 20 MiB would take up to 16 ms.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Pieces = list[Buffer]
 
 
 class UnreadableValue(CorruptedError, ValueError):
-    """The value is as it was stored, but cannot be taken apart."""
+    """The value is intact, but its compression or xattr section is invalid."""
 
 
 class Block:
-    """Memory for a value in one piece. The system clears it page by page at the first write."""
+    """Contiguous memory for a value. The system clears each page at its first write."""
 
     def __init__(self, byte_count: int) -> None:
         self.data: mmap | bytes = mmap(-1, byte_count, flags=MAP_PRIVATE | MAP_ANONYMOUS) if byte_count else b""
         self._released = 0
 
     def release(self) -> bool:
-        """Give the memory of the next piece back; it must not be read any more. False: that was the last."""
+        """Return the next piece's memory to the system; do not read that piece again. Return False after the last."""
         if isinstance(self.data, mmap) and self._released < len(self.data):
             self.data.madvise(MADV_DONTNEED, self._released, min(PIECE_BYTES, len(self.data) - self._released))
             self._released += PIECE_BYTES
@@ -50,16 +50,16 @@ class LargeReads:
         self._one = asyncio.Lock()
 
     async def pieces(self, found: LargeDocument, *, decompress: bool) -> tuple[Pieces, int]:
-        """Return the value with its xattrs in pieces, and its datatype. Raises StorageError; UnreadableValue if it
-        cannot be decompressed.
+        """Return the value in pieces, xattrs included, and its datatype. Raises StorageError, or UnreadableValue if the
+        value cannot be decompressed.
         """
         async with self._one:
             await self._turns.turn()
             return await self._pieces(found, decompress=decompress)
 
     async def body(self, found: LargeDocument) -> tuple[bytes, Block]:
-        """Return the xattr section (perhaps empty) and the body, decompressed. Raises as `pieces`; UnreadableValue if
-        the value cannot be taken apart.
+        """Return the xattr section (perhaps empty) and the body, decompressed. Raises the errors of `pieces`, and
+        UnreadableValue if the xattr section is invalid.
         """
         datatype = found.document.datatype
         async with self._one:
@@ -125,7 +125,7 @@ class LargeReads:
 
 
 def let_go(turns: Turns, release: Callable[[], bool], then: Callable[[], object] = lambda: None) -> None:
-    """Call `release` once in each turn, beginning now, until it returns False; then call `then`."""
+    """Call `release` now, then once a turn until it returns False; after that call `then`."""
     if release():
         turns.call(partial(let_go, turns, release, then))
     else:
@@ -133,21 +133,21 @@ def let_go(turns: Turns, release: Callable[[], bool], then: Callable[[], object]
 
 
 def drop(pieces: Pieces) -> bool:
-    """Release the last remaining piece; False: that was all."""
+    """Release the last remaining piece. Return False if none is left."""
     while pieces and not pieces.pop():
         pass
     return any(pieces)
 
 
 def taken(pieces: Pieces) -> Iterator[bytes]:
-    """Yield the pieces; each is released at the next."""
+    """Yield each piece, and release it when the next is requested."""
     for at, piece in enumerate(pieces):
         pieces[at] = b""
         yield bytes(piece)
 
 
 def merged(parts: Pieces, bytes_max: int) -> Iterator[bytes]:
-    """Yield the bytes of these parts in pieces of `bytes_max` to twice that, except for the last. Release the parts."""
+    """Yield the parts' bytes in pieces of `bytes_max` to twice that; the last may be smaller. Release the parts."""
     found: list[Buffer] = []
     size = 0
     parts.reverse()
@@ -171,7 +171,7 @@ def held_bytes(found: LargeDocument, *, decompress: bool) -> int:
 
 
 def cut_xattrs(pieces: Pieces) -> Pieces:
-    """Cut the xattr section off the pieces of a value that is not compressed. Raises UnreadableValue."""
+    """Cut the xattr section off an uncompressed value's pieces, and return its pieces. Raises UnreadableValue."""
     head = b"".join(pieces[:2])[:4]
     left = 4 + int.from_bytes(head)
     if len(head) < 4 or left > sum(map(len, pieces)):

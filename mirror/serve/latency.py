@@ -1,7 +1,7 @@
-"""Durations of one listening process's requests: a histogram that costs a microsecond for each turn.
+"""A histogram of the request durations of one listening process. An update takes a microsecond.
 
-The counts go to the supervisor with the process's other figures, so one scrape has those of all processes. Invariant:
-counts only rise while the process lives.
+The counts go to the supervisor with the process's other figures, so one scrape has the counts of all processes.
+Invariant: counts only rise while the process runs.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from bisect import bisect_left
 from typing import TypedDict
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""Upper bounds of the classes; one more class has the longer durations."""
+"""Upper bounds of the histogram's classes; one more class counts longer durations."""
 
 
 class Figures(TypedDict):
-    """As in cli/JSON.md."""
+    """A histogram in the shape of cli/JSON.md."""
 
     bounds_s: list[float]
     counts: list[int]
-    """One more than bounds."""
+    """By class; one count more than bounds."""
     sum_s: float
 
 

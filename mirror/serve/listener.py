@@ -1,12 +1,12 @@
-"""Addresses of readers as the operator writes them, sockets that several processes share, and limits.
+"""Listeners' addresses as the operator writes them, and the sockets that several processes share.
 
-Knows addresses, sockets and counters; must never know protocols. An address is `PORT`, `HOST:PORT`, `[IPV6]:PORT` or
+Knows addresses and sockets; must never know protocols. An address is `PORT`, `HOST:PORT`, `[IPV6]:PORT` or
 `unix:PATH`, with `tls://` before it for TLS; commas separate several. Invariants:
-- addresses beyond this machine need TLS and a users file;
+- an address that other machines can reach needs TLS and a users file;
 - each process binds a TCP port for itself (SO_REUSEPORT: the kernel distributes new connections, and a dead process
-  loses only its own);
+  loses only its own connections);
 - a Unix socket is bound once, and processes inherit its descriptor;
-- the supervisor holds each port from before the first process until after the last, and never listens itself.
+- the supervisor binds each port before the first process starts, until the last has ended, and never listens itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mirror.config import Settings
 from mirror.errors import ConfigError
 
 BACKLOG = 1024
-"""Connections not accepted yet: a burst of clients."""
+"""Limit of connections that wait to be accepted, for bursts of clients."""
 
 HOST_DEFAULT = "127.0.0.1"
 
@@ -94,7 +94,7 @@ def _bad(text: str, setting: str, why: str) -> ConfigError:
 
 
 def check_addresses(addresses: Sequence[Address], settings: Settings, setting: str) -> None:
-    """Refuse addresses at which strangers could read. Raises ConfigError."""
+    """Refuse addresses that lack TLS, its certificate or users. Raises ConfigError."""
     for address in addresses:
         if address.tls and settings.listen_tls_cert_file is None:
             raise ConfigError(
@@ -120,14 +120,14 @@ def check_addresses(addresses: Sequence[Address], settings: Settings, setting: s
 
 @dataclass(slots=True)
 class Reserved:
-    """A taken address with its real port, and the socket that holds it."""
+    """A reserved address with its actual port, and the socket bound to it."""
 
     address: Address
     socket: socket.socket
 
     @property
     def inherited(self) -> int | None:
-        """The descriptor that processes inherit; None if each binds for itself."""
+        """The descriptor that processes inherit; None for TCP, where each process binds for itself."""
         return self.socket.fileno() if self.address.path is not None else None
 
     def release(self) -> None:
@@ -138,14 +138,14 @@ class Reserved:
 
 
 def reserve(address: Address, setting: str, *, shared: bool = False) -> Reserved:
-    """Take an address for the processes to come. Raises ConfigError if another process has it. `shared`: processes of
-    this service listen on its port already, at another of the machine's addresses.
+    """Reserve an address for the listening processes. Raises ConfigError if it cannot be bound. `shared`: this service
+    has reserved the same port already, at another address.
     """
     try:
         if address.path is not None:
             return Reserved(address, _unix_socket(address.path))
         if not shared:
-            _tcp_socket(address, shared=False).close()  # an unshared bind notices another service on a shared port
+            _tcp_socket(address, shared=False).close()  # fails if another service shares the port
         held = _tcp_socket(address)
     except OSError as error:
         raise ConfigError(
@@ -197,7 +197,7 @@ def _unix_socket(path: str) -> socket.socket:
 
 
 def _remove_left_over(path: str) -> None:
-    """Remove the socket of a service that is gone; one that answers stays, and binding will fail."""
+    """Remove the socket of a service that has ended. A socket that accepts connections stays, so binding fails."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

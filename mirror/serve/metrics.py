@@ -1,9 +1,9 @@
 """Metrics for Prometheus: the status document and the listening processes' counts, as metric families.
 
-Knows prometheus_client and the shape of the status; never a socket or a store. A scrape reaches any one process of a
-listener, so that process labels its own counts with its name (`server`). The service's report has the counts of all
-processes. Invariants: an unknown figure is left out, never 0; labels have few values (vbuckets, workers, servers,
-routes), never keys, users or names of leases.
+Knows prometheus_client and the shape of the status; never a socket or a store. A scrape reaches any one of the
+processes that share a port, so each labels its own counts with its name (`server`). The service's report has the counts
+of all processes. Invariants: an unknown figure is left out, never 0; labels have few values (vbuckets, workers,
+servers, routes), never keys, users or names of leases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATES = (
     "starting", "waiting", "requesting", "backfilling", "streaming", "rolling-back", "resyncing", "refused",
     "no-active-node", "stalled", "failing", "finished", "damaged", "stored",
 )  # fmt: skip
-"""Alerts need a series for every state of cli/JSON.md, even at 0."""
+"""The states of vbuckets in cli/JSON.md. Alerts need a series for each, even at 0."""
 
 Report = dict[str, Any]
 
@@ -36,11 +36,11 @@ class Requests(Collector):
         """`server` names this process among those that share a port."""
         self.server = server
         self.answers: Counter[tuple[str, int]] = Counter()
-        """By (route, code). A prometheus_client counter takes ten times as long."""
+        """Counts by (route, code). A prometheus_client counter would take ten times as long."""
         self._seconds: dict[str, Latencies] = {}
         self.connections: Sized = ()
         self.streams: Counter[str] = Counter()
-        """Streams of changes, by user, or by peer without a login."""
+        """Open streams of changes, by user, or by peer for clients without a login."""
         self.latencies = Latencies()
         self.document_total = 0
         self.byte_total = 0
@@ -73,7 +73,7 @@ class Requests(Collector):
         yield _counter("http_documents", "Documents given to readers.", [([own], self.document_total)], server)
 
     def counters(self) -> dict[str, int]:
-        """Sums for the supervisor's status; they only rise while the process lives."""
+        """Return totals for the supervisor's status; they only rise while the process runs."""
         return {
             "http_requests": self.answers.total(),
             "http_documents": self.document_total,
@@ -169,7 +169,7 @@ def families(report: Report) -> Iterator[Metric]:
 
 
 def _holders(report: Report) -> Iterator[Metric]:
-    """Yield leases and long transactions as numbers, because not every reader may see their names."""
+    """Yield numbers of leases and long transactions. Their names are not for every reader."""
     leases, readers = report["leases"], report["readers"]
     yield _one("leases", "Readers that hold history.", len(leases))
     yield _one("lease_vbuckets", "Vbuckets that leases hold, summed.", sum(each["vbuckets"] for each in leases))
@@ -223,9 +223,7 @@ class _Report(Collector):
 
 
 def exposition(report: Report) -> bytes:
-    """Return a status document in Prometheus's text format. With 1,024 vbuckets it takes 30 ms: too long for the event
-    loop.
-    """
+    """Return a status document in Prometheus's text format. Call this in a thread: 1,024 vbuckets take 30 ms."""
     return generate_latest(_Report(report))
 
 

@@ -1,8 +1,8 @@
 """Documents and events as JSON, in the shapes that `cli/JSON.md` promises, for the command line and for HTTP alike.
 
-Knows the store's nouns and JSON; never a request, a terminal or a file. Invariants: nothing is lost: bytes that are no
-UTF-8, or a value that is no JSON, come as base64 under another name; `document_json` has a JSON value as it was stored,
-with every digit; one object is one line.
+Knows the store's nouns and JSON; never a request, a terminal or a file. Invariants: no data is lost: a key that is not
+UTF-8, or a value that is not JSON, is base64 in another member; a JSON value keeps its stored bytes, with every digit;
+one object is one line.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from storage.read.view import Change, Rollback
 
 DATATYPE_JSON = 1
 STEPS_BYTES = 256 * 1024
-"""A larger value is judged to be JSON in steps."""
+"""Larger values are checked for JSON in steps."""
 BASE64_BYTES = 192 * 1024
-"""Bytes that are encoded at a time: a multiple of 3."""
+"""Bytes encoded in one call; a multiple of 3, so pieces have no padding."""
 _ALL_BITS = 7
-"""JSON, Snappy, xattrs: a value that still has the other two is no JSON text."""
+"""JSON, Snappy and xattrs. Only a value with the JSON bit alone is JSON text."""
 
 
 def dumps(value: Any) -> bytes:
@@ -31,7 +31,7 @@ def dumps(value: Any) -> bytes:
 
 
 def key_fields(key: bytes) -> dict[str, object]:
-    """`key`, or `key_b64` if the key is not UTF-8."""
+    """Return `key`, or `key_b64` if the key is not UTF-8."""
     try:
         return {"key": key.decode()}
     except UnicodeDecodeError:
@@ -57,7 +57,7 @@ def _is_json(value: bytes) -> bool:
         steps = judge.is_json(value)
         while True:
             try:
-                next(steps)  # between two of them other threads of the process have their turn
+                next(steps)  # other threads can run between two steps
             except StopIteration as done:
                 return bool(done.value)
     try:
@@ -68,7 +68,7 @@ def _is_json(value: bytes) -> bool:
 
 
 def value_parts(document: Document) -> list[bytes]:
-    """`"value":...` or `"value_b64":...`; a JSON value byte for byte, but for line ends between its tokens."""
+    """Return `"value":...` or `"value_b64":...`. A JSON value keeps its bytes, but spaces replace its line ends."""
     value = document.value
     if document.deleted and not value:
         return [b'"value":null']
@@ -81,8 +81,8 @@ def value_parts(document: Document) -> list[bytes]:
 
 
 def document_parts(document: Document) -> list[bytes]:
-    """Return the object in parts, so that a value of 20 MiB is not copied for each thing put around it: each copy holds
-    the interpreter's lock for milliseconds.
+    """Return a document's JSON object in parts. Joining them copies the value; for 20 MiB that would hold the
+    interpreter's lock for milliseconds.
     """
     head = dumps(_head(document))
     return [head] if document.kind is Kind.SYSTEM_EVENT else [head[:-1], b",", *value_parts(document), b"}"]
@@ -111,6 +111,6 @@ def _event(change: Change) -> dict[str, Any]:
 
 
 def change_parts(change: Change) -> list[bytes]:
-    """As `document_parts`."""
+    """Return a change's JSON object in parts."""
     head = dumps(_event(change))
     return [head] if change.document is None else [head[:-1], b',"document":', *document_parts(change.document), b"}"]

@@ -1,9 +1,9 @@
-"""Bounds on the cost of large work for other clients: turns of the event loop, and the memory of answers.
+"""Bounds on large work, to protect other clients: turns of the event loop, and a budget for the memory of answers.
 
-Knows callbacks and numbers of bytes; never a client or its work. Fast requests take no turns: whatever the number of
-clients, they wait for one step of large work at most. Invariants: steps and requests are granted in order; each turn of
-the loop has one step, so that it looks at sockets between any two; answers hold at most the budget's bound, except for
-a single larger one.
+Knows callbacks and numbers of bytes; never a client or its work. Fast requests take no turns; they wait for at most one
+step of large work, whatever the number of clients. Invariants: steps and requests are granted in order; the event loop
+runs one step in each turn, and looks at its sockets between two steps; answers together hold at most the budget's
+bound, except for a single larger answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Turns:
         self._waiting: deque[Callable[[], object]] = deque()
 
     def call(self, step: Callable[[], object]) -> None:
-        """Call `step` in its turn, never at once."""
+        """Call `step` after all waiting steps, never at once."""
         self._waiting.append(step)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._grant)
@@ -44,7 +44,7 @@ class Turns:
 
 
 class Budget:
-    """A bound on the memory of one process's answers, from before they are made until their readers took them."""
+    """A bound on the memory of one process's answers. Each counts from before it is made until its reader took it."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -52,7 +52,7 @@ class Budget:
         self._requests: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def try_take(self, byte_count: int) -> bool:
-        """Take the bytes unless that is too much; the first taker always gets them."""
+        """Take the bytes if they fit into the bound, or if none are taken yet. Return False otherwise."""
         if self.out_bytes and self.out_bytes + byte_count > self._bytes_max:
             return False
         self.out_bytes += byte_count
@@ -70,7 +70,7 @@ class Budget:
         return granted
 
     def withdraw(self, byte_count: int, granted: asyncio.Future[None]) -> None:
-        """End a request; give back the bytes that it took."""
+        """Cancel a request, or give its bytes back if it was granted."""
         if granted.done():
             self.give_back(byte_count)
         else:

@@ -2,13 +2,13 @@
 
 Knows listening sockets, peers, deadlines and the limit of open files; never a protocol. A connection counts from its
 accept, before a TLS handshake costs memory. Invariants:
-- at most `connections_max` connections are open, at most `pending_max` of them without a login. One more closes the
-  oldest pending connection of the peer with most of them; those whose login is being checked go last. So clients
-  without a login keep nobody out, and never replace a client with a login;
-- a connection without a login after `login_timeout_s` is closed, whatever it sends, even in its handshake;
+- at most `connections_max` connections are open; at most `pending_max` of them are pending (without a login). A further
+  connection closes the oldest pending one of the peer with most pending ones; while its login is being checked, younger
+  ones go first. So clients without a login keep nobody out, and never replace a client with a login;
+- a connection without a login is closed after `login_timeout_s`, even in its TLS handshake;
 - another machine, or another user of a Unix socket, has at most `connections_per_peer_max` connections;
-- a TLS handshake begins after the client's first bytes, and never for a client that is gone. Handshakes take turns of
-  the loop like large work, one peer after the other;
+- a TLS handshake begins after the client's first bytes, and never for a client that has hung up. Handshakes take
+  turns (`turns`) like large work, one peer after the other;
 - after a failure to accept, the process logs one line a minute, retries a second later, and never ends.
 """
 
@@ -33,17 +33,17 @@ from mirror.log import get_logger
 from mirror.serve.turns import Turns
 
 ACCEPTS_PER_TURN = 4
-"""Connections accepted before open connections have their turn."""
+"""Connections accepted in one turn of the event loop."""
 RETRY_S = 1.0
 LOG_INTERVAL_S = 60.0
 PENDING_SHARE = 4
-"""One in this many of a process's connections is for clients without a login."""
+"""One in this many of a process's connections may be pending."""
 PENDING_MIN = 16
-"""The minimum of connections for them, if the process has as many."""
+"""Pending connections that are always allowed, if `connections_max` allows as many."""
 REFUSALS_MAX = 64
-"""Connections that are open only for a refusal; more are closed without one."""
+"""Limit of connections kept open to send a refusal; further ones are closed without a refusal."""
 DESCRIPTORS_RESERVED = 128
-"""Open files besides those of clients: the store's, the log, the connection to the supervisor."""
+"""Open files besides clients' sockets: the store, the log, the connection to the supervisor."""
 DESCRIPTORS_PER_GROUP = 3
 
 LOCAL = "local"
@@ -68,7 +68,7 @@ def peer_of(connected: socket.socket, address: Any) -> str:
 
 
 class Periodic:
-    """Logs an event that may come ten thousand times a second: the first at once, then one line a minute."""
+    """Logs a frequent event: the first at once, then one line a minute with the count."""
 
     def __init__(self, level: str, event: str) -> None:
         self._level, self._event = level, event
@@ -88,13 +88,13 @@ class Slot:
     _admission: Admission
     peer: str
     refused: bool = False
-    """True if the connection is open only for the answer that there are too many."""
+    """True if the connection is open only to send a refusal."""
     pending: bool = True
     """True before a login."""
     logging_in: bool = False
-    """True while a login is checked: other pending connections are closed first."""
+    """True while a login is being checked. Pending connections without a check are closed first."""
     in_line: asyncio.Task[Any] | None = None
-    """The task of a request that waits in line; it is cancelled if the client hangs up."""
+    """The task of a waiting request, cancelled if the client hangs up."""
     deadline: asyncio.TimerHandle | None = None
     abort: Callable[[], object] = bool
 
@@ -116,12 +116,12 @@ class Slot:
 
 
 class Handshakes:
-    """Clients that wait for their TLS handshake. A signature by RSA 2,048 takes the event loop 0.6 ms."""
+    """A queue of TLS handshakes. A signature with RSA 2,048 takes the event loop 0.6 ms."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By peer; the first peer is next."""
+        """Queues by peer; the first peer is next."""
 
     async def turn(self, peer: str) -> None:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -135,7 +135,7 @@ class Handshakes:
         queue = self._waiting.pop(peer)
         while queue:
             granted = queue.popleft()
-            if not granted.done():  # else its connection was closed
+            if not granted.done():  # it is done if the connection was closed
                 granted.set_result(None)
                 break
         if queue:
@@ -165,12 +165,12 @@ class Admission:
 
     @property
     def pending_max(self) -> int:
-        """The limit of connections without a login; the others are reserved for users."""
+        """The limit of pending connections; the others are reserved for users."""
         connections_max = self.settings.reader_connections_max
         return max(connections_max // PENDING_SHARE, min(connections_max, PENDING_MIN))
 
     def admit(self, peer: str, *, answers: bool = False) -> Slot | None:
-        """Return the slot of a new connection; None: close it. With `answers`, some are kept open for a refusal."""
+        """Return the slot of a new connection, or None to close it. With `answers`, some refused ones get a slot."""
         settings = self.settings
         if peer != LOCAL and self._by_peer[peer] >= settings.reader_connections_per_peer_max:
             admitted = self._evict(peer)
@@ -197,9 +197,7 @@ class Admission:
         return slot
 
     def _evict(self, peer: str | None) -> bool:
-        """Close a peer's oldest connection without a login, preferably one whose login is not being checked. Return
-        False if there is none.
-        """
+        """Close a peer's oldest pending connection, preferably one without a login check. Return False if it has none."""
         slots = self._pending.get(peer or "", {})
         oldest = next((slot for slot in slots if not slot.logging_in), next(iter(slots), None))
         if oldest is None:
@@ -236,7 +234,7 @@ class Admission:
 
 
 Factory = Callable[[Slot], asyncio.Protocol]
-"""Makes a connection's protocol, which calls `release` at its end."""
+"""Makes a connection's protocol, which releases the slot at its end."""
 
 
 class Acceptor:
@@ -249,7 +247,7 @@ class Acceptor:
         *,
         answers: bool = False,
     ) -> None:
-        """Accept at once, in the running loop. `answers`: see `Admission.admit`; not with TLS."""
+        """Begin to accept, in the running loop. `answers` is for `Admission.admit`; with TLS it is ignored."""
         self._admission = admission
         self._listening = listening
         self._factory = factory
@@ -278,7 +276,7 @@ class Acceptor:
                 connected, address = self._listening.accept()
             except (BlockingIOError, InterruptedError):
                 return
-            except ConnectionError:  # it is gone already
+            except ConnectionError:  # the client has hung up
                 continue
             except OSError as error:
                 self._admission.failed(error)
@@ -294,7 +292,7 @@ class Acceptor:
                 connected.close()
                 return
             connected.setblocking(False)
-        except OSError as error:  # it is gone already
+        except OSError as error:  # the client has hung up
             connected.close()
             self._admission.failed(error)
             return

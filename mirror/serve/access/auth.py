@@ -3,10 +3,10 @@
 Knows names, verifiers and patterns of collections; must never know a protocol, and keeps no password of the file's
 users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {MECHANISM: {...}}}}, "anonymous":
 {"read": [PATTERN...]}, "salt_key": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. A changed file is read
-again; an unreadable one leaves the old users. Invariants:
-- without a file, the mirror's own user at the source and everybody on this machine may read everything;
+again; an invalid one leaves the old users. Invariants:
+- without a users file, the mirror's own user at the source and everybody on this machine may read everything;
 - with a file, readers without a login read only the collections of `anonymous`, and only on this machine;
-- an unknown user gets the same challenge as a known one, by salt, iterations and work (`decoy`).
+- a challenge does not show if the user exists: salt, iterations and work look like a known user's (`decoy`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECRET_BYTES_MIN = 16
 USERS_FILE_BYTES_MAX = 8 * 1024 * 1024
 
 READ_AT_ONCE_BYTES_MAX = 64 * 1024
-"""A changed file up to this size is read in the event loop: some ninety users, 2 ms."""
+"""The event loop itself reads a changed file up to this size: some ninety users, 2 ms."""
 
 EVERYTHING = frozenset(("*",))
 RIGHTS_CHANGED = "the rights of this user were changed"
@@ -48,7 +48,7 @@ class Reader:
     name: str
     patterns: frozenset[str] = EVERYTHING
     credential: bytes = field(default=b"", compare=False, repr=False)
-    """A value that changes with the user's password, if that is known."""
+    """A value that changes with the user's password; empty if the user is not from a file."""
 
     @property
     def reads_all(self) -> bool:
@@ -63,7 +63,7 @@ class SourceUser:
     """The one user of a mirror without a users file: the mirror's own user at the source."""
 
     def __init__(self, name: str, password: Callable[[], str | None], secret: bytes | None = None) -> None:
-        """`password` is read at each login. `secret` makes salts; the processes of a service share one."""
+        """`password` is called at each login. Salts derive from `secret`, which the processes of a service share."""
         self._name = name
         self._password = password
         self._secret = secret or secrets.token_bytes(16)
@@ -93,7 +93,7 @@ class SourceUser:
         return self.check(name, password)
 
     def check(self, name: str, password: str) -> Reader | None:
-        expected = self._password()  # compare digests, which show neither its length nor the name
+        expected = self._password()  # compare digests: the time shows neither its length nor the name
         right = hmac.compare_digest(
             hmac.digest(self._secret, (expected or "").encode(), "sha256"),
             hmac.digest(self._secret, password.encode(), "sha256"),
@@ -107,14 +107,14 @@ class UsersFile:
     verifiers: dict[str, dict[str, ScramVerifier]]
     """By user and mechanism."""
     models: dict[str, list[ScramVerifier]]
-    """By mechanism; the challenge of an unknown user looks like one of these."""
+    """Verifiers by mechanism. An unknown user's challenge looks like one of these."""
     anonymous: Reader | None
     salt_key: bytes | None
 
 
 class FileUsers:
     def __init__(self, path: Path, secret: bytes | None = None) -> None:
-        """Read the file. `secret` makes salts if the file has no key. Salts are public, so salts made of user data
+        """Read the file. Salts derive from `secret` if the file has no key. They are public, so salts made of user data
         would help to guess a password. Raises ConfigError.
         """
         self._path = path
@@ -126,7 +126,7 @@ class FileUsers:
         self._salt = secrets.token_bytes(16)
 
     def _refresh(self) -> None:
-        """Read the file if it has changed. Long files are read in a thread; the old users stay in force meanwhile."""
+        """Read the file if it has changed. A thread reads a long file; until it is done the old users stay."""
         stamp = file_stamp(self._path)
         if stamp == self._stamp:
             return
@@ -162,7 +162,7 @@ class FileUsers:
         return self._file.verifiers.get(name, {}).get(mechanism)
 
     def decoy(self, mechanism: str, name: str) -> ScramVerifier:
-        """Return the verifier that challenges an unknown user: the same each time, shaped like some user's."""
+        """Return a verifier for an unknown user's challenge: always the same for a name, and like a known user's."""
         models, secret = self._file.models[mechanism], self._file.salt_key or self._other_secret
         if not models:
             return ScramVerifier.decoy(mechanism, name, secret)
@@ -170,7 +170,7 @@ class FileUsers:
         return ScramVerifier.decoy(mechanism, name, secret, iterations=model.iterations, salt_bytes=len(model.salt))
 
     def proven(self, name: str, password: str) -> Reader | None:
-        """Return the user if this password was proven before, without work; None: `check` it."""
+        """Return the user if this password was proven before, without PBKDF2. None: call `check`."""
         self._refresh()
         digest = self._digest(password)
         verifier, proven = self._proven.get(name, (None, b""))
@@ -178,7 +178,7 @@ class FileUsers:
         return self._file.readers.get(name) if right and verifier is self._verifier(name) else None
 
     def check(self, name: str, password: str) -> Reader | None:
-        """Return the user if the password is right. An unknown user costs the same work."""
+        """Return the user if the password is right. An unknown user costs as much work as a known one."""
         self._refresh()
         verifier = self._verifier(name)
         best = next((each for each in HASHES if self._file.models[each]), next(iter(HASHES)))
@@ -199,13 +199,13 @@ Users = SourceUser | FileUsers
 
 
 def current(users: Users, reader: Reader) -> Reader | None:
-    """Return a reader with its present rights; None if it was removed or has another password."""
+    """Return a reader with its present rights; None if the user was removed or has another password."""
     now = users.reader(reader.name) if reader.name else users.anonymous
     return now if now is not None and now.credential == reader.credential else None
 
 
 def file_stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return time, size and inode, which change with a file's content; None if it cannot be read."""
+    """Return time, size and inode, which change with a file's content; None if the file is inaccessible."""
     try:
         found = os.stat(path)
     except OSError:
@@ -222,7 +222,7 @@ def _in_event_loop() -> bool:
 
 
 def users_of(settings: Settings, secret: bytes | None = None) -> Users:
-    """Return the users that the settings name. `secret` makes salts of users that no file has."""
+    """Return the users that the settings name. `secret`: see the two classes."""
     if settings.users_file is not None:
         return FileUsers(settings.users_file, secret)
     name = parse(settings.source).user if settings.source is not None else None
@@ -251,7 +251,7 @@ def new_salt_key() -> str:
 
 def read_users(path: Path) -> dict[str, Any]:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a pipe would not open
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # never wait for a pipe
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise _bad(path, "is not a file")
             data = file.read(USERS_FILE_BYTES_MAX + 1)
@@ -266,8 +266,8 @@ def read_users(path: Path) -> dict[str, Any]:
 
 
 def _as_it_is(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the object as it is. A call of Python code for each object lets other threads run; json.loads alone never
-    does.
+    """Return the object as it is. This call of Python code for each object lets other threads run; json.loads alone
+    does not.
     """
     return found
 

@@ -1,12 +1,12 @@
-"""Password checks outside of the event loop, with refusals delayed longer after each failure.
+"""Password checks outside of the event loop. Each failure doubles the delay of refusals.
 
-Knows users, peers and their recent failures; never a protocol or a socket. One home for all ports. Invariants:
-- PBKDF2 runs in a thread of its own: users who are logged in notice nothing;
-- a right password does not wait for guessers: failures of a user or peer delay only the refusal, each time twice as
-  long, up to `DELAY_MAX_S`;
-- attempts of guessing peers are checked in turn, one in `PACE_S`, so hanging up instead of waiting is no faster;
-- a password that was proven to this process is checked again only for guessing peers, and not over HTTP on a connection
-  that has logged in;
+Knows users, peers and their recent failures; never a protocol or a socket. All ports use it. Invariants:
+- PBKDF2 runs in a thread of its own, so users who are logged in do not wait;
+- failures of a user or peer delay only refusals, up to `DELAY_MAX_S`, never a right password;
+- peers with `PEER_FAILURES_FREE` failures (guessing peers) share a queue with one check in `PACE_S`, so they gain no
+  time by hanging up before the refusal;
+- a password that was proven to this process is checked again only for guessing peers, over HTTP only until their
+  connection has logged in;
 - an attempt of a closed connection is not checked;
 - failures are log events, one line a minute at most;
 - an unknown user costs as much work as a known one (`Users.check`).
@@ -30,20 +30,20 @@ from mirror.serve.access.auth import Reader, Users
 from mirror.server.session import LoginAttempt, checked
 
 NICENESS = 10
-"""Niceness of the thread that checks passwords, some milliseconds each: users who are logged in come first."""
+"""Niceness of the thread that checks passwords, some milliseconds each. Requests come first."""
 USER_FAILURES_FREE = 3
-"""Failures of a user without a delay: people mistype."""
+"""Failures of a user before refusals are delayed, because people mistype."""
 PEER_FAILURES_FREE = 20
-"""Failures of a peer without a delay: many users may share one."""
+"""Failures of a peer before refusals are delayed, because many users may share a peer."""
 DELAY_MIN_S = 0.1
 DELAY_MAX_S = 4.0
 COUNTED_MAX = 12
-"""Limit of counted failures beyond the free ones: the delay has its maximum there, and is forgotten in minutes."""
+"""Limit of counted failures beyond the free ones: enough for the longest delay, and forgotten within minutes."""
 PACE_S = 0.01
-"""Pause before each check for guessing peers: 256 attempts, as many as connections without a login, are checked well
-within `reader_login_timeout_s`."""
+"""Pause before each check for a guessing peer. 256 attempts, one for each pending connection, are checked well within
+`reader_login_timeout_s`."""
 FORGET_S = 5.0
-"""One failure is forgotten in this time."""
+"""Time in which one failure is forgotten."""
 REMEMBERED_MAX = 4096
 """Users and peers whose failures are kept; the oldest are forgotten first."""
 NAME_LENGTH_MAX = 64
@@ -55,7 +55,7 @@ class Failures:
     def __init__(self, free: int) -> None:
         self._free = free
         self._found: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Name -> failures and time of the last one; the latest last."""
+        """Name -> failures and time of the last failure. The name that failed last is at the end."""
 
     def add(self, name: str, now_s: float) -> None:
         count = min(self._count(name, now_s) + 1, self._free + COUNTED_MAX)
@@ -89,7 +89,7 @@ class Logins:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="login", initializer=_step_back)
         self._by_user, self._by_peer = Failures(USER_FAILURES_FREE), Failures(PEER_FAILURES_FREE)
         self._line = asyncio.Lock()
-        """Held by the next attempt of guessing peers."""
+        """Held by the guessing peers' attempt that is checked next."""
         self._events = Periodic("warning", "logins failed")
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Logins:
         return self._by_peer.delay_s(peer, self.clock.monotonic()) > 0
 
     async def _outcome(self, user: str, peer: str, check: Callable[[], T | None]) -> T | None:
-        """Call `check` in its turn. Return None if it refuses, after a delay that grows with each failure."""
+        """Return the result of `check`. None (refused) comes after a delay that grows with each failure."""
         try:
             if self.guesses(peer):
                 async with self._line:
@@ -124,7 +124,7 @@ class Logins:
         except RuntimeError:  # the process stops
             return None
         checking = asyncio.wrap_future(future)
-        checking.add_done_callback(partial(self._count, user, peer))  # also for a client that does not wait for it
+        checking.add_done_callback(partial(self._count, user, peer))  # even if the client hangs up
         try:
             await asyncio.wait([checking])
         except asyncio.CancelledError:

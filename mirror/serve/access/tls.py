@@ -1,7 +1,7 @@
-"""TLS of the listeners: their certificate, replaceable while they run, and the users of client certificates.
+"""TLS of the listeners: a certificate that can be replaced while they run, and users by client certificate.
 
-Knows files and contexts; must never know a protocol. Each handshake checks the files for changes. Invariants: later
-connections get the new certificate, and open ones go on; unusable or mismatched files leave the old ones in force; a
+Knows files and contexts; must never know a protocol. Each handshake checks the files for changes. Invariants: new
+connections get the new certificate, open ones continue; if the new files are unusable, the old ones stay in force; a
 client certificate of a replaced authority has no user, even in a resumed session.
 """
 
@@ -19,7 +19,7 @@ from mirror.serve.access.auth import Reader, Users, file_stamp
 from mirror.server.session import certified_name
 
 READ_BYTES = 16 * 1024
-"""Bytes read from a connection in one step. asyncio's own 256 KiB take 7 to 25 ms in records of one byte."""
+"""Bytes read from a connection in one step. asyncio's own 256 KiB take 7 to 25 ms if TLS records have one byte."""
 
 log = get_logger("tls")
 
@@ -57,13 +57,13 @@ class ListenerTls:
                     setting="listen_tls_client_ca_file",
                 ) from None
             context.verify_mode = ssl.CERT_OPTIONAL
-            context.num_tickets = 0  # a resumed session shows no certificate: the earlier one counts
+            context.num_tickets = 0  # a resumed session would keep its first certificate
             context.options |= ssl.OP_NO_TICKET
-        context.sni_callback = self._hello  # OpenSSL calls it in each handshake, with or without a name
+        context.sni_callback = self._hello  # OpenSSL calls this in each handshake, with or without SNI
         return context
 
     def _hello(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> int | None:
-        """Continue with the present files. Return the alert if one ends the handshake."""
+        """Use the present files for this handshake. Return an alert to end it, else None."""
         stamp = self._stamp_now()
         if stamp != self._stamp:
             self._stamp = stamp
@@ -74,7 +74,7 @@ class ListenerTls:
             else:
                 log.info("certificate-reloaded", path=str(self._cert_file))
         connection.context = self.context
-        if connection.session_reused and stamp[-1] != self._first_authorities:  # kept by id, up to TLS 1.2
+        if connection.session_reused and stamp[-1] != self._first_authorities:  # by id, up to TLS 1.2
             return ssl.ALERT_DESCRIPTION_CERTIFICATE_UNKNOWN
         return None
 
