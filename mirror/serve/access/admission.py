@@ -197,7 +197,7 @@ class Admission:
         return slot
 
     def _evict(self, peer: str | None) -> bool:
-        """Close a peer's oldest pending connection, preferably one without a login check. Return False if it has none."""
+        """Close a peer's oldest pending connection, preferably one without a login check. Return False if none."""
         slots = self._pending.get(peer or "", {})
         oldest = next((slot for slot in slots if not slot.logging_in), next(iter(slots), None))
         if oldest is None:

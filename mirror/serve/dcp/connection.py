@@ -1,8 +1,8 @@
-"""One DCP client's connection: a KV client's connection that can become a producer's.
+"""One DCP client's connection: a KV connection that DCP_OPEN turns into a producer's.
 
 Knows the transport and the dispatch tables, not the operations. Invariants:
-- a DCP connection goes on reading while its client takes nothing, because it needs acknowledgements and close requests;
-- it holds at most `ANSWERS_BYTES_MAX` of answers, besides a turn of its streams;
+- a DCP connection reads even while its client takes no data, because acknowledgements and close requests must arrive;
+- a connection holds at most `ANSWERS_BYTES_MAX` of unsent answers, and one turn of its streams;
 - an answer without a request, or an acknowledgement of more than was sent, ends only this connection.
 """
 
@@ -34,7 +34,7 @@ from mirror.wire.constants import CONTACT_STATISTIC, DcpOpenFlag, Feature, Magic
 from mirror.wire.frame import Frame
 
 ANSWERS_BYTES_MAX = 1024 * 1024
-"""Answers held for a client that takes nothing; above it, reading stops."""
+"""Limit of answers held for a client that takes none; above it, the connection stops reading."""
 
 OPEN_FLAGS = int(
     DcpOpenFlag.PRODUCER
@@ -46,13 +46,13 @@ OPEN_FLAGS = int(
 )
 
 ABILITIES = Abilities(ALL_CONTROLS - {ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION})
-"""No histories, and no acknowledgements of durable writes. A granted control is honoured, or is a permission that this
-producer does not use."""
+"""No change streams, and no durable writes. A granted control takes effect, or is a permission that this producer does
+not use."""
 
 OPERATIONS: dict[int, Operation[KvSession]] = {**kv_connection.OPERATIONS, **dcp_requests.OPERATIONS}
 
 NOTED_S = 5.0
-"""A supervisor notes the contact every second; after this time the contact is unknown."""
+"""Age at which a note of contact is outdated. The supervisor sends one every second."""
 
 _RESPONSES = (int(Magic.RESPONSE), int(Magic.FLEX_RESPONSE))
 
@@ -60,7 +60,7 @@ log = get_logger("dcp")
 
 
 class SourceContact:
-    """Contact with the source, as the supervisor last noted it (docs/protocol.md 4.7). An old note counts as none."""
+    """Contact with the source, as last noted by the supervisor (docs/protocol.md 4.7). An outdated note means none."""
 
     def __init__(self, vbids: Iterable[int], clock: Clock) -> None:
         self._vbids = tuple(vbids)
@@ -69,12 +69,12 @@ class SourceContact:
         self._lost_ms: Mapping[int, int] = dict.fromkeys(self._vbids, 0)
 
     def note(self, lost_ms: Mapping[int, int]) -> None:
-        """Keep the milliseconds since each vbucket without contact lost it."""
+        """Store the milliseconds since contact was lost, by vbucket without contact."""
         self._noted_s = self._clock.monotonic()
         self._lost_ms = lost_ms
 
     def lost_ms(self) -> dict[int, int]:
-        """Return the milliseconds since each vbucket without contact lost it."""
+        """Return the milliseconds since contact was lost, by vbucket without contact."""
         age_s = self._clock.monotonic() - self._noted_s
         lost = self._vbids if age_s > NOTED_S else self._lost_ms
         return {vbid: self._lost_ms.get(vbid, 0) + round(age_s * 1000) for vbid in lost}
@@ -108,7 +108,7 @@ class DcpSession(KvSession):
         return VbucketHistory(served.failover_log, served.pub.seqno, persisted_seqno)
 
     def open_producer(self, name: str, flags: int) -> None:
-        """Make this a DCP connection; another one of that name is closed."""
+        """Make this a DCP connection. The user's older connection of the same name is closed."""
         if not self.bucket_selected:
             raise Refused(Status.NO_BUCKET)
         controls = Controls(ABILITIES, self.collections, self.snappy, flags)
@@ -125,7 +125,7 @@ class DcpConnection(KvConnection):
         self.producer: DcpProducer | None = None
         self.name_key: tuple[str, str] | None = None
         self._answer_bytes = 0
-        """Bytes of answers written since the client stopped taking."""
+        """Bytes of answers written since the client stopped taking data."""
 
     def rights_changed(self, reader: Reader | None) -> None:
         if self.producer is None:
@@ -139,7 +139,7 @@ class DcpConnection(KvConnection):
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the client last sent something, a second old at most."""
+        """Seconds since the client last sent data, accurate to a second."""
         return self._host.now_s - self.last_received_s
 
     def open_producer(self, name: str, controls: Controls) -> DcpProducer:

@@ -1,10 +1,10 @@
-"""The message that one DCP client gets for a stored row, by its features and open flags.
+"""Conversion of stored rows to messages for one DCP client, by its features and open flags.
 
 Knows rows (`storage/FORMAT.md`) and the effect of each feature (docs/protocol.md 2.2, 2.3, 2.11; the recordings 72_h*
 and 605_h*); must never know streams, windows or seqnos. Invariants:
-- an unaltered row is the message itself; the sender sets vbucket and opaque;
-- a value that cannot be taken apart is sent as stored, with its datatype, and logged;
-- any other bad row is a ValueError or a ProtocolError, never a different message.
+- a row that needs no change is the message; the stream sets vbucket and opaque;
+- a value with invalid compression or xattrs is sent as stored, with its datatype, and logged;
+- any other invalid row raises ValueError or ProtocolError.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _U16 = struct.Struct(">H")
 
 class RowEncoder:
     def __init__(self, controls: Controls, stream_filter: ServedFilter) -> None:
-        """`controls` must not change any more."""
+        """`controls` must not change afterwards."""
         self._controls = controls
         self._shape = DocumentShape(controls)
         self._event_version = _FLAT if controls.flat_events else 1
         self._filter = stream_filter
         self._stream_id = stream_filter.stream_id
         self.manifest = Manifest.initial()
-        """The manifest at the snapshot's end: system events that it contradicts are left out."""
+        """The manifest at the snapshot's end: it shows which system events a later one replaced."""
         self.unwanted_datatype = self._shape.unwanted_datatype
         self.plain = self._shape.plain and self._stream_id is None
         """True if a mutation without unwanted datatype bits is sent as it is stored."""
@@ -91,7 +91,7 @@ class RowEncoder:
         return (section, XATTR) if controls.xattrs else ([], 0)
 
     def _event(self, row: bytes) -> bytes:
-        """Return a system event in the client's form. Changed settings exist in one form only."""
+        """Return a system event in the client's version; b"" if the client does not get it."""
         event = codec_dcp.decode(fr.decode(row)[0])
         assert isinstance(event, SystemEvent)
         content = decode_system_event(event)

@@ -1,7 +1,7 @@
-"""The filter of a DCP stream: the changes of a vbucket that it shows.
+"""The filter of a DCP stream, which selects changes of a vbucket.
 
-Knows manifests and rights; must never know seqnos of streams, snapshots or connections. Invariants: the collections of
-a scope are those of the manifest at each snapshot's end; only collections that the reader may read pass.
+Knows manifests and rights; must never know seqnos of streams, snapshots or connections. Invariants: a scope's
+collections are those in the manifest of the snapshot's end; only collections that the reader may read pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from storage.model import Manifest
 
 class ServedFilter(ProducerFilter):
     def begins(self, manifest: Manifest) -> dict[int, int] | None:
-        """Return the collections that pass as of a manifest, each with the seqno below its rows; None: all."""
+        """Return the collections that pass as of a manifest (id -> begin seqno, below its rows); None: all."""
         if self.all:
             return None
         return {
@@ -27,9 +27,9 @@ class ServedFilter(ProducerFilter):
 
 
 def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> bool:
-    """Return True if the manifest, of a seqno at or above the event's, knows a later event of the same key. At a server
-    (docs/protocol.md 2.11.7) begin, flush and end of a collection have one key, and creation and drop of a scope
-    another; changed settings have a key of their own, and are gone with the collection or its flush.
+    """Return True if `manifest`, of the event's seqno or above, shows that a later event replaced it. A server keeps one
+    event of a key (docs/protocol.md 2.11.7): begin, flush and end of a collection share a key, and so do creation and
+    drop of a scope. Changed settings have their own, but end with the collection or its flush.
     """
     if isinstance(content, ScopeCreated):
         return content.scope_id not in manifest.scopes
@@ -56,7 +56,7 @@ def parse(
 
 
 def check_reader(found: ServedFilter, manifest: Manifest, reader: Reader) -> None:
-    """Raise Refused if the filter shows more than the reader may read, now or later within a scope."""
+    """Raise Refused if the filter selects more than the reader may read, later collections of a scope included."""
     if reader.reads_all:
         return
     if found.scope_id is not None:

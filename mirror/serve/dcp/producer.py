@@ -1,10 +1,10 @@
-"""The mirror's DCP streams: decides on stream requests by the published seqnos, and sends streams in turn.
+"""The mirror's DCP producer: decides on stream requests by published seqnos, and sends its streams in turns.
 
 `mirror.server.producer` has the rules of requests, flow control and noops. Here:
-- the source's own failover log, cut at the published seqno, decides on requests, so a client cannot resume on data that
-  the mirror does not have yet;
-- streams take turns of bounded size, and a waiting stream holds nothing. First snapshots are sent one after the other,
-  between turns of live streams, unless the client negotiates otherwise. So a client can use the first vbucket early,
+- requests are checked against the source's failover log, cut at the published seqno, so a client cannot resume on data
+  that the mirror does not have yet;
+- streams take turns of bounded size, and a waiting stream holds no rows. First snapshots are sent one after the other,
+  between turns of live streams, unless the client negotiated round-robin. So a client can use the first vbucket early,
   and no snapshot stays open for long.
 """
 
@@ -37,18 +37,18 @@ from storage.read.stream import ServedState
 from storage.read.view import View
 
 STREAMS_MAX = 16_384
-"""Streams of one connection, of 6 KiB each. Stream ids would allow 65,536 for each vbucket."""
+"""Limit of streams of one connection, 6 KiB each. Stream ids would allow 65,536 for each vbucket."""
 PROCESS_STREAMS_MAX = 32_768
 
 
 class Port(ProducerPort, Protocol):
     async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:
-        """Send a message with the value `pieces`. Each piece waits until the client takes it and has its turn."""
+        """Send `head`, then `pieces`. Each piece waits for a turn, and until the client takes data."""
 
 
 @dataclass(slots=True)
 class DcpCounters:
-    """Figures of a process by their names in its status."""
+    """Counters of a process, named as in its status."""
 
     streams_opened: int = 0
     streams_closed: int = 0
@@ -69,14 +69,14 @@ class PublishedHistory(StreamHistory):
 
 
 def published_history(served: ServedState) -> PublishedHistory:
-    """Return the history that decides on stream requests: the source's failover log, cut at the published seqno."""
+    """Return the history against which requests are checked: the source's failover log, cut at the published seqno."""
     log = FailoverLog.of((vbuuid, min(seqno, served.pub.seqno)) for vbuuid, seqno in served.failover_log)
     return PublishedHistory(log, served.pub.seqno, served.purge_seqno, answered_log=served.failover_log, served=served)
 
 
 def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory, seqno: int) -> int:
-    """Return the seqno to roll back to. It is below the rule's if the client holds rows that the source lost
-    (docs/protocol.md 4.2). Raises Refused if the client is only ahead of the published seqno (4.8); StorageError.
+    """Return the seqno to roll back to. It is below `seqno`, the rule's result, if the client has rows that the source
+    lost (docs/protocol.md 4.2). Raises Refused if the client is only ahead of the published seqno (4.8); StorageError.
     """
     is_inside = request.start_seqno > request.snap_start_seqno
     held_seqno = request.snap_end_seqno if is_inside else request.start_seqno
@@ -132,7 +132,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
             raise
 
     def permit(self, reader: Reader | None) -> None:
-        """Restrict the client to what `reader` may read: streams that show more end."""
+        """End streams that select more than `reader` may read. None: end all."""
         self.reader = reader
         for stream in list(self.streams.values()):
             try:
@@ -170,7 +170,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
     # -- the judgement of a stream request
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:
-        self._bucket.state_for_dcp(request.vbid)  # first: the collections may come with the first snapshot
+        self._bucket.state_for_dcp(request.vbid)  # first: the first snapshot may bring the collections
         if request.flags & StreamRequestFlag.TAKEOVER:
             raise Refused(Status.NOT_SUPPORTED, "a mirror cannot hand a vbucket over")
         return request
@@ -227,7 +227,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         self.wake()
 
     def _next(self) -> DcpStream:
-        """Take turns between live streams and pieces of a first snapshot."""
+        """Choose the next stream: alternate between live streams and a first snapshot."""
         waiting = self._filling or self._fresh
         self._live_next = bool(self._live) and (self._live_next or not waiting)
         if self._live_next:
@@ -255,7 +255,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
                 self._send_stream_ends()
 
     def _turn(self, stream: DcpStream) -> None:
-        if stream.ended:  # it was closed while it waited for its turn
+        if stream.ended:  # closed while it waited for its turn
             return
         window = self.window
         free_bytes = PIECE_BYTES
@@ -270,7 +270,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         self._go_on(stream)
 
     async def _send_large(self, stream: DcpStream, found: LargeDocument) -> None:
-        """Send the large document that comes next, once there is memory for it."""
+        """Send a stream's next document, a large one, once the budget has memory for it."""
         if stream.ended:
             return
         budget = self._large.budget

@@ -2,10 +2,10 @@
 
 Knows the differences from the KV endpoint: names of connections, the watch over the store, and silent clients.
 Invariants:
-- of a user's two connections of one name the newer one stays (kv_engine
-  docs/dcp/documentation/commands/open-connection.md); other users' connections of that name are not touched;
-- a client that only listens is not idle;
-- streams lose withdrawn rights within a second after a change of the users file.
+- a connection closes the same user's older connection of its name, never another user's (kv_engine
+  docs/dcp/documentation/commands/open-connection.md);
+- a client with streams and without noops may stay silent;
+- a stream that a changed users file forbids ends within a second.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DcpServer(KvServer):
     # -- for connections
 
     def named(self, connection: DcpConnection, name: str) -> None:
-        """Register a connection's name; the user's older connection of that name is closed."""
+        """Register a connection's name, and close the user's older connection of that name."""
         self._forget(connection)
         key = connection.name_key = connection.session.known_reader.name, name
         older = self._names.get(key)
@@ -80,13 +80,13 @@ class DcpServer(KvServer):
     # -- the sweep
 
     def sweep(self) -> None:
-        """Sweep as for KV. A client that has streams and requested no noops may stay silent."""
+        """Sweep as for KV, but let clients with streams and without noops stay silent."""
         for connection in self.connections:
             producer = connection.producer if isinstance(connection, DcpConnection) else None
             if producer is None:
                 continue
             if producer.streams and not producer.controls.noop_enabled:
                 connection.last_received_s = self.now_s
-            if producer.reader != connection.session.reader:  # it logged in again, or failed to
+            if producer.reader != connection.session.reader:  # the client logged in again, or its login failed
                 producer.permit(connection.session.reader)
         super().sweep()

@@ -1,12 +1,12 @@
 """One DCP stream of one vbucket: its next messages, snapshot by snapshot, and its end.
 
 Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md 2.6, 2.7) and the store's
-rows. Like the stream of a replica vbucket, it sends only complete snapshots. Must never know sockets, windows or tasks.
+rows. Must never know sockets, windows or tasks. All snapshots are complete, as in the stream of a replica vbucket.
 Invariants:
-- every snapshot ends at a seqno that the mirror had published, and is complete there for the filter;
-- seqnos rise; a key comes once in a snapshot, in its newest version at the snapshot's end;
+- a snapshot ends at a seqno that the mirror published, and has all rows up to there that pass the filter;
+- seqnos rise; a snapshot has a key once, in the newest version at its end;
 - everything sent belongs to the history of the client's failover log. The stream ends, and the client requests it
-  again, if that log changes, if sent data is retracted, or if a needed tombstone is gone;
+  again, if that log changes, if sent data is retracted, or if a tombstone that it needs was purged;
 - only positions are held between two calls; a call does bounded work.
 """
 
@@ -33,13 +33,13 @@ DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
 MEMORY = int(SnapshotFlag.MEMORY | SnapshotFlag.CHECKPOINT)
 
 BACKLOG_OF_DISK = 10_000
-"""A client behind by more seqnos gets them as a backfill, even if it was streaming already."""
+"""A later snapshot of more seqnos is marked as read from disk, as the first one is."""
 
 PIECE_BYTES = 256 * 1024
-"""Limit of the rows read in one transaction, and of those that a stream sends in one turn."""
+"""Limit of rows read in one transaction, and of messages sent in one turn."""
 
 PIECES_PER_TURN = 4
-"""A turn ends after this many pieces of which the filter left no row."""
+"""A turn ends after this many pieces without a row that passes the filter."""
 
 SNAPSHOTS_PER_TURN = 32
 
@@ -60,7 +60,7 @@ class DcpStream:
         self.opaque = request.opaque
         self.stream_id = stream_filter.stream_id
         self.position_seqno = request.start_seqno
-        """Everything up to here was sent or filtered out."""
+        """The seqno up to which all rows were sent or filtered out."""
         self.end_seqno = request.end_seqno
         if request.flags & (StreamRequestFlag.TO_LATEST | StreamRequestFlag.DISK_ONLY):
             self.end_seqno = min(self.end_seqno, served.pub.seqno)
@@ -80,7 +80,7 @@ class DcpStream:
         self._minds_tombstones = not request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
         self._shared_seqno = request.start_seqno
         """The client's data belongs to the served history if this seqno does. If the client resumes inside a snapshot,
-        this is the snapshot's end: it left out superseded rows, and the rows that superseded them must still be valid.
+        this is the snapshot's end. The snapshot left out superseded rows, so their successors must still be valid.
         """
         if request.start_seqno != request.snap_start_seqno:
             self._shared_seqno = request.snap_end_seqno
@@ -93,7 +93,7 @@ class DcpStream:
         self._ends: list[ServedState] = []
         """The served states at the ends of the next snapshots."""
         self.large: LargeDocument | None = None
-        """A large mutation that comes next; `take` returns nothing before `sent_large`."""
+        """The large mutation to send next; `take` returns no messages before `sent_large`."""
         self._pinned: ServedState | None = None
         """The served state at the end of the snapshot that is being sent."""
         self._begins: Mapping[int, int] | None = None
@@ -144,7 +144,7 @@ class DcpStream:
         return self.end(StreamEndReason.BACKFILL_FAIL)
 
     def end(self, reason: StreamEndReason) -> bytes:
-        """End the stream. Returns the STREAM_END; empty if the stream was over."""
+        """End the stream. Return the STREAM_END, or b"" if the stream had ended."""
         if self.ended:
             return b""
         self.ended = True
@@ -177,7 +177,7 @@ class DcpStream:
         position = self.position_seqno
         begins = self.filter.begins(now.manifest)
         end_seqno = int(now.pub.seqno)
-        if self.filter.legacy and begins is not None:  # without SeqnoAdvanced only a document can carry the end
+        if self.filter.legacy and begins is not None:  # it gets no SeqnoAdvanced: end at a document
             end_seqno = store.last_document_seqno(self._view().reader(self.vbid), now, position, begins)
             if end_seqno == position:
                 self.position_seqno = now.pub.seqno

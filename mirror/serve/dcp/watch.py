@@ -1,8 +1,8 @@
-"""Notifications of vbuckets that serve something new, in one process.
+"""Notifications of vbuckets that serve new data, in one process.
 
-Knows the store's commits and callbacks; must never know connections or the use of the news. Invariants: everything
-served after `follow` is reported, once or more often; without followers nothing is read; a look's cost does not depend
-on the number of followers, or, while nothing happens, on that of vbuckets.
+Knows the store's commits and callbacks; must never know connections or the use of the news. Invariants: each change
+after `follow` is reported at least once; without followers the store is not read; a look's cost does not depend on the
+number of followers, nor on the number of vbuckets as long as none changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAILED_DELAY_S = 1.0
 log = get_logger("dcp")
 
 News = Callable[[int], None]
-"""Takes a vbucket with news."""
+"""A follower's callback; takes the vbid of a vbucket with new data."""
 
 
 class Watch:
@@ -30,7 +30,7 @@ class Watch:
         self._view = view
         self._viewed: View | None = None
         self._commits: defaultdict[int, Commits] = defaultdict(Commits)
-        """By group."""
+        """The commits last seen, by group."""
         self._followers: dict[int, list[News]] = {}
         self._followed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -48,7 +48,7 @@ class Watch:
         self._followed.set()
 
     def leave(self, vbid: int, news: News) -> None:
-        """Stop reporting; one call for each `follow`."""
+        """Remove a follower; call this once for each `follow`."""
         followers = self._followers[vbid]
         followers.remove(news)
         if not followers:
@@ -57,11 +57,11 @@ class Watch:
             self._followed.clear()
 
     def look(self) -> int:
-        """Report news; return the number of vbuckets that changed since the last look. Raises StorageError afterwards
-        if a group cannot be read.
+        """Notify followers of vbuckets that changed since the last look, and return the number of these vbuckets. After
+        that, raise StorageError if a group cannot be read.
         """
         view = self._view()
-        if view is not self._viewed:  # a group was recreated: all of it is news
+        if view is not self._viewed:  # a group was recreated: notify all followers
             self._viewed = view
             self._commits.clear()
         group_count = view.identity.group_count
@@ -70,7 +70,7 @@ class Watch:
         for group, vbid in {vbid % group_count: vbid for vbid in self._followers}.items():
             try:
                 found += self._commits[group].news(view.groups.reader(vbid))
-            except StorageError as error:  # its streams end as they read it next
+            except StorageError as error:  # let its streams read it: they end with the error
                 found += [each for each in self._followers if each % group_count == group]
                 failed = error
         for vbid in found:
