@@ -27,7 +27,7 @@ class ServedFilter(ProducerFilter):
 
 
 def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> bool:
-    """Return True if `manifest`, of the event's seqno or above, shows that a later event replaced it. A server keeps one
+    """Return True if `manifest`, of the event's seqno or above, shows that a later event replaced it. Servers keep one
     event of a key (docs/protocol.md 2.11.7): begin, flush and end of a collection share a key, and so do creation and
     drop of a scope. Changed settings have their own, but end with the collection or its flush.
     """

@@ -1,10 +1,10 @@
 """The mirrored bucket for KV clients: documents, manifests and seqnos, or a status with the reason for a refusal.
 
-Knows the store's view and the rules of readers (unpublished, being resynced, not theirs to read); must never know
+Knows the store's view and the reasons for refusals (unpublished, resynced, no right to read); must never know
 frames or connections. Invariants:
-- every answer is of one moment of its vbucket;
-- a vbucket without a complete copy, or with a lost history, is a temporary failure and never `no such document`, unless
-  the operator lets readers have the old copy;
+- an answer shows one moment of its vbucket;
+- without a complete copy of the vbucket, or during its resync, the answer is a temporary failure, never `no such
+  document`. The operator can let readers have the old copy during a resync;
 - a document that a reader may not read is refused, even if it does not exist.
 """
 
@@ -32,11 +32,11 @@ from storage.read.stream import ServedState
 from storage.read.view import Pin, Served, View, open_view
 
 MANIFEST_FRESH_S = 0.5
-"""Lifetime of the newest manifest. Looking through 1,024 vbuckets for it takes 0.8 ms; after a change in all of them,
-with 1,000 collections, 12 ms, in which one manifest is decoded. Decoding all takes 4 s."""
+"""Seconds for which the newest manifest is kept. Finding it among 1,024 vbuckets takes 0.8 ms. If all have changed,
+finding and decoding it takes 12 ms for 1,000 collections; decoding all manifests would take 4 s."""
 
 VISIBLE_MAX = 32
-"""Sets of rights whose view of the newest manifest is kept."""
+"""Limit of kept `VisibleManifest` objects, one for each set of rights."""
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ log = get_logger("kv")
 
 
 class VisibleManifest:
-    """The newest manifest as a reader sees it; each form is made when first requested."""
+    """The newest manifest as a reader sees it. Each form is made when first requested."""
 
     def __init__(self, manifest: Manifest, reader: Reader) -> None:
         self._manifest = manifest if reader.reads_all else visible(manifest, reader)
@@ -78,11 +78,11 @@ class KvBucket:
         self._data = data
         self.clock = clock
         self.publishes_persisted = publishes_persisted
-        """Everything published is persisted on every copy at the source (`publish=persisted`)."""
+        """True if all published rows are persisted on every copy at the source (`publish=persisted`)."""
         self._stale_allowed = stale_allowed
         self._open = partial(open_view, data, stale_reads=stale_allowed, verify_reads=verify_reads)
         self.view: View = self._open()
-        self.view.published({})  # 30 ms for 1,024 vbuckets, once: not in the first request
+        self.view.published({})  # 30 ms for 1,024 vbuckets: not in the first request
         self._files = directory.group_files(self._data, self.view.identity.group_count)
         identity = self.view.identity
         self.name = identity.bucket_name
@@ -99,7 +99,7 @@ class KvBucket:
     def find(
         self, wire_key: bytes, vbid: int | None, reader: Reader, *, deletions: bool = False
     ) -> Document | LargeDocument | None:
-        """Return a document by its wire key, or None. `vbid` is the client's vbucket. Raises Refused."""
+        """Return a document by its wire key, or None. `vbid`: the vbucket that the client names. Raises Refused."""
         try:
             found = self.view.find(wire_key, deletions=deletions, large_bytes=LARGE_BYTES)
         except NotHeld as error:
@@ -122,14 +122,14 @@ class KvBucket:
     # -- scans
 
     def check_collection(self, vbid: int, collection_id: int, reader: Reader) -> None:
-        """Raise Refused unless the collection exists in a vbucket and may be read."""
+        """Raise Refused if the collection does not exist in a vbucket, or is forbidden to the reader."""
         self.served_state(vbid)
         with self._reading():
             manifest = self.view.manifest(vbid)
         _check_collection(collection_id, manifest, reader)
 
     def check_newest_collection(self, collection_id: int, reader: Reader) -> None:
-        """Raise Refused unless the collection exists in the newest manifest and may be read."""
+        """Raise Refused if the collection is not in the newest manifest, or is forbidden to the reader."""
         _check_collection(collection_id, self.manifest(), reader)
 
     def pin(self, vbid: int) -> Pin:
@@ -139,8 +139,8 @@ class KvBucket:
     def page(
         self, pin: Pin, collection_id: int, start: bytes, end: bytes | None, items_max: int, bytes_max: int | None
     ) -> tuple[list[Document], LargeDocument | None, bytes]:
-        """Return some documents from `start` on, or a large one by itself, and the key to go on from (empty: the end).
-        Raises Refused.
+        """Return documents from `start` on, or a single large one, and the key to continue at (empty: the end). Raises
+        Refused.
         """
         with self._reading(Status.RANGE_SCAN_CANCELLED):
             return scan.page_or_large(
@@ -155,8 +155,8 @@ class KvBucket:
             )
 
     def count_keys(self, pin: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
-        """Count the documents, expired or not, of some keys from `start` on; return the count, and the key to go on
-        from (empty: the end). Raises Refused.
+        """Count documents, expired ones too, in a step of `keys_max` keys from `start` on. Return the count, and the
+        key to continue at (empty: the end). Raises Refused.
         """
         with self._reading(Status.RANGE_SCAN_CANCELLED):
             return scan.count_keys(self.view.reader(pin.vbid), pin, collection_id, start=start, keys_max=keys_max)
@@ -178,8 +178,8 @@ class KvBucket:
         return found.document is not None and about(found.document).seqno == seqno
 
     def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int] | None:
-        """Return the seqno of a collection's newest event, and the next `below` (0: at the end); None if the vbucket
-        lacks the collection. Raises Refused.
+        """Search for a collection's newest event, in a step. Return its seqno, and `below` for the next step (0: done);
+        None if the vbucket lacks the collection. Raises Refused.
         """
         with self._reading(Status.ETMPFAIL), contextlib.suppress(UnknownCollection):
             return states.newest_of(self.view.reader(pin.vbid), pin, collection_id, below=below)
@@ -200,7 +200,7 @@ class KvBucket:
             return self.view.state(vbid)
 
     def served_state(self, vbid: int) -> VbucketState:
-        """Return the state of a vbucket that serves its source's history. Raises Refused for one that is filled."""
+        """Return a vbucket's state. Raises Refused while the vbucket is being filled or resynced."""
         state = self.state(vbid)
         resyncing = state.staging_branch != state.branch and not self._stale_allowed
         if resyncing or not state.failover_log:
@@ -208,10 +208,9 @@ class KvBucket:
         return state
 
     def state_for_dcp(self, vbid: int) -> ServedState:
-        """Return a vbucket's state for DCP clients. Raises Refused: before its first snapshot is complete, and while it
-        is read again from 0, a vbucket is "not here". Clients repeat the request after that answer, and give up after a
-        temporary failure (docs/protocol.md 4.1). No map goes with it, because no map names another node for the
-        vbucket.
+        """Return a vbucket's state for DCP clients. Raises Refused with NOT_MY_VBUCKET before the first snapshot is
+        complete, and during a resync: clients repeat the request after this status, but give up after a temporary
+        failure (docs/protocol.md 4.1). The refusal has no map, because no map names another node for the vbucket.
         """
         if vbid not in self.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
@@ -249,7 +248,7 @@ class KvBucket:
     # -- the store below
 
     def _of_readable_groups(self, look: Callable[[Unreadable], dict[int, T]]) -> dict[int, T]:
-        """Return the result of `look` by vbid, without unreadable groups, of which one is logged. Raises Refused if no
+        """Return the result of `look` by vbid, without unreadable groups; log the error of one. Raises Refused if no
         group is readable.
         """
         unreadable: Unreadable = {}
@@ -262,7 +261,7 @@ class KvBucket:
 
     @contextlib.contextmanager
     def _reading(self, invalidated: Status | None = None) -> Iterator[None]:
-        """Refuse the request if the store cannot be read; use `invalidated` if the rows that it reads are gone."""
+        """Raise Refused if the store cannot be read. `invalidated`: the status if the pinned rows are gone."""
         try:
             yield
         except StorageError as error:
@@ -300,9 +299,7 @@ def _check_collection(collection_id: int, manifest: Manifest, reader: Reader) ->
 
 
 def visible(manifest: Manifest, reader: Reader) -> Manifest:
-    """Return a manifest without collections that a reader may not read, and without scopes that only others read; the
-    default scope is everybody's.
-    """
+    """Return a manifest's collections and scopes that a reader may read. Every reader may see the default scope."""
     names = manifest.names()
     collections = {number: entry for number, entry in manifest.collections.items() if reader.may_read(names[number])}
     seen = {entry.scope_id for entry in collections.values()}

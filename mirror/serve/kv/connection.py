@@ -1,18 +1,17 @@
-"""One KV client's connection: bytes in, answers out, in order, within limits.
+"""One KV client's connection: answers requests in order, within limits.
 
-Knows frames, the transport and the dispatch table, not the operations. Requests are answered as they are read. Answers
-that take time (`Later`) come when they are ready, to clients that negotiated unordered execution (kv_engine
-docs/UnorderedExecution.md); other clients' further requests wait. Invariants:
-- bytes that are no request end only this connection;
+Knows frames, the transport and the dispatch table, not the operations. Requests are answered as they are read. If an
+answer takes time (`Later`), the client's further requests wait, unless it negotiated unordered execution (kv_engine
+docs/UnorderedExecution.md). Invariants:
+- bytes that are not a request end only this connection;
 - a request that its operation cannot decode is refused with the codec's status, and the connection stays;
 - at most one incomplete request of bounded size and one received piece are held; a larger request (a write) is refused
-  by its header, and its body dropped as it comes;
-- while the client takes no answers, its requests wait: the high-water mark and one answer are held for it. After
-  `requests_per_turn` answers, or `TURN_S`, other clients have their turn;
-- clients that used up a turn take turns with each other and with the steps of requests that take time (`turns`), so a
-  small request waits for one of them, not for one of each;
-- at most `LATER_MAX` requests that take time are under way, and end with the connection; each is judged by the reader's
-  rights when its answer is made.
+  after its header, and its body is skipped;
+- while the client takes no answers, its requests wait: at most `HIGH_WATER_BYTES` and one answer are unsent;
+- a turn ends after `requests_per_turn` answers or `TURN_S`. Clients that used up their turns share one queue with the
+  steps of slow requests (`turns`), so a small request waits for one entry of the queue;
+- at most `LATER_MAX` slow requests are in progress. They end with the connection, and are refused if the rights of the
+  reader changed meanwhile.
 """
 
 from __future__ import annotations
@@ -53,11 +52,10 @@ HIGH_WATER_BYTES = 256 * 1024
 """Unsent bytes above which a client's requests wait."""
 
 TURN_S = 0.001
-"""A client's turn ends with the request that reaches this, or with `requests_per_turn`: others wait for one turn of
-each client, and one request."""
+"""A client's turn ends with the request that reaches this time, or `requests_per_turn`."""
 
 LATER_MAX = 64
-"""Requests of one client that take time; more are answered `busy`."""
+"""Limit of one client's slow requests (`Later`) in progress; further ones are answered `busy`."""
 
 _REQUEST, _FLEX_REQUEST = int(Magic.REQUEST), int(Magic.FLEX_REQUEST)
 _GET = int(Opcode.GET)
@@ -91,9 +89,9 @@ class KvConnection(asyncio.Protocol):
         self.slot = slot
         self.last_received_s = host.now_s
         self.paused_s: float | None = None
-        """The time at which the client stopped taking answers."""
+        """The time since which a paused client has taken no answers; None if it is not paused."""
         self.unsent_seen = 0
-        """Unsent bytes at the host's last look."""
+        """Unsent bytes at `paused_s`."""
         self.transport: asyncio.Transport
         self.unsent: Unsent
         self.session = host.new_session(self)
@@ -107,13 +105,13 @@ class KvConnection(asyncio.Protocol):
         """Bytes of a refused request that are still to come."""
         self._paused = False
         self._waiting = False
-        """The pipeline waits for its next turn."""
+        """True while received requests wait for the next turn."""
         self._held: asyncio.Task[None] | None = None
-        """The pipeline waits for the answer to its first request."""
+        """The task of the answer that further requests wait for."""
         self._is_busy = False
         self._later: set[asyncio.Task[None]] = set()
         self._goodbye = False
-        """Hang up when all answers are written."""
+        """True to hang up when all answers are written."""
         self.ended = False
 
     # -- asyncio
@@ -170,12 +168,12 @@ class KvConnection(asyncio.Protocol):
     # -- for the host
 
     def rights_changed(self, reader: Reader | None) -> None:
-        """Take the client's new rights; None: it has none."""
+        """Apply the client's new rights. None: the client has none."""
         if reader is None:
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Send the written bytes, to the end of an answer in pieces, then close."""
+        """Close after sending the written bytes, and the rest of an answer in pieces."""
         if self.unsent.is_sending and not self.transport.is_closing():
             self._goodbye = True
             self.transport.pause_reading()
@@ -188,7 +186,7 @@ class KvConnection(asyncio.Protocol):
         self.transport.abort()
 
     def push(self, frame: Frame) -> None:
-        """Send an unrequested message; a client that takes nothing can request it later."""
+        """Send an unrequested message. A paused client does not get it, but can request its content later."""
         if not (self.ended or self._paused):
             self._flush([fr.encode(frame)])
 
@@ -254,7 +252,7 @@ class KvConnection(asyncio.Protocol):
             self.unsent.write(sent)
 
     def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
-        """Answer requests from `pos` on. Return the position where it stopped, and set the bytes needed to go on."""
+        """Answer requests from `pos` on. Return the position of the next one, and set the bytes needed for it."""
         host, counters = self._host, self._host.counters
         end = len(data)
         gathered = 0
@@ -263,7 +261,7 @@ class KvConnection(asyncio.Protocol):
         left = host.requests_per_turn
         while left > 0:
             if end - pos < HEADER_SIZE:
-                fr.frame_size(data, pos)  # a first byte that begins no frame is an error at once
+                fr.frame_size(data, pos)  # raises at once if the first byte begins no frame
                 self._bytes_needed = HEADER_SIZE
                 return pos
             count = 0
@@ -355,14 +353,14 @@ class KvConnection(asyncio.Protocol):
     # -- answers that take time
 
     def _begin(self, frame: Frame, later: Later, began: float) -> bytes:
-        """Return the answer if the first step has it; a later answer is sent when it is ready."""
+        """Return the answer if the first step completes it, else b"": a task sends the answer when it is ready."""
         reply = self._guarded(frame, later.step)
         if isinstance(reply, Later):
             later, reply = reply, None
         elif reply is not None and not reply.pieces and not reply.more:
             later.done()
             return self._count(frame, reply, began)
-        self.slot.logging_in = self.slot.pending  # nothing else takes time before a login
+        self.slot.logging_in = self.slot.pending  # before a login only the login itself takes time
         task = self._loop.create_task(self._go_on(frame, later, began, reply, self.session.reader))
         if later.barrier or Feature.UNORDERED_EXECUTION not in self.session.features or reply is not None:
             self._held = task

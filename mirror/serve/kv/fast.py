@@ -1,7 +1,7 @@
-"""Answers to plain GETs of existing documents: most requests by far, so written out for speed.
+"""Fast answers to plain GETs of existing documents, which are most requests.
 
-`mirror.server.document_requests` decides all other requests; answers from here are byte for byte the same, but for the
-duration (kv_engine docs/BinaryProtocol.md).
+The general path (`mirror.server.document_requests`) would give the same bytes, except for the duration (kv_engine
+docs/BinaryProtocol.md).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Counters:
 def answer_gets(
     session: KvSession, counters: Counters, data: bytes, pos: int, out: list[bytes], count_max: int, turn_ends: float
 ) -> tuple[int, int, int]:
-    """Answer GETs from `pos` on that need only their document: to `out`, up to `count_max`, `BYTES_MAX` or the end of
-    the turn. Returns where it stopped, the number of answers and their bytes; the request there needs the general path.
-    All are read in one transaction of each group, which has ended on return, so the next answer is of no older state.
+    """Append to `out` the answers to plain GETs from `pos` on, up to a request for the general path, `count_max`,
+    `BYTES_MAX` or the end of the turn. Return the position of the next request, the number of answers and their bytes.
+    All are read in one transaction of each group. It ends before the return, so later answers are of no older state.
     """
     reader = session.reader
     if reader is None or not reader.reads_all:

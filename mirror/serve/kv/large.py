@@ -1,8 +1,8 @@
-"""Answers made of a large document: it is found at once, read when there is memory for it, and answered in pieces.
+"""Answers from large documents: found at once, read when the budget has memory for them, and sent in pieces.
 
 Knows unread documents and requests for memory; never frames or connections. Invariants: all clients' answers together
-are within the budget, from before a value is read until its answer was written; a value that cannot be read or taken
-apart is an error of its request alone.
+are within the budget, from before a value is read until its answer was written; a value that cannot be read or decoded
+fails only its request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UnreadDocument(Document):
 
 class LargeAnswers:
     def __init__(self, turns: Turns, bytes_max: int, failed: Callable[[StorageError], Exception]) -> None:
-        """`failed` makes the error of a request if the store cannot be read."""
+        """`failed` converts a StorageError to the client's error."""
         self.budget = Budget(bytes_max)
         self.turns = turns
         self.reads = LargeReads(turns)
@@ -54,7 +54,7 @@ class LargeAnswers:
         return self._answer(read, held_bytes(found, decompress=decompress))
 
     def lookup(self, found: LargeDocument, steps: Callable[[bytes, Buffer], Steps]) -> Later:
-        """Return the answer that `steps` end with, made of the xattr section and the body."""
+        """Return the last value of `steps`, which get the xattr section and the body."""
 
         async def read() -> _Held:
             section, body = await self.reads.body(found)
@@ -89,7 +89,7 @@ class _LargeAnswer:
         await asyncio.wait({self._granted})
         try:
             self._steps, self._release = await self._read()
-        except ValueError as error:  # of the value, also where it is a StorageError
+        except ValueError as error:  # the value is invalid; UnreadableValue is a StorageError too
             self._error = error
         except StorageError as error:
             self._error = self._answers.failed(error)

@@ -1,8 +1,8 @@
 """The cluster map of KV clients: this mirror as the one node, or all mirrors of the bucket side by side.
 
 Knows the terse configuration of GET_CLUSTER_CONFIG (kv_engine docs/BinaryProtocol.md, recordings sdk_72_*); must never
-know connections or documents. The map names one of a vbucket's mirrors as its active node, in turn, and the others as
-replicas; any of them answers for it. A vbucket without a mirror has no node. Invariants: every process of a service has
+know connections or documents. All mirrors of a vbucket answer for it. The map names one as its active node, in
+rotation, and the others as replicas. A vbucket without a mirror has no node. Invariants: every process of a service has
 the same map; its revision rises with each start of the service and each change of the list of mirrors.
 """
 
@@ -21,11 +21,11 @@ from storage.model import Identity
 
 EPOCH = 1
 REPLICAS_MAX = 3
-"""As many as a bucket can have."""
+"""The maximum of a Couchbase bucket."""
 
 BUCKET_CAPABILITIES = (*CAPABILITIES, "rangeScan", "subdoc.ReplicaRead")
-"""The recorded server's, and newer ones for reading. Clients that write get a read-only node's refusal, which is
-clearer than a bucket without abilities."""
+"""The recorded server's capabilities, and newer ones for reading. Those for writing stay: a refused write is clearer to
+a client than a missing capability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class MapNode(ConfigNode):
 
 
 def own_node(addresses: Sequence[Address], held: tuple[int, int] | None = None) -> MapNode:
-    """This mirror, by the first of its addresses of either kind. A map cannot name Unix sockets."""
+    """Return this mirror's node, with its first plain and first TLS port. A map cannot name Unix sockets."""
     plain = [each.port for each in addresses if each.path is None and not each.tls]
     tls = [each.port for each in addresses if each.path is None and each.tls]
     return MapNode(None, plain[0] if plain else None, tls[0] if tls else None, held=held)
@@ -63,7 +63,7 @@ def named_nodes(text: str) -> list[MapNode]:
 def check_nodes(nodes: Sequence[MapNode], identity: Identity, own_ports: Collection[int]) -> None:
     """Raise ConfigError for a list of mirrors that contradicts itself, the bucket, or this mirror.
 
-    `own_ports`: those of this mirror's KV addresses; empty: not known.
+    `own_ports`: the ports of this mirror's KV addresses; empty: unknown.
     """
     count, here = identity.vbucket_count, (identity.vbids[0], identity.vbids[-1])
     held = [node.held or (0, count - 1) for node in nodes]
@@ -96,7 +96,7 @@ def _wrong(what: str, hint: str) -> ConfigError:
 
 class ServedMap:
     def __init__(self, identity: Identity, nodes: Sequence[MapNode], rev: int) -> None:
-        """`rev` rises from start to start."""
+        """`rev` must rise with each start of the service."""
         self.revision = (EPOCH, rev)
         self._identity = identity
         self._nodes = list(nodes)

@@ -1,11 +1,11 @@
 """Range scans and samples of one vbucket: create, continue and cancel.
 
-Knows these three requests (kv_engine docs/range_scans/*; couchbase-cxx-client core/crud_component.cxx for what is
-sent); must never know sockets or how documents are kept. Invariants:
-- all answers to one scan are of one moment of its vbucket. When that moment is gone (a rollback, a resync), the scan is
-  cancelled, never continued on another;
-- a scan is a few numbers and keys, never documents, and holds nothing in the store;
-- a scan belongs to its connection and to the user who made it, ends with either, and lives for `LIFETIME_S` at most;
+Knows these three requests (kv_engine docs/range_scans/*; as SDKs send them: couchbase-cxx-client
+core/crud_component.cxx); must never know sockets or the storage of documents. Invariants:
+- all answers to a scan show one moment of its vbucket. After a rollback or resync, the scan is cancelled instead of
+  continued;
+- a scan keeps a few numbers and keys, but no documents, and no lease of history;
+- only the user who made a scan can continue it, on the same connection, for `LIFETIME_S` at most;
 - one answer is one page of bounded size.
 """
 
@@ -31,26 +31,26 @@ from storage.model import Document
 from storage.read.large import LargeDocument
 
 SCANS_MAX = 64
-"""Open scans of one connection, of a kilobyte each; the next one is answered `busy`, at which SDKs wait."""
+"""Limit of open scans of one connection, a kilobyte each. More are answered `busy`; SDKs then wait."""
 LIFETIME_S = 180.0
 """The engine's own limit (`range_scan_max_lifetime`)."""
 PAGE_ITEMS = 1000
 PAGE_BYTES = 256 * 1024
-"""One answer, unless its first document is larger. SDKs ask for less."""
+"""Limit of one answer, unless its first document is larger. SDKs request less."""
 STEP_ITEMS = 128
 STEP_BYTES = 64 * 1024
-"""Read of a page before other clients have their turn: 1.5 ms; values may be twenty times as large decompressed."""
+"""Bytes of a page read in one turn: 1.5 ms. Decompressed, the values may be twenty times as large."""
 COUNT_ITEMS = 2000
-"""Keys counted for a sample before other clients have their turn: 1 ms."""
+"""Keys counted for a sample in one turn: 1 ms."""
 PEEKS = (1, 16, 256)
-"""Numbers of keys in which a new scan looks for its first document; tombstones may lie before it."""
+"""Page limits with which a new scan searches for its first document, which tombstones may precede."""
 POLL_S = 0.005
 """Interval at which a waiting scan looks for its seqno."""
 _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
 
 
 def _creation(session: KvSession, vbid: int, bounds: ScanBounds) -> Iterator[Reply | None]:
-    """Yield None while the scan waits for a seqno, or counts the documents of a sample; at last the answer."""
+    """Yield None while the scan waits for a seqno, or counts the documents of a sample; then yield the answer."""
     bucket = session.bucket
     begun_s = bucket.clock.monotonic()
     while (scan := _begun(session, vbid, bounds, begun_s)) is None:
@@ -78,7 +78,7 @@ def _creation(session: KvSession, vbid: int, bounds: ScanBounds) -> Iterator[Rep
 
 
 def _begun(session: KvSession, vbid: int, bounds: ScanBounds, begun_s: float) -> Scan | None:
-    """Return the scan at a moment that meets the requirements; None: not yet."""
+    """Return the scan, pinned to a moment that meets the requirements; None if there is none yet."""
     bucket, reader = session.bucket, session.known_reader
     bucket.check_collection(vbid, bounds.collection_id, reader)
     pin = bucket.pin(vbid)
@@ -86,7 +86,7 @@ def _begun(session: KvSession, vbid: int, bounds: ScanBounds, begun_s: float) ->
     if not bucket.ready(vbid):
         raise Refused(Status.ETMPFAIL, "the vbucket is not published yet")
     if state.branch != pin.branch:
-        return None  # a rollback came in between
+        return None  # a rollback came between the two reads
     now_s = bucket.clock.monotonic()
     required = bounds.requirements
     if required is not None:
@@ -113,7 +113,7 @@ def _peek(bucket: KvBucket, scan: Scan) -> None:
 
 
 def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
-    """Return the test of a key for a sample: the same for a seed. (Not by CRC: a vbucket's keys share theirs.)"""
+    """Return a function that selects a sample's keys, always the same for a seed. Keys of a vbucket share CRC bits."""
     secret, limit = seed.to_bytes(8), int(share * 2**64)
     return lambda key: int.from_bytes(blake2b(key, digest_size=8, key=secret).digest()) < limit
 
@@ -166,7 +166,7 @@ def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
 
 
 def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Iterator[Reply | Later | None]:
-    """Yield None after each step of reading; at last the page, which is full or ends the scan."""
+    """Yield None after each step of reading; then yield the page, which is full or ends the scan."""
     bounds = scan.bounds
     items: list[ScanItem] = []
     byte_count = 0
@@ -185,7 +185,7 @@ def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Ite
             large = large if large is not None and scan.chosen(large.document.key) else None
         if large is not None and not bounds.keys_only:
             if items:
-                break  # it begins the next page
+                break  # the large document begins the next page
             scan.position = following
             yield _large_item(session, bounds, large, has_more=bool(following))
             return
@@ -193,7 +193,7 @@ def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Ite
             documents.append(large.document)
         total = byte_count + sum(len(each.value) for each in documents)
         if items and total > bytes_max:
-            break  # as above
+            break  # these documents begin the next page
         scan.position, byte_count = following, total
         items += [ScanItem(each.key) if bounds.keys_only else _item(session, bounds, each) for each in documents]
         if len(items) >= items_max or byte_count >= bytes_max or not following:

@@ -1,8 +1,8 @@
 """The KV endpoint of one process: its listeners, its connections, and the limits over all of them.
 
 Knows the event loop and the connections; must never know requests. `admission` decides who may connect. Invariants:
-- a connection that is silent, or takes nothing of its answers for too long, is closed;
-- when readers together take too little, the one with most unsent bytes is closed, so memory is always bounded;
+- a connection is closed if its client sends nothing, or takes no answers, for too long;
+- if all unsent bytes together exceed the limit, the connection with most of them is closed, so memory is bounded;
 - a stop closes the listeners first, and then gives connections a moment to take their written answers.
 """
 
@@ -31,9 +31,9 @@ from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 
 SWEEP_S = 0.5
-"""The first sweep after a change has the users file read, the second sees it, the third hangs up on removed users."""
+"""After the users file changed, the first sweep has it read, the second applies it, the third drops removed users."""
 CROWDED_SEND_TIMEOUT_S = 3.0
-"""A client that takes no answers for this long is dropped while others wait for its memory."""
+"""Time without taking answers after which a client is dropped, while others wait for memory."""
 REPLACED_CHECK_S = 5.0
 
 log = get_logger("kv")
@@ -97,7 +97,7 @@ class KvServer:
         self._logins.close()
 
     def status(self) -> dict[str, int]:
-        """Return numbers that only rise, but for the connections that are open now."""
+        """Return counters, and the number of open connections."""
         counters = self.counters
         return {
             "kv_connections": len(self.connections),
@@ -114,7 +114,7 @@ class KvServer:
         }
 
     def change_map(self, cluster_map: ServedMap) -> None:
-        """Answer with another map, and notify clients that negotiated it (kv_engine docs/BinaryProtocol.md, Clustermap
+        """Replace the cluster map, and notify clients that negotiated it (kv_engine docs/BinaryProtocol.md, Clustermap
         Change Notification).
         """
         self._map = cluster_map
@@ -148,7 +148,7 @@ class KvServer:
             self._empty.set()
 
     def paused(self, connection: KvConnection) -> None:
-        """Hang up on the client with most unsent bytes if all clients together hold too much."""
+        """Drop the clients with most unsent bytes if all paused clients together have too many."""
         paused = [each for each in self.connections if each.paused_s is not None]
         total = sum(each.unsent.unsent_bytes for each in paused)
         while total > self._settings.reader_unsent_bytes_max and paused:
@@ -187,7 +187,7 @@ class KvServer:
                 self._drop(connection, "takes nothing of its answers")
 
     def _check_rights(self, connection: KvConnection) -> None:
-        """Give a client its user's present rights; a removed user has one sweep to go."""
+        """Give a client its user's present rights. The next sweep drops a removed user."""
         session = connection.session
         if session.revoked:
             self._drop(connection, "the user may not log in any more")

@@ -1,6 +1,6 @@
 """A client of the mirror's KV or DCP port: its login, features and answers about the bucket.
 
-`mirror.server` has the protocol; this is the policy of a mirror. Current and persisted seqno are both the published
+`mirror.server` has the protocol, this module the policy of a mirror. Current and persisted seqno are both the published
 seqno: readable, and undone by a crash only as far as the sync setting allows. This module does not know sockets.
 """
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 READ_ONLY = "this is a read-only mirror: write to the cluster it mirrors"
 
 VERSION = b"7.2.0"
-"""The server whose answers these are; clients choose requests by it."""
+"""The version of the server whose answers these are. Clients choose requests by version."""
 
 FAILED_LOGINS_MAX = 3
 """Wrong passwords on one connection before it is closed."""
@@ -62,7 +62,7 @@ GRANTED = frozenset(map(int, (
     Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF,
     Feature.RANGE_SCAN_INCLUDE_XATTR,
 )))  # fmt: skip
-"""Features of 7.2.0 that clients request, and newer ones for reading and for maps sent once."""
+"""Features of 7.2.0 that clients request, and newer ones for reading and for sending a map once."""
 
 CHANGES = frozenset(map(int, (
     Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ, Opcode.DELETE, Opcode.DELETEQ,
@@ -78,7 +78,7 @@ CHANGES = frozenset(map(int, (
 class KvSession(DocumentSession):
     grantable = GRANTED
     version = VERSION
-    needs_bucket = False  # plain memcached clients select none
+    needs_bucket = False  # plain memcached clients select no bucket
     lookup_flags = ACCESS_DELETED | REPLICA_READ
 
     def __init__(
@@ -93,8 +93,8 @@ class KvSession(DocumentSession):
         reader: Reader | None = None,
         peer: str = LOCAL,
     ) -> None:
-        """`plain_allowed`: nobody else can read the client's messages. `reader`: the reader before a login. `peer`: the
-        client's address.
+        """`plain_allowed`: SASL PLAIN is safe: the connection is local or encrypted. `reader`: the reader before a
+        login. `peer`: as for `Admission`.
         """
         super().__init__()
         self.bucket = bucket
@@ -119,7 +119,7 @@ class KvSession(DocumentSession):
 
     @property
     def known_reader(self) -> Reader:
-        """The reader of a request that passed the dispatch."""
+        """The reader, in a request that requires one."""
         assert self.reader is not None, "the request needs a login"
         return self.reader
 
@@ -198,7 +198,7 @@ class KvSession(DocumentSession):
     # -- documents
 
     def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document:
-        """Return the document in the vbucket that the client names, if it selected a bucket."""
+        """Return the request's document. After SELECT_BUCKET its vbucket must be the one that the client names."""
         vbid = None
         if self.bucket_selected:
             vbid = frame.vbucket
@@ -252,10 +252,10 @@ class KvSession(DocumentSession):
 
 
 def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:
-    """Yield None after each step of bounded work, at last the answer. Like a server, it leaves out vbuckets that are
-    not active (kv_engine, getAllVBucketSequenceNumbers). Here these are vbuckets without a complete first snapshot, or
-    read again from 0. It also leaves out those without the collection. Seqno 0 would say "empty", and a client that
-    reads up to now would end without the vbucket.
+    """Yield None after each step of bounded work, then the answer. It leaves out vbuckets that are not active at a
+    server (kv_engine, getAllVBucketSequenceNumbers): here those without a complete first snapshot, and those being
+    resynced. It leaves out vbuckets without the collection too. With seqno 0 they would look empty, and a client that
+    reads up to the present would miss them.
     """
     seqnos = []
     ends_s = perf_counter() + STEP_S
@@ -263,7 +263,7 @@ def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Repl
         if published.pub.is_stale:
             continue
         newest = int(published.pub.seqno)
-        if collection_id is not None or not newest:  # both cost a look at the vbucket
+        if collection_id is not None or not newest:  # these two cases read the vbucket
             if perf_counter() > ends_s:
                 yield None
                 ends_s = perf_counter() + STEP_S

@@ -1,7 +1,7 @@
-"""Unsent bytes of one client: written at once, or behind an answer that is written in pieces.
+"""Unsent bytes of one client: written at once, or after an answer that is being written in pieces.
 
-Knows the transport and whose turn it is; never frames. Invariants: an answer in pieces is never interrupted by other
-bytes; each piece is written when the client takes it, in a turn of its own, and its memory is given back with it.
+Knows the transport and turns; never frames. Invariants: an answer in pieces is never interrupted by other bytes; each
+piece is written in a turn of its own, when the client takes data, and then released.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mirror.serve.turns import Turns
 class Unsent:
     def __init__(self, transport: asyncio.Transport, turns: Turns, counters: Counters) -> None:
         self.takes = asyncio.Event()
-        """Set while the client takes written bytes."""
+        """Set while the client takes data."""
         self.takes.set()
         self.writable = asyncio.Event()
-        """Set while the client takes, and no answer is being written in pieces."""
+        """Set while the client takes data, and no answer is being written in pieces."""
         self.writable.set()
         self.is_sending = False
         self._transport, self._turns, self._counters = transport, turns, counters
         self._one_sends = asyncio.Lock()
         self._deferred: list[bytes] = []
         self._kept_bytes = 0
-        """Bytes of the answer in pieces that are not written yet."""
+        """Unwritten bytes of the answer in pieces."""
 
     @property
     def unsent_bytes(self) -> int:
@@ -42,7 +42,7 @@ class Unsent:
             self.writable.set()
 
     def write(self, data: bytes) -> None:
-        """Send now, or behind the answer that is being written in pieces."""
+        """Write now, or after the answer that is being written in pieces."""
         if self.is_sending:
             self._deferred.append(data)
         else:
@@ -67,8 +67,8 @@ class Unsent:
                     return
                 self._kept_bytes -= len(piece)
                 self._counters.bytes_sent += len(piece)
-                pieces[at] = b""  # its memory is given back with it, not with all others at the end
-                self._transport.write(bytes(piece))  # a copy, because a part of a block may not wait for anybody
+                pieces[at] = b""  # release each piece at once, not all at the end
+                self._transport.write(bytes(piece))  # a copy: the transport may keep it after the block's release
         finally:
             self.is_sending = False
             self._kept_bytes = 0
