@@ -1,8 +1,8 @@
 """The HTTP application: its routes, and the guard around each of them.
 
 Knows paths and their functions, and turns errors into problems; never a document or a socket. Invariants: every request
-is counted once, by its route's name, never by its path; an unexpected error is logged here with its traceback, and its
-reader gets only "internal".
+is counted once, by its route's name, never by its path; an unexpected error is logged here with its traceback, and the
+client gets only "internal".
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from storage.model import DOCUMENT_FIELDS
 
 BOUNDARIES_SHOWN = 100
 COLLECTIONS_PER_STEP = 128
-"""Collections described before other clients have their turn. Each different manifest is decoded in a turn as well: 4
-ms for 1,000 collections, once after a change."""
+"""Collections described in one turn. Decoding a manifest takes a turn as well: 4 ms for 1,000 collections, once after a
+change."""
 FRESH = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -164,7 +164,7 @@ async def get_livez(request: Request) -> Response:
 
 
 async def get_readyz(request: Request) -> Response:
-    """Ready: every vbucket is published and the lag is below its limit. Readers of everything get the reasons."""
+    """Ready: every vbucket is published and the lag is below its limit. Only readers of everything get the reasons."""
     service: Service = request.state.service
     try:
         reads_all = (await service.reader(request)).reads_all
@@ -197,7 +197,7 @@ def page_file(name: str) -> bytes:
 
 @cache
 def description() -> bytes:
-    """Return the OpenAPI document: the page's, with the version, the fields of a document, states and problems."""
+    """Return `page/openapi.json`, completed with the version, the fields of a document, states and problems."""
     found: dict[str, Any] = json.loads(page_file("openapi.json"))
     found["info"]["version"] = __version__
     components = found["components"]
@@ -237,7 +237,7 @@ def _page(name: str, media_type: str) -> Callable[[Request], Any]:
 
 
 class GuardedApp:
-    """Counts requests, answers unexpected errors, and judges slow answers by the reader's rights when they begin."""
+    """Counts requests, answers unexpected errors, and refuses answers if rights changed before they began."""
 
     def __init__(self, app: ASGIApp, document: Route, service: Service) -> None:
         """`document` is the route of a document in `app`."""
@@ -246,8 +246,8 @@ class GuardedApp:
         self._service = service
 
     def answer_now(self, scope: Scope) -> Response | None:
-        """Answer a GET of a document that needs no waiting and is sent whole. Most requests are such; they cost no
-        task, routing or messages here. None: call the application.
+        """Answer a GET of a document without a task, routing or ASGI messages: most requests are such. None: the answer
+        must wait or is sent in pieces; call the application.
         """
         found = self._document.path_regex.match(scope["path"]) if scope["method"] == "GET" else None
         if found is None:
@@ -270,7 +270,7 @@ class GuardedApp:
         assert scope["type"] == "http", "there are no websockets, and no lifespan"
         started = self._service.clock.monotonic()
         status = byte_count = 0
-        scope["app"] = self._app  # without it, starlette itself answers paths without a route
+        scope["app"] = self._app  # else starlette itself would answer paths without a route
         scope.setdefault("state", {})["service"] = self._service
 
         async def counted(message: Message) -> None:

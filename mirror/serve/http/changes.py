@@ -1,9 +1,9 @@
 """Changes as server-sent events: everything published after a position, in order, until the client leaves.
 
-Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. Every event carries its token. A
-stream of one vbucket gives each event an id, and resumes exactly after it; a stream of several gives an id to the last
-event of each batch, and resumes after that batch, so an event may come twice. A rollback comes as `rollback`,
-`retraction` and `restoration`. Invariants:
+Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. Every event has its token. A
+stream of one vbucket sends an id with each event, and is resumed exactly after that event. A stream of several sends an
+id after each batch, so a client that resumes may get events twice. A rollback comes as `rollback`, `retraction` and
+`restoration` events. Invariants:
 - a stream that cannot go on without a gap sends `reset` and ends;
 - after an error a stream sends `problem` (browsers have an `error` of their own) and ends, and can be resumed;
 - memory is bounded for any number of streams, even if clients do not read them: one thread reads one batch at a time; a
@@ -45,7 +45,7 @@ PIECE_BYTES = 64 * 1024
 """Bytes that a stream reads from the store at a time."""
 RIGHTS_CHECK_S = 1.0
 STEP_S = 0.001
-"""Time for looking at tokens of a position, 25 us each, before other clients have their turn."""
+"""Time for checking a position's tokens in one turn. A token takes 25 us."""
 RETRY_MS = 1_000
 """Pause before a browser connects again."""
 
@@ -102,7 +102,7 @@ class EventStream(Response):
     def __init__(
         self, texts: AsyncGenerator[bytes, None], headers: dict[str, str], service: Service, owner: str
     ) -> None:
-        """The stream counts as its owner's from now until it was sent; `texts` is closed in any case."""
+        """The answer counts as a stream of `owner` until it was sent, and closes `texts` in any case."""
         super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self._texts = texts
@@ -124,7 +124,7 @@ class EventStream(Response):
 
 
 def _served(view: View, vbids: Iterable[int]) -> dict[int, Served]:
-    """Return the served state of all readable vbuckets. Raises the StorageError of an unreadable one in `vbids`."""
+    """Return the served state of all readable vbuckets. Raises StorageError if one of `vbids` is unreadable."""
     unreadable: Unreadable = {}
     now = view.published(unreadable)
     for vbid in vbids:
@@ -138,7 +138,7 @@ def _token(vbid: int, published: Served) -> Token:
 
 
 def _check_since(service: Service, vbid: int, token: Token) -> None:
-    """Raise Problem if the position is gone, so that the answer is a status, not an event."""
+    """Raise Problem if the position is gone: the client then gets a status instead of an event."""
     try:
         service.view.check_since(token)
     except ViewInvalidated as error:
@@ -175,7 +175,7 @@ class EventBatch:
     """Events of one vbucket, as text. No document is kept."""
 
     events: list[tuple[LargePieces, Token]] = field(default_factory=list)
-    """The text of each, empty if the reader does not get the event, and its position."""
+    """The text and token of each event. The text is empty if the reader does not get the event."""
     size: int = 0
 
     def leave_last(self) -> int:
@@ -251,7 +251,7 @@ class ChangeStream:
                 raise refusal
 
     async def _catch_up(self) -> AsyncGenerator[bytes, None]:
-        await self._service.turns.turn()  # every publish wakes every stream
+        await self._service.turns.turn()  # a publish wakes all streams: take turns
         view = self._service.view
         now = _served(view, self._vbids)
         for vbid in self._vbids:
@@ -262,7 +262,7 @@ class ChangeStream:
             self._seen[vbid] = now[vbid]
 
     async def _changes_of(self, vbid: int) -> AsyncGenerator[bytes, None]:
-        """Generate the changes of a vbucket. After a rollback in the middle, start again from the position."""
+        """Generate the changes of a vbucket. If a rollback interrupts, start again at the stream's position."""
         while True:
             started_at = self._position.get(vbid)
             try:
@@ -277,7 +277,7 @@ class ChangeStream:
             except (ViewInvalidated, Closed) as error:
                 await asyncio.sleep(0)
                 if isinstance(error, Closed) or started_at is None or self._position.get(vbid) != started_at:
-                    continue  # overtaken while it was read: go on after the last event
+                    continue  # the rows or the view are gone: continue after the last event
                 if not self._leads_on(started_at):
                     raise _Reset(vbid, of_storage(error)) from error
 
@@ -358,7 +358,7 @@ class ChangeStream:
         return batch
 
     def _text_of(self, batch: EventBatch) -> LargePieces:
-        """Return a batch's text in parts, and move the position behind its last event."""
+        """Return a batch's text in parts, and set the position to its last event."""
         if not batch.events:
             return []
         last = batch.events[-1][1]

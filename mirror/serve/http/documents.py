@@ -2,8 +2,8 @@
 
 Knows the routes' parameters and headers; never a socket or a status. Invariants:
 - a single document, or a multi-get's documents of one group, are read in one transaction;
-- an ETag is the CAS and the form, so two answers with one ETag have the same bytes;
-- all pages of a vbucket show the moment of its first page; once that is impossible, the next page is a problem.
+- an ETag is the CAS and the form, so answers with the same ETag have the same bytes;
+- all pages of a vbucket show the moment of its first page. If that moment is lost, the next page is a problem.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from storage.read.view import AsOf, Pin, View
 from storage.read.wait import MutationToken
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
-"""Values in one multi-get: three of the largest documents."""
+"""Limit of the values in one multi-get: three of the largest documents."""
 PAGE_BYTES_MAX = 8 * 1024 * 1024
 PAGE_STEPS_MAX = 64
-"""Transactions for one page: a page of many tombstones ends early and empty, with a token to go on."""
+"""Limit of transactions for one page. With many tombstones a page ends early and empty, with a token for the next."""
 IF_NONE_MATCH_LENGTH_MAX = 4096
-"""Characters of the header; with a longer one the document is sent."""
+"""Limit of the header's characters; a longer header is ignored."""
 PRIVATE = ((b"cache-control", b"no-cache"), (b"x-content-type-options", b"nosniff"))
-"""Revalidate each time by ETag; never take a stored document for a web page."""
+"""Clients revalidate each time by ETag, and never take a stored document for a web page."""
 JSON = b"application/json"
 
 
@@ -75,7 +75,7 @@ def entity_tag(document: Document, form: str) -> str:
 
 
 def matches(header: str | None, tag: str) -> bool:
-    """Return True if If-None-Match names this tag (RFC 9110, section 13.1.2: weakly)."""
+    """Return True if If-None-Match names this tag (RFC 9110, section 13.1.2: weak comparison)."""
     if header is None or len(header) > IF_NONE_MATCH_LENGTH_MAX:
         return False
     return header.strip() == "*" or tag in (each.strip().removeprefix("W/") for each in header.split(","))
@@ -89,7 +89,7 @@ def headers_of(document: Document, tag: str, datatype: int) -> list[Header]:
 
 
 def path_key(request: Request, encoding: str) -> bytes:
-    """Return the key in the path as it was sent, so that bytes which are not UTF-8 survive."""
+    """Return the key from the raw path, because a key may have bytes that are not UTF-8."""
     text = request.path_params["key"]
     parts = request.scope.get("raw_path", b"").split(b"/", 5)
     if encoding == "utf8" and len(parts) == 6 and parts[4] == b"documents":
@@ -111,7 +111,7 @@ class DocumentRequest(NamedTuple):
 
     @staticmethod
     def of(service: Service, request: Request) -> DocumentRequest:
-        """Parse the request for a vbucket that can be read now. Raises Problem."""
+        """Parse the request. Raises Problem, also if its vbucket cannot be read now."""
         parameters = Parameters(request, ("key_encoding", "form", "as_of", *WAIT_PARAMETERS))
         collection = collection_name(request.path_params["collection"])
         key = path_key(request, parameters.choice("key_encoding", "utf8", "base64url"))
@@ -150,8 +150,8 @@ class DocumentRequest(NamedTuple):
 
 
 def get_document_now(service: Service, request: Request) -> Response | None:
-    """Answer as `get_document` if the answer is sent whole and need not wait; None: call `get_document`. Raises the
-    same.
+    """Answer as `get_document` does, with the same errors. None: the answer must wait or is sent in pieces; call
+    `get_document`.
     """
     reader = service.reader_or_login(request)
     if isinstance(reader, Credentials):
@@ -191,7 +191,7 @@ async def get_documents(request: Request) -> Response:
     def read() -> tuple[Pieces, int]:
         refuse_gone(request)
         service.judge(reader, collection, vbids, as_of)
-        if not keys and isinstance(collection, str):  # no key names it
+        if not keys and isinstance(collection, str):  # without keys no read checks the name
             collection_id(view.manifest(), collection)
         found = view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
         missing = [key for key in keys if key not in found]
@@ -218,7 +218,7 @@ async def scan_documents(request: Request) -> Response:
         if extra := [name for name in first if parameters.all(name)]:
             raise Problem("bad-request", f"{extra[0]} with page", hint="a page's token holds the first parameters")
         page = Page.parse(text, view.identity.vbucket_count)
-        service.judge(reader, collection, ())  # a name; the token's id is judged when it is read
+        service.judge(reader, collection, ())  # checks a name; `judge_pin` checks the token's id
         known = collection_id(view.manifest_of(page.pin), collection) if isinstance(collection, str) else collection
         if known != page.collection_id:
             raise Problem("bad-request", "this page's token is of another collection")
@@ -273,7 +273,7 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
             )
             rows += found
             byte_count += sum(map(len, found))
-            if byte_count - taken_bytes > BUDGETED_BYTES:  # it is held while other pages have their turns
+            if byte_count - taken_bytes > BUDGETED_BYTES:  # kept while other pages are read
                 take(service.budget, byte_count - taken_bytes)
                 taken_bytes = byte_count
             if not start:
@@ -300,7 +300,7 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
 
 
 def _documents(rows: list[bytes], tail: bytes) -> Pieces:
-    """Return the body of an answer with these documents, and release them."""
+    """Return the body of an answer with the documents `rows`, and clear `rows`."""
     parts: Pieces = [b'{"documents":[']
     if max(map(len, rows), default=0) <= BUDGETED_BYTES:
         parts.append(b",".join(rows))

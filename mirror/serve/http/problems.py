@@ -2,7 +2,7 @@
 
 Knows status codes, the store's errors and words; never a route or a request. Invariants: every error is
 `application/problem+json` with `type`, `title`, `status`, `detail` and perhaps a `hint` for a remedy; paths and
-tracebacks stay inside; `Retry-After` marks problems that may pass.
+tracebacks are never sent; `Retry-After` marks temporary problems.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from storage.errors import (
 
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:dcp-mirror:"
-"""A problem's `type` is this and its name; scripts compare it whole."""
+"""A problem's `type` is this prefix and the problem's name. Scripts compare the whole `type`."""
 DETAIL_LENGTH_MAX = 1_000
 
 COLLECTIONS_HINT = "GET /v1/collections lists them"
@@ -113,7 +113,7 @@ def of_storage(error: StorageError) -> Problem:
 
 
 def internal() -> Problem:
-    """The problem of a defect of the program; the log has the details."""
+    """Return the problem for a defect of the program."""
     return Problem("internal", "internal error; the log of the service has details")
 
 

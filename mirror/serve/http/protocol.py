@@ -1,10 +1,9 @@
-"""Connections of HTTP readers: uvicorn's protocol, with limits on their number and slowness.
+"""Connections of HTTP readers: uvicorn's protocol, with limits on time and memory.
 
 Knows asyncio's transports and uvicorn's protocol over httptools (llhttp, the parser of Node.js); never a route.
 `admission` decides who may connect. Invariants:
-- a connection that is silent, sends half a request, or takes nothing of its answer is closed after its limit, and its
-  memory is freed;
-- answers to slow readers have one bound for all of them;
+- a connection that is silent, sends an incomplete request, or takes no answer is closed after a time limit;
+- all answers to slow readers share one memory bound;
 - pipelined requests wait as bytes, except for a few.
 """
 
@@ -30,19 +29,19 @@ from mirror.serve.http.problems import Problem
 from mirror.serve.turns import Turns
 
 HEAD_BYTES_MAX = 256 * 1024
-"""Request line and headers; the position of a reader of 1,024 vbuckets is some 10 KiB."""
+"""Limit of request line and headers. A position of 1,024 vbuckets takes some 10 KiB."""
 HEADERS_MAX = 100
-"""Headers of a request: browsers and proxies send some thirty."""
+"""Limit of a request's headers. Browsers and proxies send some thirty."""
 FRAMING_BYTES_MAX = HEAD_BYTES_MAX
-"""Bytes of a chunked body's framing, extensions or trailers, between two bytes of the body."""
+"""Limit of a chunked body's framing, extensions or trailers between two bytes of the body."""
 SLICE_BYTES = 4 * 1024
-"""Bytes parsed at a time: requests in them wait as objects, those behind them as bytes."""
+"""Bytes parsed at a time. Requests in a slice wait as objects, later requests as bytes."""
 PARSE_S = 0.001
-"""Time for parsing slices before other clients have their turn: a body may come in chunks of one byte."""
+"""Time for parsing slices in one turn. A body may come in chunks of one byte."""
 WITH_MORE = frozenset((b"content-length", b"expect", b"transfer-encoding", b"upgrade"))
 """Headers of requests that may have a body or an upgrade."""
 LINGER_S = 2.0
-"""Time in which input of a refused client is thrown away: closing at once would lose the refusal."""
+"""Time for which a refused client's input is discarded. Closing at once would lose the refusal."""
 REQUEST_TIMEOUT_S = 20.0
 """Time for a whole request, from the opening of the connection or its first byte."""
 TURNED_AWAY = (
@@ -59,7 +58,7 @@ class Gate:
     send_timeout_s: float = 30.0
     request_timeout_s: float = REQUEST_TIMEOUT_S
     answer_now: Callable[[Any], Response | None] = lambda _: None
-    """Returns the answer to a request that waits for nothing and is sent whole; None: call the application."""
+    """Returns an answer that need not wait and is sent whole; None: call the application."""
     turns: Turns = field(default_factory=Turns)
     state: ServerState = field(default_factory=ServerState)
 
@@ -80,17 +79,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answered_now = False
         self._idle_since_s = 0.0
         self._answer_now: Callable[[Any], Response | None] | None = None
-        """Set while the first request of received data is parsed: only one is answered at once, so that other
-        connections have their turn."""
+        """Set while the first request of received data is parsed. Only this one is answered at once; others wait for a
+        turn."""
         self._is_only_head = False
         self._head_bytes = self._framing_bytes = 0
         self._unparsed = b""
         self._is_waiting = False
-        """The next request waits for its turn."""
+        """True while the next request waits for its turn."""
         self._is_busy = False
-        """Several requests came at a time: the next ones wait for their turns too."""
+        """True if several requests came together: the next requests then wait for turns too."""
         self._wrong: str | None = None
-        """The reason why nothing more is read, sent once earlier requests are answered."""
+        """The reason for reading no more, sent once earlier requests are answered; empty: none is sent."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -148,8 +147,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection, unless a request was answered at once meanwhile. Such an answer does not reset the
-        timer, to save time.
+        """Close the connection if it was idle for the whole timeout. Answers at once do not reset the timer, to save
+        time.
         """
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
@@ -161,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(timeout_s, self.timeout_keep_alive_handler)
 
     def _parse(self) -> None:
-        """Parse until a request waits for its turn; stop the clock once one is being answered."""
+        """Parse until a request waits for its turn. Stop the request timer while a request is being answered."""
         at = 0
         unparsed = self._unparsed
         ends_s = perf_counter() + PARSE_S
@@ -185,7 +184,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._framing_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # nothing is upgraded here, and the parser goes no further
+        except httptools.HttpParserUpgrade:  # no upgrades here; the parser has stopped
             self.cycle.keep_alive = False
             self._wrong = ""
         except httptools.HttpParserError as error:
@@ -223,7 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Require one host (RFC 9112, section 3.2)."""
+        """Require one Host header (RFC 9112, section 3.2)."""
         names = [name for name, _ in self.headers]
         if self.parser.get_http_version() == "1.1" and names.count(b"host") != 1:
             raise ValueError("it needs exactly one Host header")
@@ -241,8 +240,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._request_begun = False
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request; one that is here already waits for its turn."""
-        parsed, self.pipeline = self.pipeline, deque()  # uvicorn would answer the next one at once
+        """Wait for the next request. If it was received already, let it wait for its turn."""
+        parsed, self.pipeline = self.pipeline, deque()  # else uvicorn would answer the next request at once
         super().on_response_complete()
         self.pipeline = parsed
         if self.transport.is_closing():
@@ -300,12 +299,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stuck = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse input that is not HTTP or too long, once earlier requests are answered, and hang up."""
+        """Refuse invalid or too long input once earlier requests are answered, and hang up."""
         if self._answering and self._in_head:
             self._wrong = msg
             self.flow.pause_reading()
             return
-        if self._answering:  # it is this request's body
+        if self._answering:  # the input is the body of this request
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             if self.cycle.response_started or self.pipeline:

@@ -1,7 +1,7 @@
-"""The processes that answer SQL for an HTTP process: started when first needed, kept while they are sound.
+"""The processes that answer SQL for an HTTP process: started when needed, and kept for further queries.
 
 Knows processes, sockets and places; never a query. Invariants: there are at most `sql_processes` processes, ending ones
-included; a process with an abandoned query releases its lease, and ends.
+included; a process whose query was abandoned releases its lease, and ends.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mirror.serve.http.problems import Problem
 HEAD_BYTES_MAX = 64 * 1024
 PIECE_BYTES = 64 * 1024
 ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ")
-"""Variables of the service that a query's process gets: no password is among them."""
+"""Environment variables that a query's process inherits. None has a password."""
 SMALL_HEAPS = {"MALLOC_ARENA_MAX": "2", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Variables that reserve little address space, because the bound of memory counts it."""
+"""Environment variables that keep reserved memory small, because the memory limit counts it."""
 END_S = 5.0
 """Time for a process to end by itself."""
 
 
 class QueryChild:
-    """A process of queries and the socket to it."""
+    """A query process and the socket to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.process, self.reader, self.writer = process, reader, writer
@@ -99,7 +99,7 @@ class Queries:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def take(self) -> QueryChild:
-        """Wait for a place and return an idle process in it, or a new one."""
+        """Wait for a free place among `sql_processes`; return an idle or a new process."""
         await self._places.acquire()
         while self._idle:
             child = self._idle.pop()
@@ -109,7 +109,7 @@ class Queries:
         starting = asyncio.create_task(QueryChild.start(self.settings.sql_memory_bytes))
         try:
             return await asyncio.shield(starting)
-        except asyncio.CancelledError:  # the next query takes it
+        except asyncio.CancelledError:  # keep the new process for the next query
             starting.add_done_callback(lambda started: self.give_back(started.result()))
             raise
         except OSError:
@@ -117,7 +117,7 @@ class Queries:
             raise
 
     def give_back(self, child: QueryChild) -> None:
-        """Keep an idle process. End another one, and then free its place."""
+        """Keep the process if it is idle; else end it, and then free its place."""
         if child.idle:
             self._idle.append(child)
             self._places.release()
@@ -131,7 +131,7 @@ class Queries:
         return ending
 
     async def close(self) -> None:
-        """Wait for the queries, whose readers are gone, and end all processes."""
+        """Wait for the end of all queries, whose clients are gone; then end all processes."""
         for _ in range(self.settings.sql_processes):
             await self._places.acquire()
         for child in self._idle:

@@ -1,8 +1,8 @@
 """A process that answers one query after the other for an HTTP process, over a socket on its stdin.
 
 The HTTP process sends a line of JSON for a query, and gets a line of JSON for its answer, then the answer's bytes.
-Invariants: an answer begins once this process has all of it; the process ends, and releases its lease, when the HTTP
-process hangs up or is gone; the kernel bounds its memory, too.
+Invariants: an answer is sent once it is complete; the process ends, and releases its lease, when the HTTP process hangs
+up or ends; the kernel limits the memory of this process, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from storage.errors import StorageError
 from storage.read.view import Time, open_view
 
 ABOVE_LIMIT_BYTES = 768 * 1024 * 1024
-"""Memory of Python, Arrow and the scan above that of a query. Half of it is stacks and heaps that are only reserved."""
+"""Memory of Python, Arrow and the scan, besides the query's. Half of it is only reserved, for stacks and heaps."""
 NICENESS = 5
 """Ingest and point reads come first."""
 LEAVE_TRIES, LEAVE_TRY_S = 60, 0.05
@@ -110,7 +110,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     QueryProcess(line).run()
-    os._exit(0)  # without the messages of DuckDB's module about its own functions
+    os._exit(0)  # skips the messages of DuckDB's module at exit
 
 
 if __name__ == "__main__":

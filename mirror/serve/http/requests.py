@@ -1,4 +1,4 @@
-"""Turns request texts into values of the store, or refuses them with a problem that says why.
+"""Conversion of request texts to values of the store. Invalid texts raise Problem with the reason.
 
 Knows the API's parameters and bounds; never their use. Numbers from readers become `Branch` and `Seqno` here.
 Invariants: only checked values leave this module; an unknown parameter is an error, so a misspelt one is never ignored;
@@ -25,20 +25,20 @@ from storage.read.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 
 KEY_LENGTH_MAX = 250
 BODY_BYTES_MAX = 1024 * 1024
-"""A multi-get of a thousand of the longest keys is a third of it."""
+"""A multi-get of 1,000 of the longest keys takes a third of this."""
 BODY_TIMEOUT_S = 15.0
 KEYS_MAX = 1_000
 VALUES_MAX = KEYS_MAX + 16
-"""Values in a body: keys, lists and members."""
+"""Limit of JSON values in a body: keys, lists and members."""
 PAGE_LIMIT_MAX = 1_000
 PAGE_LIMIT_DEFAULT = 100
 WAIT_MS_MAX = 60_000
 WAIT_MS_DEFAULT = 2_500
 PAGE_VERSION = 2
 PAGE_LENGTH_MAX = 4096
-"""Characters of a page token: three keys and twelve numbers are half of it."""
+"""Limit of a page token's characters. Three keys and twelve numbers take half of it."""
 PARAMETERS_MAX = 2_048
-"""Parameters of a query: each vbucket of a bucket by itself, and all others."""
+"""Limit of parameters in a URL: one for each vbucket of a bucket, and all others."""
 TOKENS_MAX = 64
 NAME_LENGTH_MAX = 251 * 2 + 1
 """scope.collection, each of 251 bytes."""
@@ -186,11 +186,11 @@ async def body_of(request: Request) -> bytes:
 
 
 def json_of(body: bytes) -> Any:
-    """Parse a body of at most `VALUES_MAX` values, because a megabyte of empty objects takes 30 ms to make. Call this
-    in a thread: an accepted body may take 8 ms.
+    """Parse a body of at most `VALUES_MAX` values: a megabyte of empty objects would take 30 ms. Call this in a thread,
+    because an accepted body may take 8 ms.
     """
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    outside = b"".join(plain.split(b'"', 2 * VALUES_MAX)[::2])  # of strings, the first ones
+    outside = b"".join(plain.split(b'"', 2 * VALUES_MAX)[::2])  # outside of strings, up to the limit
     if sum(map(outside.count, (b",", b"[", b"{", b'"'))) > VALUES_MAX:
         raise Problem("too-large", f"{KEYS_MAX} keys at most are read at once", hint="ask for fewer")
     try:
@@ -204,7 +204,7 @@ def _too_large() -> Problem:
 
 
 def requested_keys(body: Any) -> list[bytes]:
-    """Return the keys of a multi-get: `keys` as text, `keys_b64` as base64url; each once, in their order."""
+    """Return the keys of a multi-get: `keys` as text, `keys_b64` as base64url; in order, without duplicates."""
     if not isinstance(body, dict):
         raise _bad("the body is not an object", '{"keys": ["a", "b"]}')
     unknown = set(body) - {"keys", "keys_b64"}
@@ -280,7 +280,7 @@ class Page:
 
 
 def position_text(tokens: Mapping[int, Token]) -> str:
-    """Return the position of a reader of changes: one token as it is, several packed into one word."""
+    """Return the position of a reader of changes: a single token as it is, several compressed into one word."""
     if len(tokens) == 1:
         return str(next(iter(tokens.values())))
     packed = ",".join(str(tokens[vbid]) for vbid in sorted(tokens))
@@ -288,7 +288,7 @@ def position_text(tokens: Mapping[int, Token]) -> str:
 
 
 def parse_position(text: str, vbucket_count: int) -> dict[int, Token]:
-    """Invert `position_text`. Work and memory are bounded by the number of vbuckets, whatever the text."""
+    """Parse a result of `position_text`. For any text, the number of vbuckets bounds work and memory."""
     bytes_max = vbucket_count * (TOKEN_LENGTH_MAX + 1)
     try:
         if text.startswith("z"):

@@ -1,8 +1,8 @@
 """One HTTP process: the application on its sockets, from its start to its end.
 
-Knows settings, sockets and uvicorn's protocol; `api` knows the answers. The supervisor starts it, gives it its sockets,
-reads its status and replaces it. Invariants: requests from before a stop are answered within the time that is left;
-streams end at once, so that their readers find another process.
+Knows settings, sockets and uvicorn's protocol; `api` has the answers. The supervisor starts the process, gives it
+sockets, reads its status and replaces it. Invariants: at a stop, requests in progress have `DRAIN_S` to be answered;
+streams end at once, so that their clients connect to another process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from mirror.serve.listener import Address
 from storage.errors import StorageError
 
 SWITCH_INTERVAL_S = 0.0005
-"""Time that a bulk read computes before the event loop runs: Python's own 5 ms are as long as some requests."""
+"""Time that a bulk read's thread runs before the event loop may. Python's 5 ms are as long as some requests."""
 DRAIN_S = 5.0
-"""Time for answers on their way when the process stops."""
+"""Time for answers in progress when the process stops."""
 
 
 class HttpServer:
@@ -48,7 +48,7 @@ class HttpServer:
         name: str = "http-0",
         users: Users | None = None,
     ) -> None:
-        """`stored` makes a status from the store alone; `name` is this process in the metrics."""
+        """`stored` makes a status from the store alone; `name` identifies this process in the metrics."""
         self.service = Service(settings, stored, clock, name=name, users=users)
         app = make_app(self.service)
         self.gate = Gate(settings.reader_send_timeout_s, answer_now=app.answer_now, turns=self.service.turns)
@@ -64,7 +64,7 @@ class HttpServer:
     async def start(self) -> None:
         self._set_date()
         with contextlib.suppress(StorageError):
-            self.service.view.published({})  # as in `KvBucket`
+            self.service.view.published({})  # 30 ms for 1,024 vbuckets: not in the first request
         for address, listening in self._sockets:
             factory = partial(BoundedProtocol, self._config, self.gate, {"local": address.local})
             tls = self._tls if address.tls else None

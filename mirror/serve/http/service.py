@@ -1,11 +1,11 @@
-"""Shared ground of every HTTP route: the mirror, readers and rights, waiting, limits.
+"""Common parts of the HTTP routes: the mirror, readers and rights, waiting, limits.
 
 Knows the open view, users, budgets and problems; never a route's own parameters. Invariants:
-- a collection is read only after its name was judged;
-- in a vbucket that was never published, or is being resynced, a document is "not available now", never "absent", unless
-  the source's vbucket is known to be empty;
-- a read with tokens answers only if the tokens still hold after it, so a rollback in between cannot slip an older value
-  in.
+- a collection is read only after the reader's right to its name was checked;
+- in a vbucket that was never published, or is being resynced, a document is "not available now", never "absent". A
+  vbucket known to be empty counts as published;
+- a read with tokens answers only if their writes are still published after it, so a rollback meanwhile cannot give an
+  older value.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ WAIT_PARAMETERS = ("token", "timeout_ms")
 CREDENTIALS_LENGTH_MAX = 4096
 """Characters of user and password in base64."""
 BUDGETED_BYTES = 64 * 1024
-"""Smaller answers fit into a socket's buffers and are not counted."""
+"""Answers up to this size fit into a socket's buffers, and do not count in the budget."""
 STREAMS_SHARE = 8
 """One in this many of a process's connections may be a stream of changes."""
 STREAMS_PER_READER_SHARE = 2
 """One in this many of these streams may be one user's, or one anonymous peer's."""
 FEW = 8
-"""Up to this number, vbuckets are read one by one."""
+"""Up to this many vbuckets are read one by one."""
 
 Header = tuple[bytes, bytes]
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Credentials(NamedTuple):
 
 
 def take(budget: Budget, byte_count: int) -> None:
-    """Take bytes of a budget. Raises Problem if that is too much now."""
+    """Take bytes of a budget. Raises Problem if too few are left."""
     if not budget.try_take(byte_count):
         raise Problem("too-busy", "no memory for another answer: slow readers hold all of it")
 
@@ -77,7 +77,7 @@ class Plain(Response):
 
 
 class Budgeted(Plain):
-    """An answer whose bytes count until the client has taken them."""
+    """An answer whose bytes count in the budget until the client has taken them."""
 
     def __init__(
         self, service: Service, body: Pieces, headers: Iterable[Header], media_type: bytes, taken_bytes: int = 0
@@ -101,7 +101,7 @@ class Budgeted(Plain):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send in pieces, to notice a client that takes nothing, and give the bytes back."""
+        """Send in pieces, to notice a client that takes none; then give the bytes back to the budget."""
         try:
             if not self._pieces or scope["method"] == "HEAD":
                 await super().__call__(scope, receive, send)
@@ -113,7 +113,7 @@ class Budgeted(Plain):
 
 
 async def send_pieces(send: Send, pieces: Pieces, turns: Turns) -> None:
-    """Send a body, each piece in a turn of its own, and release it."""
+    """Send a body. Each piece is sent in a turn of its own, and then released."""
     for piece in taken(pieces):
         await turns.turn()
         await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -157,7 +157,7 @@ class Service:
         name: str = "http-0",
         users: Users | None = None,
     ) -> None:
-        """`stored` makes a status from the store alone; `name` is this process in the metrics."""
+        """`stored` makes a status from the store alone; `name` identifies this process in the metrics."""
         self.clock = clock
         self.users = users_of(settings) if users is None else users
         self.logins = Logins(self.users, clock)
@@ -170,7 +170,7 @@ class Service:
         self.large = LargeReads(self.turns)
         self._one_bulk_read = asyncio.Lock()
         self.queries = Queries(settings) if settings.sql else None
-        """The processes that answer SQL; None if the settings say no."""
+        """The processes that answer SQL; None without the setting `sql`."""
         self.watch = PublishWatch(self.mirror, clock)
         self.changes_thread = ThreadPoolExecutor(1, "changes")
         """Reads the batches of all streams of changes, one after the other."""
@@ -184,7 +184,7 @@ class Service:
         return self.mirror.view
 
     async def read_batch(self, read: Callable[[], T]) -> T:
-        """Call `read` in the thread of the streams of changes. Raises Problem once that has ended."""
+        """Call `read` in the thread of the streams of changes. Raises Problem once the thread has ended."""
         try:
             reading = self.changes_thread.submit(read)
         except RuntimeError:
@@ -246,7 +246,7 @@ class Service:
         return Problem("forbidden", RIGHTS_CHANGED, hint="log in again")
 
     def judge(self, reader: Reader, collection: str | int, vbids: Iterable[int], as_of: AsOf = None) -> None:
-        """Refuse a collection that the reader may not read; an id is judged by its name in these vbuckets."""
+        """Refuse a collection that the reader may not read. The name of an id is looked up in `vbids`."""
         if reader.reads_all:
             return
         if isinstance(collection, str):
@@ -258,7 +258,7 @@ class Service:
 
     def judge_pin(self, reader: Reader, collection_id: int, pin: Pin, *, unknown: bool = False) -> None:
         """Refuse a collection that the reader may not read, by its name in the manifest at a boundary. An unknown id is
-        refused too; with `unknown` it passes, for a read that finds no documents of it.
+        refused too, except with `unknown`, because the read then finds no documents.
         """
         if reader.reads_all:
             return
@@ -271,7 +271,7 @@ class Service:
     # availability
 
     def refuse_unavailable(self, vbids: Iterable[int]) -> None:
-        """Raise Problem for vbuckets not held here, or resynced unless old copies are served."""
+        """Raise Problem for vbuckets that are not held here, or, without `stale_reads`, are being resynced."""
         view = self.view
         requested = sorted(vbids)
         held = view.vbids
@@ -327,8 +327,8 @@ class Service:
         return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
 
     async def read_in_bulk(self, request: Request, read: Callable[[], T]) -> T:
-        """Call `read` in a thread, one at a time: the event loop goes on, and only one read holds memory. Raises
-        Problem if the client hung up in line.
+        """Call `read` in a thread, so the event loop goes on; one call at a time, to bound memory. Raises Problem if
+        the client hung up while it waited.
         """
         with leaves_line(request):
             await self._one_bulk_read.acquire()
@@ -346,7 +346,7 @@ class Service:
         *,
         in_bulk: bool = False,
     ) -> T:
-        """Call `read` once all tokens are published; they must still be published after it. Raises Problem."""
+        """Call `read` once all tokens are published; repeat it if one is not after it. Raises Problem."""
         deadline = self.clock.monotonic() + timeout_s
         delay = POLL_MIN_S
         while True:
@@ -391,8 +391,8 @@ def _may_not_read(reader: Reader) -> Problem:
 
 
 def refuse_websites(request: Request) -> None:
-    """Refuse requests that a website can make its visitor's browser send. These are cross-site requests, except links
-    to the status page, and requests without a login that name another host than this machine. Raises Problem.
+    """Refuse requests that a website can make its visitor's browser send: cross-site requests that are not links to the
+    status page, and requests without a login for another host than this machine. Raises Problem.
     """
     if header(request, b"sec-fetch-site") == "cross-site" and not (
         header(request, b"sec-fetch-mode") == "navigate" and request.url.path == "/"
@@ -406,7 +406,7 @@ def refuse_websites(request: Request) -> None:
 
 @contextlib.contextmanager
 def leaves_line(request: Request) -> Iterator[None]:
-    """Raise Problem as soon as the client has hung up."""
+    """Interrupt the block, and raise Problem, as soon as the client has hung up."""
     refuse_gone(request)
     slot: Slot = request.scope["state"]["slot"]
     slot.in_line = asyncio.current_task()

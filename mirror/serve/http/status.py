@@ -2,7 +2,7 @@
 
 Knows the control socket and the shape that `cli/JSON.md` promises. The report comes from the running service, or else
 from the store. Invariants: the service is queried once a second at most, for any number of readers; the kept past is
-bounded. The report itself judges readiness (`reasons`).
+bounded. The report itself has the reasons against readiness (`reasons`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ FRESH_S = 1.0
 HISTORY_FRESH_S = 5.0
 SAMPLE_INTERVAL_S = 5.0
 SAMPLES_MAX = 180
-"""A quarter of an hour."""
+"""Samples of a quarter of an hour."""
 ROLLBACKS_SHOWN = 50
 PAST_SHOWN = 20
 TOGETHER_MS = 5_000
-"""Rollbacks, and resyncs, this close to each other are one entry of the past."""
+"""Rollbacks this close to each other are one entry of `past`; so are resyncs."""
 
 SHOWN_TO_ALL = frozenset((
     "service", "state", "since_ms", "uptime_s", "time_ms", "bucket", "bucket_uuid", "cluster_uuid",
     "vbucket_count", "vbuckets_held", "group_count", "sync", "totals", "catch_up", "disk", "history", "lag_limit_s",
 ))  # fmt: skip
-"""The status for readers of some collections. Paths, processes, the source's user, names of collections and of other
+"""Members for readers of some collections. Paths, processes, the source's user, names of collections and of other
 readers, and the texts of errors, events and warnings are for readers of everything."""
 PROCESS_SHOWN_TO_ALL = frozenset(
     ("kind", "slot", "phase", "groups", "uptime_s", "heartbeat_age_s", "restarts", "last_exit_ms")
@@ -60,7 +60,7 @@ async def ask_service(data: Path) -> Report | None:
 
 
 def partly_shown_rows(rows: list[Report]) -> list[Report]:
-    """Return rows for readers of some collections: with a node's contact, without its address."""
+    """Return rows for readers of some collections: they show a node's contact, not its address."""
     return [row | ROW_HIDDEN | {"node": None if row["node"] is None else "hidden"} for row in rows]
 
 
@@ -93,7 +93,7 @@ def reads_of(report: Report) -> dict[str, int]:
 
 
 def _together(event: str, found: list[Report]) -> list[Report]:
-    """Group events of vbuckets, newest first, by runs of moments that are close to each other."""
+    """Group events, newest first: one within `TOGETHER_MS` of the event before it joins its group."""
     entries: list[Report] = []
     vbids: set[int] = set()
     before_ms = float("inf")
@@ -234,7 +234,7 @@ class StatusReporter:
         return round(risen / (now - before[0]), 1)
 
     async def run(self) -> None:
-        """Sample, and notice groups that were recreated, until cancelled."""
+        """Take samples, and notice recreated groups, until cancelled."""
         while True:
             self._mirror.refresh()
             await self.sample()

@@ -1,4 +1,4 @@
-"""The view of one HTTP process, opened when first needed and again after a group was recreated; and news of publishes.
+"""The view of one HTTP process, opened when first needed and after a group was recreated; and a watch for publishes.
 
 Knows the data directory and the store's `View`; never a request. Invariants: a replaced file of a group is noticed
 within a second; a replaced view is closed; only the reading process opens files.
@@ -17,7 +17,7 @@ from storage.read.states import Unreadable
 from storage.read.view import View, open_view
 
 WATCH_INTERVAL_S = 0.05
-"""Delay after which a stream of changes sees a publish."""
+"""Interval at which publishes are noticed, for streams of changes."""
 
 
 class Mirror:
@@ -61,7 +61,7 @@ class PublishWatch:
         self._mirror = mirror
         self._clock = clock
         self.moved: asyncio.Future[None]
-        """Done at the next publish or `wake`, and replaced. Take it after `enter`, before reading positions."""
+        """Done at the next publish or `wake`, then replaced. Fetch it after `enter`, before reading positions."""
         self._task: asyncio.Task[None] | None = None
         self._readers = 0
 
@@ -91,7 +91,7 @@ class PublishWatch:
                 now = self._mirror.view.published(unreadable), set(unreadable)
             except StorageError as error:
                 now = str(error)
-            if now != before:  # a stream that is woken meets the error itself, and reports it
+            if now != before:  # a woken stream gets the error too, and reports it
                 before = now
                 self.wake()
             await self._clock.sleep(WATCH_INTERVAL_S)
