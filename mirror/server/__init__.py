@@ -1,5 +1,5 @@
 """Servers of the KV and DCP protocols: the common part of the embedded source and the mirror.
 
-The rules of the protocol are here once. The subclasses and policy objects of `mirror.sandbox` and `mirror.serve` have
-the differences: features and controls, users, documents, faults.
+The rules of the protocol are only here. Subclasses and policy objects in `mirror.sandbox` and `mirror.serve` have the
+differences: features and controls, users, documents, faults.
 """

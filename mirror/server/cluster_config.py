@@ -1,8 +1,8 @@
-"""The terse cluster configuration that servers answer to GET_CLUSTER_CONFIG, and the manifest, as JSON.
+"""The answers to GET_CLUSTER_CONFIG (the terse configuration) and GET_COLLECTIONS_MANIFEST, as JSON.
 
 The form is as recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md; each official client accepts it
-(docs/protocol.md 2.12). Invariants: a node without a host is the client's own target, which works for a single node
-only; a node's management ports are its key-value ports, which answer HTTP with `NO_MANAGEMENT`.
+(docs/protocol.md 2.12). Invariants: a node without a host has the address that the client connected to, which works
+for a single node only; a node's management ports are its key-value ports, which answer HTTP with `NO_MANAGEMENT`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_MANAGEMENT = (
 """The answer to HTTP on a key-value port: management clients fail at once, with this text in their error."""
 
 KV_PORT = 11210
-"""The plain port that the map names for a node that listens only with TLS, as clusters do."""
+"""The plain port in the map for a node that listens only with TLS, as in clusters' maps."""
 
 NOWHERE = -1
 """In a vbucket's chain: no node has this copy."""
@@ -48,14 +48,14 @@ _VIEWS = "couchapi"
 @dataclass(frozen=True, slots=True)
 class ConfigNode:
     host: str | None
-    """None: the client's own target."""
+    """None: the address that the client connected to."""
     kv_port: int | None
-    """Without TLS; None: not offered."""
+    """The port without TLS; None: not offered."""
     tls_port: int | None = None
     external_host: str | None = None
     """The alternate address `external`."""
     answers: bool = False
-    """True for the node that answers."""
+    """True for the node that sends this answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class ConfigBucket:
     """By vbucket: the indexes of its active node and its replicas, or NOWHERE."""
     capabilities: Sequence[str] = CAPABILITIES
     ephemeral: bool = False
-    """True for a bucket that lives only in memory, and has no views."""
+    """True for a bucket in memory only, without views."""
     mirror: bool = False
-    """True for a mirror, whose revisions are not comparable with those of the cluster's maps."""
+    """True for a mirror, whose map revisions are not comparable with the cluster's."""
 
 
 def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: ConfigBucket | None) -> bytes:

@@ -1,4 +1,4 @@
-"""A DCP client's settings, negotiated by HELLO, DCP_OPEN and DCP_CONTROL, and the form of documents that they ask for.
+"""A DCP client's settings, negotiated by HELLO, DCP_OPEN and DCP_CONTROL, and the form of documents that they select.
 
 Names, values and statuses are those of docs/protocol.md 2.2, 2.3 and 2.11, checked against recorded engines. An unknown
 name or a value out of range is EINVAL and changes nothing; a control beyond the server's `Abilities` is NOT_SUPPORTED.
@@ -48,16 +48,16 @@ _OSO_WITH_SEQNO_ADVANCED = b"true_with_seqno_advanced"
 class Abilities:
     controls: frozenset[bytes]
     fractional_noop_interval: bool = True
-    """Noop intervals may be a fraction of a second (7.6 and newer)."""
+    """True if noop intervals may be a fraction of a second (7.6 and newer)."""
     sync_writes: bool = False
     replication: bool = False
-    """The server can wait for replicas to acknowledge durable writes."""
+    """True if the server can wait for replicas to acknowledge durable writes."""
     change_streams: bool = False
     oso_with_seqno_advanced: bool = True
-    """The server knows the second form of out-of-order snapshots (7.1 and newer)."""
+    """True if the server knows the second form of out-of-order snapshots (7.1 and newer)."""
     stream_flags: int = STREAM_FLAGS_7_2
     refuses_unknown_stream_flags: bool = True
-    """Unknown flags are EINVAL (7.2 and newer); older servers ignore them."""
+    """True if unknown flags are EINVAL (7.2 and newer); older servers ignore them."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Controls:
     change_streams: bool = False
     v7_status_codes: bool = False
     round_robin: bool = False
-    """Backfills of several vbuckets take turns."""
+    """True if backfills of several vbuckets take turns."""
     marker_version: MarkerVersion = MarkerVersion.V1
     """The version of disk snapshots' markers."""
 
@@ -97,19 +97,19 @@ class Controls:
 
     @property
     def expirations(self) -> bool:
-        """True if expirations have their own opcode. That needs delete times; the control itself succeeds without them
+        """True if expirations have their own opcode. Without delete times the control succeeds, but has no effect
         (recorded).
         """
         return self.expiry_opcode and self.delete_times
 
     @property
     def no_value(self) -> bool:
-        """True if bodies are left out, and the datatype says so."""
+        """True if bodies are left out, and their datatype bits too."""
         return bool(self.open_flags & DcpOpenFlag.NO_VALUE)
 
     @property
     def no_value_with_underlying_datatype(self) -> bool:
-        """True if values are left out, and the datatype stays that of the document."""
+        """True if values are left out, but the datatype is the document's."""
         return bool(self.open_flags & DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE)
 
     def set(self, name: bytes, value: bytes) -> Status:
@@ -169,7 +169,7 @@ class Controls:
         return Status.SUCCESS if value == _TRUE or with_seqno_advanced else Status.EINVAL
 
     def _set_change_streams(self, value: bytes) -> Status:
-        """Accept only if the storage keeps history; a client cannot turn it off again (docs/protocol.md 2.3)."""
+        """Turn on change streams, if the server has them. A client cannot turn them off (docs/protocol.md 2.3)."""
         if value != _TRUE:
             return Status.EINVAL
         if not self.abilities.change_streams:
@@ -189,8 +189,8 @@ _Setter = Callable[[Controls, bytes], Status]
 
 
 def _choice(values: Mapping[bytes, bool], attribute: str = "", needs: str = "") -> _Setter:
-    """Return the setter of a control with these values. Without `attribute` it only checks the value; `needs` names an
-    attribute that must be true.
+    """Return the setter of a control with these values. Without `attribute`, the setter only checks the value. `needs`
+    names an attribute that must be true.
     """
 
     def set_to(controls: Controls, value: bytes) -> Status:
@@ -244,20 +244,20 @@ ALL_CONTROLS = frozenset(_CONTROLS)
 
 class DocumentShape:
     def __init__(self, controls: Controls) -> None:
-        """`controls` must not change any more."""
+        """`controls` must not change afterwards."""
         self._controls = controls
         self.unwanted_datatype = (0 if controls.xattrs else values.XATTR) | (0 if controls.snappy else values.SNAPPY)
         """Datatype bits that this client must not get."""
         self.plain = controls.collections and not (
             controls.no_value or controls.no_value_with_underlying_datatype or controls.force_compression
         )
-        """A mutation without unwanted datatype bits needs no change."""
+        """True if a mutation without unwanted datatype bits needs no change."""
 
     def key(self, wire_key: bytes) -> bytes:
         return wire_key if self._controls.collections else wire_key[decode_leb128(wire_key)[1] :]
 
     def value(self, value: bytes, datatype: int, *, tombstone: bool) -> tuple[bytes, int]:
-        """Return value and datatype. Raises ValueError for a value that cannot be taken apart."""
+        """Return value and datatype for the client. Raises ValueError for invalid compression or xattrs."""
         controls = self._controls
         if controls.no_value_with_underlying_datatype:
             return b"", datatype
@@ -274,7 +274,7 @@ class DocumentShape:
         return value, datatype
 
     def tombstone(self, opcode: int, seqnos: bytes, time: bytes) -> tuple[int, bytes]:
-        """Return opcode and extras of a deletion or expiration: `seqnos` are its first 16 bytes, `time` 4 bytes."""
+        """Return opcode and extras of a deletion or expiration. `seqnos`: the first 16 bytes; `time`: 4 bytes."""
         if opcode == EXPIRATION and self._controls.expirations:
             return EXPIRATION, seqnos + time
         return DELETION, seqnos + (time + _UNUSED if self._controls.delete_times else _NO_METADATA)

@@ -1,6 +1,6 @@
-"""Answers to the requests of a DCP client, and the meaning of the client's own answers.
+"""Answers to the requests of a DCP client, and the handling of the client's own answers.
 
-A connection takes DCP_OPEN once, and other DCP requests only after it. A request out of place is EINVAL and the
+A connection accepts DCP_OPEN once, and other DCP requests only after it. A request out of place is EINVAL and the
 connection stays (7.2 as recorded); servers of 6.0 and older hang up (`Session.hangs_up`).
 """
 
@@ -71,7 +71,7 @@ def _noop(session: Session, _frame: Frame) -> Reply:
 
 
 def take_answer(session: Session, frame: Frame) -> None:
-    """Take a client's answer to a noop or a marker. Any other is a RemoteProtocolError."""
+    """Handle a client's answer to a noop or marker. Raises RemoteProtocolError for other answers."""
     if session.producer is None or frame.opcode not in _ANSWERABLE:
         raise RemoteProtocolError("an answer without a request", op=frame.opcode)
     if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:

@@ -1,6 +1,6 @@
-"""Dispatch of a request: check login, bucket, privilege and shape, and call the operation.
+"""Dispatch of a request: check login, bucket, privilege and shape, then call the operation.
 
-A request that its operation refuses or cannot decode is answered with the status, and the connection stays.
+A request that its operation refuses or cannot decode is answered with a status, and the connection stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | Later | None:
-    """Return the answer to a request; None if it has none. Raises OutOfPlace: hang up."""
+    """Return the answer; None if the request gets none. If OutOfPlace is raised, hang up."""
     operation = operations.get(frame.opcode)
     if not session.logged_in and not (operation and operation.before_login):
         return Reply(Status.EACCESS)
@@ -61,7 +61,7 @@ def _checked(operation: Operation[SessionT], session: SessionT, frame: Frame) ->
 
 
 def guarded(session: Session, compute: Callable[[], T]) -> T | Reply:
-    """Return what `compute` returns, or the answer to the refusal that it raises."""
+    """Return the result of `compute`, or the answer to the refusal that it raises."""
     try:
         return compute()
     except Refused as error:

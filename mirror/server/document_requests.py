@@ -1,8 +1,8 @@
 """Answers to requests that read documents: get and its variants, metadata, and paths inside of documents.
 
 The answers are those of kv_engine (docs/BinaryProtocol.md, docs/SubDocument.md; the recording sdk_72_conn2). A value is
-sent only with datatype bits that the client negotiated, and never with its xattrs; quiet forms answer hits only; a
-failed path among several is reported in the body, under one status for the whole.
+sent only with datatype bits that the client negotiated, and never with its xattrs; quiet forms do not answer if
+there is no document; the answer to several paths has one status for all, and each path's status in the body.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from storage.model import Document
 SessionT = TypeVar("SessionT", bound=Session)
 
 LARGE_BYTES = 64 * 1024
-"""Bytes that a lookup visits if all its paths are at the document's end; above, other clients have turns."""
+"""Limit of a document's bytes times its paths for a lookup in one step; above, other clients have turns."""
 
 PIECE_BYTES = 256 * 1024
 """Bytes of an answer with large values that are written at a time."""
@@ -40,16 +40,16 @@ _U32 = struct.Struct(">I")
 
 
 LookupSteps = Iterator[Reply | None]
-"""None after each step of bounded work, at last the answer."""
+"""None after each step of bounded work, then the answer."""
 
 
 class DocumentSession(Session):
     lookup_flags = ACCESS_DELETED
-    """Document flags of a lookup that the server knows."""
+    """The document flags that the server knows in lookups."""
 
     @abstractmethod
     def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document:
-        """Return the document of a request, or with `deletions` its tombstone. Raises Refused."""
+        """Return a request's document, with `deletions` perhaps a tombstone. Raises Refused."""
 
     @abstractmethod
     def vbuuid_of(self, vbid: int) -> int:
@@ -90,7 +90,7 @@ def wire_key(session: Session, frame: Frame) -> bytes:
 
 
 def outgoing(session: Session, value: bytes, datatype: int) -> tuple[bytes, int]:
-    """Return a document's body as this client can take it. Raises ValueError if it cannot be taken apart."""
+    """Return body and datatype as this client can take them. Raises ValueError if the value is invalid."""
     if datatype & values.XATTR:
         value, datatype = values.without_xattrs(value, datatype)
     if datatype & values.SNAPPY and not session.snappy:
@@ -167,7 +167,7 @@ def _lookup_steps(specs: Sequence[codec_kv.LookupSpec], document: Document, cont
 
 
 def _with_values(reply: Reply, values: Sequence[Buffer]) -> Reply:
-    """Return an answer with these values; large ones in pieces, which are not copied."""
+    """Return `reply` with these values; large ones are not copied, but sent in pieces."""
     if sum(map(len, values)) <= LARGE_BYTES:
         reply.value = b"".join(values)
     else:
@@ -183,7 +183,7 @@ def _find_for_lookup(session: DocumentSession, frame: Frame, flags: int) -> Docu
 
 
 def check_path_order(flags: list[int]) -> None:
-    """Raise Refused unless paths of xattrs come before those of the body."""
+    """Raise Refused if a path of the body comes before one of xattrs."""
     attributes = [bool(flag & XATTR_PATH) for flag in flags]
     if attributes != sorted(attributes, reverse=True):
         raise Refused(Status.SUBDOC_INVALID_XATTR_ORDER)
@@ -197,7 +197,7 @@ def path_text(path: bytes) -> str:
 
 
 def quiet_miss(handle: Callable[[SessionT, Frame], Answer]) -> Callable[[SessionT, Frame], Answer]:
-    """Make the quiet form of a getter: misses are not answered."""
+    """Return the quiet form of a getter, which does not answer a miss."""
 
     def handle_quietly(session: SessionT, frame: Frame) -> Answer:
         try:

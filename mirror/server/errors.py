@@ -1,4 +1,4 @@
-"""Refusals: the exception by which an operation of any server refuses a request, and its answer."""
+"""Exceptions with which the operations of all servers refuse requests."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def unknown_collection(manifest_uid: int, status: int = Status.UNKNOWN_COLLECTIO
 
 
 def rolled_back(seqno: int) -> Refused:
-    """The refusal of a stream request whose client must go back to `seqno` or below."""
+    """Return the refusal of a stream request whose client must go back to `seqno` or below."""
     return Refused(Status.ROLLBACK, value=codec_dcp.encode_rollback_seqno(seqno))

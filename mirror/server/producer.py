@@ -1,9 +1,9 @@
 """The DCP side of one connection, from DCP_OPEN on: controls, stream requests, flow control and noops.
 
-The rules are those of docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10. The two subclasses decide on the origin of streams
-(the abstract methods of the judgement) and on their order (the pumps). Bytes leave through `ProducerPort`; this module
-does not know sockets. Invariants: a message of a stream is sent only while the window is open, so at most one message
-exceeds it; stream ends and noops are sent at once.
+The rules are those of docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10. The two subclasses check requests and open streams
+(the abstract methods), and choose the order of sending (`_pump`). Bytes leave through `ProducerPort`; this module does
+not know sockets. Invariants: a message of a stream is sent only while the window is open, so at most one message
+exceeds the window; stream ends and noops are sent at once.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from storage.model import FailoverLog
 
 NOOP_OPAQUE_FIRST = 10_000_000
 IDLE_TIMEOUT_S = 360.0
-"""A client with noops that sends nothing for this long is disconnected (kv_engine: dcp_idle_timeout)."""
+"""Silence after which a client with noops is disconnected (kv_engine: dcp_idle_timeout)."""
 
 
 class ProducerPort(Protocol):
     def write(self, data: bytes) -> None:
-        """Send now, or as soon as the client takes it."""
+        """Send now, or when the client takes data."""
 
     async def writable(self) -> None:
         """Return when the client has taken the written bytes."""
@@ -49,7 +49,7 @@ class ProducerPort(Protocol):
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the client last sent something."""
+        """Seconds since the client last sent data."""
 
 
 class Stream(Protocol):
@@ -57,7 +57,7 @@ class Stream(Protocol):
     stream_id: int | None
 
     def end(self, reason: StreamEndReason) -> bytes:
-        """Return the STREAM_END message; the stream has no more messages."""
+        """End the stream; return its STREAM_END message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class StreamHistory:
     high_seqno: int
     purge_seqno: int
     holds_whole_filter: bool = False
-    """All changes that the filter shows are at or below the requested start."""
+    """True if all changes that pass the filter are at or below the requested start."""
     answered_log: FailoverLog | None = None
-    """The failover log of the answer, if it differs from the log that judged."""
+    """The failover log for the answer, if it differs from `failover_log`."""
 
 
 def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | None) -> ProducerAnswer:
-    """Apply the producer's rollback rule (`ingest.rollback`); `purge_seqno` is the client's."""
+    """Apply the producer's rollback rule (`ingest.rollback`); `purge_seqno`: sent by the client."""
     return producer_answer(
         request.start_seqno,
         request.snap_start_seqno,
@@ -91,14 +91,14 @@ def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | Non
 
 @dataclass(kw_only=True)
 class ProducerFilter:
-    """The filter of one stream. With neither `collections` nor `scope_id` everything passes."""
+    """The filter of one stream. Without `collections` and `scope_id`, everything passes."""
 
     collections: frozenset[int] | None = None
     scope_id: int | None = None
     stream_id: int | None = None
     purge_seqno: int | None = None
     legacy: bool = False
-    """The client knows no collections: it gets no system events."""
+    """True for a client without collections, which gets no system events."""
     _ended: set[int] = field(default_factory=set, init=False)
     _scope_ended: bool = field(default=False, init=False)
 
@@ -108,13 +108,13 @@ class ProducerFilter:
 
     @property
     def empty(self) -> bool:
-        """True if no change can pass any more: the end of everything requested was sent."""
+        """True if no change can pass any more: the scope, or all collections, have ended."""
         if self.scope_id is not None:
             return self._scope_ended
         return self.collections is not None and self.collections <= self._ended
 
     def shows(self, content: SystemEventContent) -> bool:
-        """Return True if a system event passes; remember the end of a collection and of the scope."""
+        """Return True if a system event passes. Remember ended collections and the scope's end."""
         if self.all:
             return True
         if self.legacy:
@@ -183,7 +183,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         self._pump_task: asyncio.Task[None] | None = None
 
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
-        """Begin to send; `report` is called if sending ends by an error of this program."""
+        """Start to send. `report` gets the error if sending fails by a defect of the program."""
 
         def done(task: asyncio.Task[None]) -> None:
             if report is not None and not task.cancelled() and (error := task.exception()) is not None:
@@ -193,7 +193,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         self._pump_task.add_done_callback(done)
 
     def stop(self) -> None:
-        """End every stream without a message: the connection is gone."""
+        """End all streams without a message, because the connection is closed."""
         for task in (self._pump_task, self._noop_task):
             if task is not None:
                 task.cancel()
@@ -219,12 +219,12 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         return status
 
     def request_stream(self, request: StreamRequest) -> FailoverLog:
-        """Return the failover log, newest first. Nothing is sent before the caller returns to the loop. Raises Refused,
-        mostly without a context, as recorded.
+        """Open a stream and return the failover log. The stream sends no message before the caller returns to the event
+        loop. Raises Refused, mostly without a context, as recorded.
         """
         request = self._check_request(self._with_known_flags(request))
         if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:
-            raise Refused(Status.NOT_SUPPORTED)  # enable_noop comes before xattrs and filters
+            raise Refused(Status.NOT_SUPPORTED)  # xattrs and filters require enable_noop
         stream_filter = self._parse_filter(request)
         if self.controls.sync_writes and self._names_collections(stream_filter):
             raise Refused(Status.NOT_SUPPORTED)
@@ -261,12 +261,12 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         self._send(end)
 
     def acked(self, count: int) -> None:
-        """Take a DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
+        """Handle a DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
         self.window.acked(count)
         self.wake()
 
     def marker_answered(self, opaque: int) -> None:
-        """The client answered a snapshot marker that requested it."""
+        """Handle the client's answer to a snapshot marker that requested one."""
 
     def statistics(self) -> dict[str, str]:
         return {}
@@ -286,8 +286,8 @@ class Producer(ABC, Generic[StreamT, FilterT]):
 
     @abstractmethod
     def _check_request(self, request: StreamRequest) -> StreamRequest:
-        """Return the request to judge. Raises Refused for a vbucket that is not served here, an unsupported flag, or a
-        missing privilege.
+        """Return the request to check further. Raises Refused for a vbucket that is not served here, an unsupported
+        flag, or a missing privilege.
         """
 
     @abstractmethod
@@ -297,14 +297,14 @@ class Producer(ABC, Generic[StreamT, FilterT]):
     def _history(self, request: StreamRequest, stream_filter: FilterT) -> StreamHistory: ...
 
     def _rollback_seqno(self, request: StreamRequest, history: StreamHistory, seqno: int) -> int:
-        """Return the seqno to roll back to; `seqno` is the rule's."""
+        """Return the seqno to roll back to; `seqno` is the rule's result."""
         return seqno
 
     @abstractmethod
     def _open_stream(self, request: StreamRequest, stream_filter: FilterT, history: StreamHistory) -> StreamT: ...
 
     def _opened(self, stream: StreamT) -> None:
-        """Called once the stream is in `streams`."""
+        """Called when a new stream is in `streams`."""
 
     def _forget(self, stream: StreamT) -> None:
         del self.streams[stream.vbid, stream.stream_id]
@@ -325,7 +325,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
 
     @property
     def _noops_withheld(self) -> bool:
-        """True to send no noops: a fault of the embedded source."""
+        """True to send no noops: a fault that the sandbox simulates."""
         return False
 
     async def _send_noops(self) -> None:

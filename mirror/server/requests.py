@@ -1,7 +1,8 @@
 """Answers to requests for anything but documents: HELLO, login, map, collections, statistics, seqnos.
 
-The answers are those of kv_engine (docs/BinaryProtocol.md; the recordings sdk_72_* and 72_i*). Features are granted as
-the server has them, in ascending order. Before login only HELLO, login and requests that reveal no data are answered.
+The answers are those of kv_engine (docs/BinaryProtocol.md; the recordings sdk_72_* and 72_i*). Requested features
+that the server has are granted, in ascending order. Before login only HELLO, login and requests that reveal no data are
+answered.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mirror.wire.sasl import HASHES, SaslError, plain_decode
 AGENT_BYTES_MAX = 200
 DEFAULT_COLLECTION = 0
 DEFAULT_NAME = "_default"
-"""Stands for an empty name of a scope or collection."""
+"""The scope or collection that an empty name means."""
 
 _NOTIFICATIONS = frozenset(
     (int(Feature.CLUSTERMAP_CHANGE_NOTIFICATION), int(Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF))
@@ -85,7 +86,7 @@ def _step(session: Session, frame: Frame) -> Reply | Later:
 
 
 def _later(session: Session, username: str, attempt: LoginAttempt[T], answered: Callable[[T], bytes]) -> Later:
-    """Answer the last message of a login once the server has checked it."""
+    """Return the answer to the last message of a login, which waits for the check."""
 
     def step() -> Reply | None:
         if attempt.done is None:
@@ -178,7 +179,7 @@ def _all_vb_seqnos(session: Session, frame: Frame) -> Reply | Later:
     if collection_id is not None and not session.collections:
         raise Refused(Status.EINVAL, "the client names a collection and did not negotiate collections")
     if not session.collections:
-        collection_id = DEFAULT_COLLECTION  # all that such a client sees (kv_engine, getAllVBucketSequenceNumbers)
+        collection_id = DEFAULT_COLLECTION  # such a client sees only this (kv_engine, getAllVBucketSequenceNumbers)
     return session.all_vb_seqnos(state, collection_id)
 
 

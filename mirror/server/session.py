@@ -1,8 +1,8 @@
 """A client's negotiated state and the parts of an answer, for every operation of every server.
 
-`Session` has a client's state and the answers that follow from it. Its abstract methods are the policy: features, users
-and the bucket. An answer has the negotiated framing (with tracing every answer but HELLO's carries its duration, as
-recorded); error contexts are JSON, for clients that negotiated XERROR. This module does not know sockets.
+`Session` has a client's state, and the answers that depend on this state. Its abstract methods are the policy:
+features, users and the bucket. With tracing, all answers except HELLO's have their duration (recorded). Error contexts
+are JSON, for clients that negotiated XERROR. This module does not know sockets.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DCP_STREAM = "DcpStream"
 SYSTEM_COLLECTIONS = "SystemCollectionLookup"
 
 ALL_PRIVILEGES = frozenset((READ, WRITE, META_READ, DCP_PRODUCER, DCP_STREAM, SYSTEM_COLLECTIONS))
-"""The server's names of the privileges that requests need (kv_engine docs/rbac.md)."""
+"""The privileges that requests need, by the server's names (kv_engine docs/rbac.md)."""
 
 _HELLO = int(Opcode.HELLO)
 _NEVER_SENT: Revision = (-1, -1)
@@ -55,11 +55,11 @@ class Reply:
     cas: int = 0
     before: tuple[Reply, ...] = ()
     more: bool = False
-    """Send `before` only; more answers to this request follow. Only from a `Later`."""
+    """True to send only `before`: more answers to this request follow. Only in a `Later`."""
     hang_up: bool = False
-    """Close the connection when everything was sent."""
+    """True to close the connection when everything was sent."""
     pieces: list[Buffer] | tuple[()] = ()
-    """The rest of the value after `value`, each sent when the client takes it. Only from a `Later`."""
+    """The rest of the value, in pieces that are sent when the client takes data. Only in a `Later`."""
 
     @property
     def pieces_bytes(self) -> int:
@@ -76,15 +76,15 @@ class Later:
     """An answer that takes time: computed in steps of bounded work, with other clients' requests between them."""
 
     step: Callable[[], Reply | Later | None]
-    """Returns the answer, a successor, or None if it needs more steps. Raises Refused."""
+    """Returns the answer, a `Later` to continue with, or None if more steps are needed. Raises Refused."""
     pause_s: float = 0.0
     """The pause between steps."""
     wait: Callable[[], Awaitable[None]] | None = None
-    """Returns when the next step can work; replaces the pause."""
+    """Waits until the next step can work, instead of `pause_s`."""
     barrier: bool = False
-    """Later requests of the client wait for this answer, whatever it negotiated."""
+    """True if the client's next requests wait for this answer, even with unordered execution."""
     done: Callable[[], None] = lambda: None
-    """Called once, after the answer was written to its end or given up."""
+    """Called once, after the answer was written completely or cancelled."""
 
 
 def certified_name(certificate: Mapping[str, Any]) -> str | None:
@@ -97,7 +97,7 @@ def certified_name(certificate: Mapping[str, Any]) -> str | None:
 
 
 def checked(check: Callable[[], T | None]) -> T | None:
-    """Return the outcome of a login's check; None: refused."""
+    """Return the result of a login check; None: refused."""
     try:
         return check()
     except SaslError:
@@ -105,7 +105,7 @@ def checked(check: Callable[[], T | None]) -> T | None:
 
 
 class LoginAttempt(Generic[T]):
-    """An attempt to log in. A connection that closes cancels its `wait`."""
+    """An attempt to log in. If the connection closes, `wait` is cancelled."""
 
     def __init__(self, outcome: Callable[[], Awaitable[T | None]], done: tuple[T | None] | None = None) -> None:
         self.done = done
@@ -119,7 +119,7 @@ class LoginAttempt(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class VbucketHistory:
-    """The answer to OBSERVE_SEQNO and GET_FAILOVER_LOG."""
+    """The data for answers to OBSERVE_SEQNO and GET_FAILOVER_LOG."""
 
     failover_log: FailoverLog
     """Never empty."""
@@ -140,15 +140,15 @@ class Session(ABC):
     version: bytes
     plain_allowed = True
     needs_bucket = True
-    """Documents can be requested only after SELECT_BUCKET."""
+    """True if documents can be requested only after SELECT_BUCKET."""
     bucket_name: str
     map_needs_bucket = False
-    """GET_CLUSTER_CONFIG is refused before SELECT_BUCKET (before 6.5)."""
+    """True if GET_CLUSTER_CONFIG is refused before SELECT_BUCKET (servers before 6.5)."""
     no_collections_status: int | None = None
-    """The refusal of requests for collections by a server that has none."""
+    """The status of a server without collections for requests about them; None: it has collections."""
     open_flags = 0
     hangs_up = False
-    """A DCP request out of place ends the connection (6.0 and older, as recorded)."""
+    """True if a DCP request out of place ends the connection (6.0 and older, as recorded)."""
 
     def __init__(self) -> None:
         self.features: frozenset[int] = frozenset()
@@ -156,7 +156,7 @@ class Session(ABC):
         self.bucket_selected = False
         self.scram: tuple[str, ScramServer] | None = None
         self.known_map: Revision = _NEVER_SENT
-        """The newest cluster map that this client was sent."""
+        """The revision of the newest cluster map that was sent to the client."""
         self.producer: Producer[Any, Any] | None = None
         self.xerror = self.tracing = self.collections = self.snappy = self.json = False
 
@@ -202,7 +202,7 @@ class Session(ABC):
         return Reply(Status.NOT_MY_VBUCKET, value=self.send_map(with_bucket=True), datatype=JSON)
 
     def send_map(self, *, with_bucket: bool) -> bytes:
-        """Return the cluster map as JSON; the client knows it from now on."""
+        """Return the cluster map as JSON, and note that the client has it."""
         self.known_map = self.map_revision
         return self.map_text(with_bucket=with_bucket)
 
@@ -221,7 +221,7 @@ class Session(ABC):
         return None
 
     def encode(self, request: Frame, reply: Reply, duration_us: float) -> bytes:
-        """Return the bytes of an answer and of those before it, without its pieces."""
+        """Return the bytes of the answers in `before` and of the answer itself, without its pieces."""
         if reply.more:
             return b"".join([self.encode(request, each, duration_us) for each in reply.before])
         framing = b""
@@ -256,7 +256,7 @@ class Session(ABC):
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """The SASL mechanisms, the best first; none if the client has shown a certificate."""
+        """The SASL mechanisms, the best first."""
         return MECHANISMS if self.plain_allowed else tuple(HASHES)
 
     @abstractmethod
@@ -266,7 +266,7 @@ class Session(ABC):
     def scram_server(self, mechanism: str) -> ScramServer: ...
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> LoginAttempt[T]:
-        """Begin a login; `check` returns None or raises SaslError to refuse. A server for tests checks at once."""
+        """Begin a login. `check` returns None or raises SaslError to refuse. The default checks at once."""
         found = checked(check)
 
         async def outcome() -> T | None:
@@ -281,7 +281,7 @@ class Session(ABC):
     def log_out(self) -> None: ...
 
     def login_failed(self) -> bool:
-        """Count a failed login; True: hang up."""
+        """Count a failed login. Return True to hang up."""
         return False
 
     def may(self, privilege: str) -> bool:
@@ -296,7 +296,7 @@ class Session(ABC):
 
     @abstractmethod
     def map_text(self, *, with_bucket: bool) -> bytes:
-        """The newest cluster map as JSON, of the bucket or of the nodes alone."""
+        """Return the newest cluster map as JSON, with the bucket or of the nodes alone."""
 
     @property
     @abstractmethod
@@ -304,7 +304,7 @@ class Session(ABC):
 
     @abstractmethod
     def manifest_text(self) -> bytes:
-        """The newest manifest as GET_COLLECTIONS_MANIFEST answers it."""
+        """Return the newest manifest as GET_COLLECTIONS_MANIFEST answers it."""
 
     @abstractmethod
     def scope_id(self, name: str) -> int | None:
@@ -326,7 +326,7 @@ class Session(ABC):
         """Yield a group of statistics, of one vbucket or all, in parts of bounded work. Raises Refused."""
 
     def open_producer(self, name: str, flags: int) -> None:
-        """Set `producer`; another connection of that name is closed."""
+        """Set `producer`, and close another connection of that name."""
         raise Refused(Status.NOT_SUPPORTED)
 
 
@@ -346,6 +346,6 @@ class Operation(Generic[SessionT_contra]):
     before_login: bool = False
     without_bucket: bool = False
     privilege: str = ""
-    """The privilege that the client needs."""
+    """The privilege that the client needs; empty: none."""
     checked: bool = True
-    """Extras, key and value must have the opcode's shape (`codec_kv.check_request`)."""
+    """True if extras, key and value must have the opcode's shape (`codec_kv.check_request`)."""
