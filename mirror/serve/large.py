@@ -1,4 +1,4 @@
-"""Reads of large values in one process: one value at a time, in pieces, with other clients' requests between pieces.
+"""Reads of large values in one process: in pieces, with other clients' requests between them.
 
 Knows large documents and turns; never a protocol. Decompression runs in a thread, without the interpreter's lock.
 Invariants: one value is read at a time, so a client waits only for values requested before its own; one turn copies,
@@ -171,7 +171,7 @@ def held_bytes(found: LargeDocument, *, decompress: bool) -> int:
 
 
 def cut_xattrs(pieces: Pieces) -> Pieces:
-    """Cut the xattr section off an uncompressed value's pieces, and return its pieces. Raises UnreadableValue."""
+    """Remove the xattr section from an uncompressed value, and return it in pieces. Raises UnreadableValue."""
     head = b"".join(pieces[:2])[:4]
     left = 4 + int.from_bytes(head)
     if len(head) < 4 or left > sum(map(len, pieces)):

@@ -6,7 +6,7 @@ Knows addresses and sockets; must never know protocols. An address is `PORT`, `H
 - each process binds a TCP port for itself (SO_REUSEPORT: the kernel distributes new connections, and a dead process
   loses only its own connections);
 - a Unix socket is bound once, and processes inherit its descriptor;
-- the supervisor binds each port before the first process starts, until the last has ended, and never listens itself.
+- the supervisor keeps each port bound from before the first process until after the last, and never listens itself.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ STEPS_BYTES = 256 * 1024
 BASE64_BYTES = 192 * 1024
 """Bytes encoded in one call; a multiple of 3, so pieces have no padding."""
 _ALL_BITS = 7
-"""JSON, Snappy and xattrs. Only a value with the JSON bit alone is JSON text."""
+"""The bits JSON, Snappy and xattrs. A value is JSON text only if the JSON bit alone is set."""
 
 
 def dumps(value: Any) -> bytes:
@@ -31,7 +31,7 @@ def dumps(value: Any) -> bytes:
 
 
 def key_fields(key: bytes) -> dict[str, object]:
-    """Return `key`, or `key_b64` if the key is not UTF-8."""
+    """Return the member `key`, or `key_b64` if the key is not UTF-8."""
     try:
         return {"key": key.decode()}
     except UnicodeDecodeError:

@@ -1,8 +1,8 @@
 """A DCP client's settings, negotiated by HELLO, DCP_OPEN and DCP_CONTROL, and the form of documents that they select.
 
-Names, values and statuses are those of docs/protocol.md 2.2, 2.3 and 2.11, checked against recorded engines. An unknown
-name or a value out of range is EINVAL and changes nothing; a control beyond the server's `Abilities` is NOT_SUPPORTED.
-This module does not know streams or tasks.
+Names, values and statuses are those of docs/protocol.md 2.2, 2.3 and 2.11, checked against recorded engines. A name
+outside of `Abilities.controls`, or an invalid value, is EINVAL and changes nothing. A control that the server's other
+abilities exclude is NOT_SUPPORTED. This module does not know streams or tasks.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ from storage.model import Document
 SessionT = TypeVar("SessionT", bound=Session)
 
 LARGE_BYTES = 64 * 1024
-"""Limit of a document's bytes times its paths for a lookup in one step; above, other clients have turns."""
+"""Limit of a document's bytes times the paths for a lookup in one step. Above, other clients have turns."""
 
 PIECE_BYTES = 256 * 1024
-"""Bytes of an answer with large values that are written at a time."""
+"""Bytes of a large answer written at a time."""
 
 ACCESS_DELETED = 0x04
 REPLICA_READ = 0x20

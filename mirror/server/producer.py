@@ -271,7 +271,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
     def statistics(self) -> dict[str, str]:
         return {}
 
-    # -- the judgement of a stream request
+    # -- checks of a stream request
 
     def _with_known_flags(self, request: StreamRequest) -> StreamRequest:
         abilities = self.controls.abilities

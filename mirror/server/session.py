@@ -145,7 +145,7 @@ class Session(ABC):
     map_needs_bucket = False
     """True if GET_CLUSTER_CONFIG is refused before SELECT_BUCKET (servers before 6.5)."""
     no_collections_status: int | None = None
-    """The status of a server without collections for requests about them; None: it has collections."""
+    """The status for collection requests at a server without collections, else None."""
     open_flags = 0
     hangs_up = False
     """True if a DCP request out of place ends the connection (6.0 and older, as recorded)."""

@@ -38,7 +38,7 @@ READ_AT_ONCE_BYTES_MAX = 64 * 1024
 
 EVERYTHING = frozenset(("*",))
 RIGHTS_CHANGED = "the rights of this user were changed"
-"""The refusal of a request that began with other rights."""
+"""Refuses a request whose reader's rights changed after it began."""
 
 log = get_logger("auth")
 
@@ -126,7 +126,7 @@ class FileUsers:
         self._salt = secrets.token_bytes(16)
 
     def _refresh(self) -> None:
-        """Read the file if it has changed. A thread reads a long file; until it is done the old users stay."""
+        """Read the file if it has changed. A thread reads a long file; meanwhile the old users stay."""
         stamp = file_stamp(self._path)
         if stamp == self._stamp:
             return

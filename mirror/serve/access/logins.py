@@ -1,6 +1,6 @@
 """Password checks outside of the event loop. Each failure doubles the delay of refusals.
 
-Knows users, peers and their recent failures; never a protocol or a socket. All ports use it. Invariants:
+Knows users, peers and their recent failures; never a protocol or a socket. Invariants:
 - PBKDF2 runs in a thread of its own, so users who are logged in do not wait;
 - failures of a user or peer delay only refusals, up to `DELAY_MAX_S`, never a right password;
 - peers with `PEER_FAILURES_FREE` failures (guessing peers) share a queue with one check in `PACE_S`, so they gain no

@@ -57,7 +57,7 @@ class ListenerTls:
                     setting="listen_tls_client_ca_file",
                 ) from None
             context.verify_mode = ssl.CERT_OPTIONAL
-            context.num_tickets = 0  # a resumed session would keep its first certificate
+            context.num_tickets = 0  # a resumed session would keep its earlier certificate
             context.options |= ssl.OP_NO_TICKET
         context.sni_callback = self._hello  # OpenSSL calls this in each handshake, with or without SNI
         return context
@@ -74,7 +74,7 @@ class ListenerTls:
             else:
                 log.info("certificate-reloaded", path=str(self._cert_file))
         connection.context = self.context
-        if connection.session_reused and stamp[-1] != self._first_authorities:  # by id, up to TLS 1.2
+        if connection.session_reused and stamp[-1] != self._first_authorities:  # TLS 1.2 can resume by session id
             return ssl.ALERT_DESCRIPTION_CERTIFICATE_UNKNOWN
         return None
 

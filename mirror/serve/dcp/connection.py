@@ -52,7 +52,7 @@ not use."""
 OPERATIONS: dict[int, Operation[KvSession]] = {**kv_connection.OPERATIONS, **dcp_requests.OPERATIONS}
 
 NOTED_S = 5.0
-"""Age at which a note of contact is outdated. The supervisor sends one every second."""
+"""Age at which a note of contact is outdated. The supervisor sends a note every second."""
 
 _RESPONSES = (int(Magic.RESPONSE), int(Magic.FLEX_RESPONSE))
 
@@ -60,7 +60,7 @@ log = get_logger("dcp")
 
 
 class SourceContact:
-    """Contact with the source, as last noted by the supervisor (docs/protocol.md 4.7). An outdated note means none."""
+    """Contact with the source, as last noted by the supervisor (docs/protocol.md 4.7). An old note means no contact."""
 
     def __init__(self, vbids: Iterable[int], clock: Clock) -> None:
         self._vbids = tuple(vbids)

@@ -2,7 +2,7 @@
 
 Knows rows (`storage/FORMAT.md`) and the effect of each feature (docs/protocol.md 2.2, 2.3, 2.11; the recordings 72_h*
 and 605_h*); must never know streams, windows or seqnos. Invariants:
-- a row that needs no change is the message; the stream sets vbucket and opaque;
+- a row that needs no change is sent as stored, but the stream sets vbucket and opaque;
 - a value with invalid compression or xattrs is sent as stored, with its datatype, and logged;
 - any other invalid row raises ValueError or ProtocolError.
 """

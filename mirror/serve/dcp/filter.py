@@ -16,7 +16,7 @@ from storage.model import Manifest
 
 class ServedFilter(ProducerFilter):
     def begins(self, manifest: Manifest) -> dict[int, int] | None:
-        """Return the collections that pass as of a manifest (id -> begin seqno, below its rows); None: all."""
+        """Return the collections that pass as of a manifest (id -> seqno below the collection's rows); None: all."""
         if self.all:
             return None
         return {
@@ -29,7 +29,7 @@ class ServedFilter(ProducerFilter):
 def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> bool:
     """Return True if `manifest`, of the event's seqno or above, shows that a later event replaced it. Servers keep one
     event of a key (docs/protocol.md 2.11.7): begin, flush and end of a collection share a key, and so do creation and
-    drop of a scope. Changed settings have their own, but end with the collection or its flush.
+    drop of a scope. Changed settings have their own key, but end with the collection or its flush.
     """
     if isinstance(content, ScopeCreated):
         return content.scope_id not in manifest.scopes

@@ -167,7 +167,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
             found[f"{name}snapshots_sent"] = str(stream.snapshot_count)
         return found
 
-    # -- the judgement of a stream request
+    # -- checks of a stream request
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:
         self._bucket.state_for_dcp(request.vbid)  # first: the first snapshot may bring the collections

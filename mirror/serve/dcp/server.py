@@ -2,7 +2,7 @@
 
 Knows the differences from the KV endpoint: names of connections, the watch over the store, and silent clients.
 Invariants:
-- a connection closes the same user's older connection of its name, never another user's (kv_engine
+- a new connection closes the user's older connection of the same name, never another user's (kv_engine
   docs/dcp/documentation/commands/open-connection.md);
 - a client with streams and without noops may stay silent;
 - a stream that a changed users file forbids ends within a second.

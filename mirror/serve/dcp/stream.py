@@ -6,7 +6,7 @@ Invariants:
 - a snapshot ends at a seqno that the mirror published, and has all rows up to there that pass the filter;
 - seqnos rise; a snapshot has a key once, in the newest version at its end;
 - everything sent belongs to the history of the client's failover log. The stream ends, and the client requests it
-  again, if that log changes, if sent data is retracted, or if a tombstone that it needs was purged;
+  again, if that log changes, if sent data is retracted, or if a needed tombstone was purged;
 - only positions are held between two calls; a call does bounded work.
 """
 
@@ -33,7 +33,7 @@ DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
 MEMORY = int(SnapshotFlag.MEMORY | SnapshotFlag.CHECKPOINT)
 
 BACKLOG_OF_DISK = 10_000
-"""A later snapshot of more seqnos is marked as read from disk, as the first one is."""
+"""A stream's first snapshot, and snapshots of more seqnos, are marked as disk snapshots."""
 
 PIECE_BYTES = 256 * 1024
 """Limit of rows read in one transaction, and of messages sent in one turn."""
@@ -102,7 +102,7 @@ class DcpStream:
 
     @property
     def filling(self) -> bool:
-        """True until the client has caught up or has the whole first snapshot, which may be large."""
+        """True until the client has caught up or has the whole first snapshot."""
         return not self._level and (self.snapshot_count == 0 or (self.snapshot_count == 1 and self._pinned is not None))
 
     def take(self, bytes_max: int) -> bytes:
@@ -177,7 +177,7 @@ class DcpStream:
         position = self.position_seqno
         begins = self.filter.begins(now.manifest)
         end_seqno = int(now.pub.seqno)
-        if self.filter.legacy and begins is not None:  # it gets no SeqnoAdvanced: end at a document
+        if self.filter.legacy and begins is not None:  # the client gets no SeqnoAdvanced: end at a document
             end_seqno = store.last_document_seqno(self._view().reader(self.vbid), now, position, begins)
             if end_seqno == position:
                 self.position_seqno = now.pub.seqno

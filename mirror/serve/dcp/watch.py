@@ -70,7 +70,7 @@ class Watch:
         for group, vbid in {vbid % group_count: vbid for vbid in self._followers}.items():
             try:
                 found += self._commits[group].news(view.groups.reader(vbid))
-            except StorageError as error:  # let its streams read it: they end with the error
+            except StorageError as error:  # notify its streams: their next read raises the error
                 found += [each for each in self._followers if each % group_count == group]
                 failed = error
         for vbid in found:

@@ -237,7 +237,7 @@ def _page(name: str, media_type: str) -> Callable[[Request], Any]:
 
 
 class GuardedApp:
-    """Counts requests, answers unexpected errors, and refuses answers if rights changed before they began."""
+    """Counts requests, answers unexpected errors, and refuses an answer if rights changed before it."""
 
     def __init__(self, app: ASGIApp, document: Route, service: Service) -> None:
         """`document` is the route of a document in `app`."""

@@ -273,7 +273,7 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
             )
             rows += found
             byte_count += sum(map(len, found))
-            if byte_count - taken_bytes > BUDGETED_BYTES:  # kept while other pages are read
+            if byte_count - taken_bytes > BUDGETED_BYTES:  # rows are held while other pages are read
                 take(service.budget, byte_count - taken_bytes)
                 taken_bytes = byte_count
             if not start:

@@ -37,13 +37,13 @@ FRAMING_BYTES_MAX = HEAD_BYTES_MAX
 SLICE_BYTES = 4 * 1024
 """Bytes parsed at a time. Requests in a slice wait as objects, later requests as bytes."""
 PARSE_S = 0.001
-"""Time for parsing slices in one turn. A body may come in chunks of one byte."""
+"""Time for parsing slices in one turn. Chunks of one byte are slow to parse."""
 WITH_MORE = frozenset((b"content-length", b"expect", b"transfer-encoding", b"upgrade"))
 """Headers of requests that may have a body or an upgrade."""
 LINGER_S = 2.0
 """Time for which a refused client's input is discarded. Closing at once would lose the refusal."""
 REQUEST_TIMEOUT_S = 20.0
-"""Time for a whole request, from the opening of the connection or its first byte."""
+"""Time for a whole request, from the opening of the connection or the request's first byte."""
 TURNED_AWAY = (
     b"HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 1\r\n"
     b"Cache-Control: no-store\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
@@ -147,8 +147,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection if it was idle for the whole timeout. Answers at once do not reset the timer, to save
-        time.
+        """Close the connection if it was idle for the whole timeout. Requests answered at once do not reset the
+        timer, to save time.
         """
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:

@@ -45,7 +45,7 @@ from storage.read.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
 CREDENTIALS_LENGTH_MAX = 4096
-"""Characters of user and password in base64."""
+"""Limit of user and password in base64, in characters."""
 BUDGETED_BYTES = 64 * 1024
 """Answers up to this size fit into a socket's buffers, and do not count in the budget."""
 STREAMS_SHARE = 8
@@ -286,7 +286,7 @@ class Service:
         if self.stale_reads:
             return
         if len(requested) > FEW:
-            published = self.view.published({})  # a read of an unreadable one raises its error
+            published = self.view.published({})  # a read of an unreadable vbucket raises its error
             stale = [vbid for vbid in requested if vbid in published and published[vbid].pub.is_stale]
         else:
             stale = [vbid for vbid in requested if view.stale(vbid)]
@@ -346,7 +346,7 @@ class Service:
         *,
         in_bulk: bool = False,
     ) -> T:
-        """Call `read` once all tokens are published; repeat it if one is not after it. Raises Problem."""
+        """Call `read` once all tokens are published; call it again if one no longer is. Raises Problem."""
         deadline = self.clock.monotonic() + timeout_s
         delay = POLL_MIN_S
         while True:

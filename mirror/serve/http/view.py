@@ -29,7 +29,7 @@ class Mirror:
 
     @property
     def view(self) -> View:
-        """The view. Raises NotAMirror while there is no mirror, and StorageError if it cannot be opened."""
+        """Raises NotAMirror while there is no mirror, and StorageError if it cannot be opened."""
         if self._view is None:
             opened = open_view(str(self.data), verify_reads=self._verify_reads)
             self._files = directory.group_files(opened.path, opened.identity.group_count)

@@ -5,7 +5,7 @@ frames or connections. Invariants:
 - an answer shows one moment of its vbucket;
 - without a complete copy of the vbucket, or during its resync, the answer is a temporary failure, never `no such
   document`. The operator can let readers have the old copy during a resync;
-- a document that a reader may not read is refused, even if it does not exist.
+- a reader without the right to a collection is refused, even if the document does not exist.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ class KvConnection(asyncio.Protocol):
             self.unsent.write(sent)
 
     def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
-        """Answer requests from `pos` on. Return the position of the next one, and set the bytes needed for it."""
+        """Answer requests from `pos` on. Return the position of the next request, and set the bytes needed for it."""
         host, counters = self._host, self._host.counters
         end = len(data)
         gathered = 0
@@ -296,7 +296,7 @@ class KvConnection(asyncio.Protocol):
                 self._is_busy = True
                 break
         if 0 < end - pos < HEADER_SIZE:
-            fr.frame_size(data, pos)  # as above, if the turn ended just before
+            fr.frame_size(data, pos)  # as above, if the turn ended first
         return pos
 
     def _refuse_large(self, data: bytes, pos: int) -> bytes:

@@ -43,7 +43,7 @@ STEP_BYTES = 64 * 1024
 COUNT_ITEMS = 2000
 """Keys counted for a sample in one turn: 1 ms."""
 PEEKS = (1, 16, 256)
-"""Page limits with which a new scan searches for its first document, which tombstones may precede."""
+"""Sizes of the pages in which a new scan looks for its first document. Tombstones may precede the document."""
 POLL_S = 0.005
 """Interval at which a waiting scan looks for its seqno."""
 _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
@@ -113,7 +113,9 @@ def _peek(bucket: KvBucket, scan: Scan) -> None:
 
 
 def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
-    """Return a function that selects a sample's keys, always the same for a seed. Keys of a vbucket share CRC bits."""
+    """Return a function that selects a sample's keys, always the same for a seed. A CRC would not do, because all keys
+    of a vbucket share CRC bits.
+    """
     secret, limit = seed.to_bytes(8), int(share * 2**64)
     return lambda key: int.from_bytes(blake2b(key, digest_size=8, key=secret).digest()) < limit
 

@@ -3,7 +3,7 @@
 Knows the event loop and the connections; must never know requests. `admission` decides who may connect. Invariants:
 - a connection is closed if its client sends nothing, or takes no answers, for too long;
 - if all unsent bytes together exceed the limit, the connection with most of them is closed, so memory is bounded;
-- a stop closes the listeners first, and then gives connections a moment to take their written answers.
+- a stop closes the listeners, then gives clients a moment to take their answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 
 SWEEP_S = 0.5
-"""After the users file changed, the first sweep has it read, the second applies it, the third drops removed users."""
+"""After a change of the users file, the first sweep starts to read it, the second applies it, and the third drops
+removed users."""
 CROWDED_SEND_TIMEOUT_S = 3.0
 """Time without taking answers after which a client is dropped, while others wait for memory."""
 REPLACED_CHECK_S = 5.0

@@ -119,7 +119,7 @@ class KvSession(DocumentSession):
 
     @property
     def known_reader(self) -> Reader:
-        """The reader, in a request that requires one."""
+        """The reader; only for requests that need a login."""
         assert self.reader is not None, "the request needs a login"
         return self.reader
 
