@@ -1,6 +1,6 @@
 """Answers to the requests of a DCP client, and the handling of the client's own answers.
 
-A connection accepts DCP_OPEN once, and other DCP requests only after it. A request out of place is EINVAL and the
+A connection accepts DCP_OPEN once, and other DCP requests only after it. A request at another time is EINVAL and the
 connection stays (7.2 as recorded); servers of 6.0 and older hang up (`Session.hangs_up`).
 """
 

@@ -152,7 +152,7 @@ class Admission:
         self.rejected_count = 0
         """Connections closed on accept because there were too many."""
         self.evicted_count = 0
-        """Connections closed without a login."""
+        """Pending connections that were closed."""
         self._open: set[Slot] = set()
         self._refused: set[Slot] = set()
         self._by_peer: Counter[str] = Counter()

@@ -30,7 +30,7 @@ from mirror.serve.access.auth import Reader, Users
 from mirror.server.session import LoginAttempt, checked
 
 NICENESS = 10
-"""Niceness of the thread that checks passwords, some milliseconds each. Requests come first."""
+"""Niceness of the thread that checks passwords: requests come first. A check takes some milliseconds."""
 USER_FAILURES_FREE = 3
 """Failures of a user before refusals are delayed, because people mistype."""
 PEER_FAILURES_FREE = 20

@@ -170,7 +170,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
     # -- checks of a stream request
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:
-        self._bucket.state_for_dcp(request.vbid)  # first: the first snapshot may bring the collections
+        self._bucket.state_for_dcp(request.vbid)  # before the filter: the first snapshot may bring its collections
         if request.flags & StreamRequestFlag.TAKEOVER:
             raise Refused(Status.NOT_SUPPORTED, "a mirror cannot hand a vbucket over")
         return request

@@ -1,8 +1,8 @@
 """Notifications of vbuckets that serve new data, in one process.
 
-Knows the store's commits and callbacks; must never know connections or the use of the news. Invariants: each change
-after `follow` is reported at least once; without followers the store is not read; a look's cost does not depend on the
-number of followers, nor on the number of vbuckets as long as none changes.
+Knows the store's commits and callbacks; must never know connections or streams. Invariants: each change after
+`follow` is reported at least once; without followers the store is not read; a look's cost does not depend on the number
+of followers, nor on the number of vbuckets as long as none changes.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class Service:
         return Problem("forbidden", RIGHTS_CHANGED, hint="log in again")
 
     def judge(self, reader: Reader, collection: str | int, vbids: Iterable[int], as_of: AsOf = None) -> None:
-        """Refuse a collection that the reader may not read. The name of an id is looked up in `vbids`."""
+        """Refuse a collection that the reader may not read. An id's name is looked up in the manifests of `vbids`."""
         if reader.reads_all:
             return
         if isinstance(collection, str):

@@ -31,8 +31,7 @@ from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 
 SWEEP_S = 0.5
-"""After a change of the users file, the first sweep starts to read it, the second applies it, and the third drops
-removed users."""
+"""A changed users file takes up to three sweeps: one starts to read it, one applies it, one drops removed users."""
 CROWDED_SEND_TIMEOUT_S = 3.0
 """Time without taking answers after which a client is dropped, while others wait for memory."""
 REPLACED_CHECK_S = 5.0
