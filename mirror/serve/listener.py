@@ -1,7 +1,7 @@
 """Listeners' addresses as the operator writes them, and the sockets that several processes share.
 
-Knows addresses and sockets; must never know protocols. An address is `PORT`, `HOST:PORT`, `[IPV6]:PORT` or
-`unix:PATH`, with `tls://` before it for TLS; commas separate several. Invariants:
+Knows addresses and sockets; must never know protocols. An address is `PORT`, `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`,
+with `tls://` before it for TLS; commas separate several. Invariants:
 - an address that other machines can reach needs TLS and a users file;
 - each process binds a TCP port for itself (SO_REUSEPORT: the kernel distributes new connections, and a dead process
   loses only its own connections);

@@ -1,8 +1,8 @@
 """The answers to GET_CLUSTER_CONFIG (the terse configuration) and GET_COLLECTIONS_MANIFEST, as JSON.
 
 The form is as recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md; each official client accepts it
-(docs/protocol.md 2.12). Invariants: a node without a host has the address that the client connected to, which works
-for a single node only; a node's management ports are its key-value ports, which answer HTTP with `NO_MANAGEMENT`.
+(docs/protocol.md 2.12). Invariants: a node without a host has the address that the client connected to, which works for
+a single node only; a node's management ports are its key-value ports, which answer HTTP with `NO_MANAGEMENT`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Answers to requests that read documents: get and its variants, metadata, and paths inside of documents.
 
 The answers are those of kv_engine (docs/BinaryProtocol.md, docs/SubDocument.md; the recording sdk_72_conn2). A value is
-sent only with datatype bits that the client negotiated, and never with its xattrs; quiet forms do not answer if
-there is no document; the answer to several paths has one status for all, and each path's status in the body.
+sent only with datatype bits that the client negotiated, and never with its xattrs; quiet forms do not answer if there
+is no document; the answer to several paths has one status for all, and each path's status in the body.
 """
 
 from __future__ import annotations

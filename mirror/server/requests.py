@@ -1,7 +1,7 @@
 """Answers to requests for anything but documents: HELLO, login, map, collections, statistics, seqnos.
 
-The answers are those of kv_engine (docs/BinaryProtocol.md; the recordings sdk_72_* and 72_i*). Requested features
-that the server has are granted, in ascending order. Before login only HELLO, login and requests that reveal no data are
+The answers are those of kv_engine (docs/BinaryProtocol.md; the recordings sdk_72_* and 72_i*). Requested features that
+the server has are granted, in ascending order. Before login only HELLO, login and requests that reveal no data are
 answered.
 """
 

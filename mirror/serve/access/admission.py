@@ -7,8 +7,8 @@ accept, before a TLS handshake costs memory. Invariants:
   ones go first. So clients without a login keep nobody out, and never replace a client with a login;
 - a connection without a login is closed after `login_timeout_s`, even in its TLS handshake;
 - another machine, or another user of a Unix socket, has at most `connections_per_peer_max` connections;
-- a TLS handshake begins after the client's first bytes, and never for a client that has hung up. Handshakes take
-  turns (`turns`) like large work, one peer after the other;
+- a TLS handshake begins after the client's first bytes, and never for a client that has hung up. Handshakes take turns
+  (`turns`) like large work, one peer after the other;
 - after a failure to accept, the process logs one line a minute, retries a second later, and never ends.
 """
 

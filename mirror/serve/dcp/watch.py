@@ -1,8 +1,8 @@
 """Notifications of vbuckets that serve new data, in one process.
 
-Knows the store's commits and callbacks; must never know connections or streams. Invariants: each change after
-`follow` is reported at least once; without followers the store is not read; a look's cost does not depend on the number
-of followers, nor on the number of vbuckets as long as none changes.
+Knows the store's commits and callbacks; must never know connections or streams. Invariants: each change after `follow`
+is reported at least once; without followers the store is not read; a look's cost does not depend on the number of
+followers, nor on the number of vbuckets as long as none changes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Watch:
         for group, vbid in {vbid % group_count: vbid for vbid in self._followers}.items():
             try:
                 found += self._commits[group].news(view.groups.reader(vbid))
-            except StorageError as error:  # notify its streams: their next read raises the error
+            except StorageError as error:  # notify its followers: their next read raises the error
                 found += [each for each in self._followers if each % group_count == group]
                 failed = error
         for vbid in found:

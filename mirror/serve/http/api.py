@@ -246,8 +246,8 @@ class GuardedApp:
         self._service = service
 
     def answer_now(self, scope: Scope) -> Response | None:
-        """Answer a GET of a document without a task, routing or ASGI messages: most requests are such. None: the answer
-        must wait or is sent in pieces; call the application.
+        """Answer a GET of a document without a task, routing or ASGI messages: most requests are such. None: call the
+        application, because this is another request, or its answer must wait or is sent in pieces.
         """
         found = self._document.path_regex.match(scope["path"]) if scope["method"] == "GET" else None
         if found is None:

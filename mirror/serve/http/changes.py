@@ -1,8 +1,8 @@
 """Changes as server-sent events: everything published after a position, in order, until the client leaves.
 
-Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. Every event has its token. A
-stream of one vbucket sends an id with each event, and is resumed exactly after that event. A stream of several sends an
-id after each batch, so a client that resumes may get events twice. A rollback comes as `rollback`, `retraction` and
+Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. Every event has its token. A stream
+of one vbucket sends an id with each event, and is resumed exactly after that event. A stream of several sends an id
+after each batch, so a client that resumes may get events twice. A rollback comes as `rollback`, `retraction` and
 `restoration` events. Invariants:
 - a stream that cannot go on without a gap sends `reset` and ends;
 - after an error a stream sends `problem` (browsers have an `error` of their own) and ends, and can be resumed;

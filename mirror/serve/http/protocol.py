@@ -147,8 +147,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection if it was idle for the whole timeout. Requests answered at once do not reset the
-        timer, to save time.
+        """Close the connection if it was idle for the whole timeout. Requests answered at once do not reset the timer,
+        to save time.
         """
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:

@@ -1,8 +1,8 @@
 """The mirror's status for HTTP readers: the service's report, its recent past, disk and history, readiness.
 
-Knows the control socket and the shape that `cli/JSON.md` promises. The report comes from the running service, or
-from the store if no service runs. Invariants: the service is queried once a second at most, for any number of readers;
-the kept past is bounded. The report itself has the reasons against readiness (`reasons`).
+Knows the control socket and the shape that `cli/JSON.md` promises. The report comes from the running service, or from
+the store if no service runs. Invariants: the service is queried once a second at most, for any number of readers; the
+kept past is bounded. The report itself has the reasons against readiness (`reasons`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The mirrored bucket for KV clients: documents, manifests and seqnos, or a status with the reason for a refusal.
 
-Knows the store's view and the reasons for refusals (unpublished, resynced, no right to read); must never know
-frames or connections. Invariants:
+Knows the store's view and the reasons for refusals (unpublished, resynced, no right to read); must never know frames or
+connections. Invariants:
 - an answer shows one moment of its vbucket;
 - without a complete copy of the vbucket, or during its resync, the answer is a temporary failure, never `no such
   document`. The operator can let readers have the old copy during a resync;
