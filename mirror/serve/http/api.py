@@ -247,7 +247,7 @@ class GuardedApp:
 
     def answer_now(self, scope: Scope) -> Response | None:
         """Answer a GET of a document without a task, routing or ASGI messages: most requests are such. None: call the
-        application, because this is another request, or its answer must wait or is sent in pieces.
+        application, for other requests and for answers that must wait or are sent in pieces.
         """
         found = self._document.path_regex.match(scope["path"]) if scope["method"] == "GET" else None
         if found is None:

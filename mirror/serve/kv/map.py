@@ -1,4 +1,4 @@
-"""The cluster map of KV clients: this mirror as the one node, or all mirrors of the bucket side by side.
+"""The cluster map of KV clients: this mirror as the only node, or all mirrors of the bucket.
 
 Knows the terse configuration of GET_CLUSTER_CONFIG (kv_engine docs/BinaryProtocol.md, recordings sdk_72_*); must never
 know connections or documents. All mirrors of a vbucket answer for it. The map names one as its active node, in

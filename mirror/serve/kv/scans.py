@@ -2,8 +2,8 @@
 
 Knows these three requests (kv_engine docs/range_scans/*; as SDKs send them: couchbase-cxx-client
 core/crud_component.cxx); must never know sockets or the storage of documents. Invariants:
-- all answers to a scan show one moment of its vbucket. If that moment is gone, as after a rollback or resync, the
-  scan is cancelled;
+- all answers to a scan show one moment of its vbucket. If that moment is gone, as after a rollback or resync, the scan
+  is cancelled;
 - a scan keeps a few numbers and keys, but no documents, and no lease of history;
 - only the user who made a scan can continue it, on the same connection, for `LIFETIME_S` at most;
 - one answer is one page of bounded size.
