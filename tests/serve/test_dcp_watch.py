@@ -41,10 +41,12 @@ def test_a_store_that_was_opened_again_is_news(store: Store, view: View) -> None
         assert notified == [1]
 
 
-def test_a_group_that_cannot_be_read_hides_no_news_of_the_others(
+def test_a_group_that_cannot_be_read_hides_and_delays_no_news_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Followers of the lost group hear of it, too: their next read fails, which ends their streams."""
+    """Followers of the lost group hear of it, too: their next read fails, which ends their streams. A client that takes
+    nothing keeps its stream of that group: it is read once a second, the others go on at their pace.
+    """
     path, identity = str(tmp_path / "data"), Identity("cluster", "orders", "0123456789abcdef", 3, 3)
     directory.create(path, identity)
     options = [WriterOptions(group=each, identity=identity, clock_ms=SystemClock().wall_ms) for each in range(3)]
@@ -57,22 +59,28 @@ def test_a_group_that_cannot_be_read_hides_no_news_of_the_others(
         watch.look()
         notified.clear()
         reader = view.groups.reader
+        reads_of_lost = 0
 
         def lost(vbid: int) -> VbucketReader:
+            nonlocal reads_of_lost
             if vbid == 1:
+                reads_of_lost += 1
                 raise CorruptedError("the group's data file is missing")
             return reader(vbid)
 
         monkeypatch.setattr(view.groups, "reader", lost)
-        for vbid in (0, 2):
-            vbucket = writers[vbid].vbuckets[vbid]
-            row = vbucket.prefix + (1).to_bytes(8), records.encode_mutation(b"a", b"v", 1)
-            vbucket.stage([row], 0, SnapshotRange(Seqno(1), Seqno(1)))
-            vbucket.publish(1, 1)
-            writers[vbid].commit()
-        with pytest.raises(CorruptedError):
-            watch.look()
-        assert sorted(notified) == [0, 1, 2]
+        monkeypatch.setattr(dcp_watch, "FAILED_DELAY_S", 600.0)
+        for seqno, expected in ((1, [0, 1, 2]), (2, [0, 2])):
+            for vbid in (0, 2):
+                vbucket = writers[vbid].vbuckets[vbid]
+                row = vbucket.prefix + seqno.to_bytes(8), records.encode_mutation(b"a", b"v", seqno)
+                vbucket.stage([row], 0, SnapshotRange(Seqno(seqno), Seqno(seqno)))
+                vbucket.publish(seqno, 1)
+                writers[vbid].commit()
+            assert watch.look() == len(expected)
+            assert sorted(notified) == expected
+            notified.clear()
+        assert reads_of_lost == 1
     for writer in writers:
         writer.close()
 

@@ -1,13 +1,14 @@
 """Notifications of vbuckets that serve new data, in one process.
 
 Knows the store's commits and callbacks; must never know connections or streams. Invariants: each change after `follow`
-is reported at least once; without followers the store is not read; a look's cost does not depend on the number of
-followers, nor on the number of vbuckets as long as none changes.
+is reported at least once; without followers the store is not read; a look reads the commits of each followed group
+once, for all its followers; a group that cannot be read delays no news of the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from storage.read.view import View
 from storage.read.wait import POLL_MIN_S, next_delay_s
 
 FAILED_DELAY_S = 1.0
+"""Pause after a failed read of a group, or of the view."""
 
 log = get_logger("dcp")
 
@@ -31,6 +33,8 @@ class Watch:
         self._viewed: View | None = None
         self._commits: defaultdict[int, Commits] = defaultdict(Commits)
         """The commits last seen, by group."""
+        self._retry_at: dict[int, float] = {}
+        """By group that could not be read: the time of its next read (`time.monotonic`)."""
         self._followers: dict[int, list[News]] = {}
         self._followed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -57,27 +61,29 @@ class Watch:
             self._followed.clear()
 
     def look(self) -> int:
-        """Notify followers of vbuckets that changed since the last look, and return the number of these vbuckets. After
-        that, raise StorageError if a group cannot be read.
+        """Notify followers of vbuckets that changed since the last look, or cannot be read, and return the number of
+        these vbuckets.
         """
         view = self._view()
         if view is not self._viewed:  # a group was recreated: notify all followers
             self._viewed = view
             self._commits.clear()
+            self._retry_at.clear()
         group_count = view.identity.group_count
         found: list[int] = []
-        failed: StorageError | None = None
+        now = time.monotonic()
         for group, vbid in {vbid % group_count: vbid for vbid in self._followers}.items():
+            if now < self._retry_at.get(group, 0.0):
+                continue
             try:
                 found += self._commits[group].news(view.groups.reader(vbid))
             except StorageError as error:  # notify its followers: their next read raises the error
+                log.error("store-unreadable", group=group, error=str(error))
+                self._retry_at[group] = now + FAILED_DELAY_S
                 found += [each for each in self._followers if each % group_count == group]
-                failed = error
         for vbid in found:
             for news in tuple(self._followers.get(vbid, ())):
                 news(vbid)
-        if failed is not None:
-            raise failed
         return len(found)
 
     async def _run(self) -> None:
