@@ -14,7 +14,7 @@ module must never import another package of the project.
     │   ├── BucketMissing            no such bucket, or no access to it (exit 4)
     │   ├── TlsFailed                certificate or protocol version refused (exit 4)
     │   ├── NotSupported             the server lacks something required (exit 4)
-    │   ├── OlderMap                 all nodes have cluster maps older than the last one (retried; exit 1)
+    │   ├── OlderMap                 all answering nodes have outdated cluster maps (retried; exit 1)
     │   └── BucketChanged            the source is not the bucket that the data came from (exit 3)
     ├── QueryFailed                  SQL that cannot be answered (exit 2)
     │   └── QueryCancelled           the query was cancelled (exit 130)

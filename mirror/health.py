@@ -2,7 +2,7 @@
 
 `status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show the result (table:
 docs/operations.md). Invariants: an unknown lag is a trouble; a ready mirror is `following`: every vbucket is published,
-streams, and lags less than the limit; a vbucket has at most one trouble, its worst.
+has a stream, and lags less than the limit; a vbucket has at most one trouble, its worst.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BROKEN = {
     "stalled": "stalled: the source has more and sends nothing",
     "failing": "failing: the source breaks the protocol in them",
 }
-"""State of a vbucket that does not recover by itself -> its words in a text. Worst first."""
+"""States from which a vbucket does not recover by itself -> the words for it in texts. Worst first."""
 
 WITHOUT_CONTACT = "without contact to the source"
 REPORTED = (BROKEN["damaged"], WITHOUT_CONTACT)
-"""Troubles that other events report."""
+"""Troubles without a `Degraded` event, because events of their own report them."""
 UNHEARD = "servers do not report"
 MISLED = "clients are led to a mirror that does not answer for its vbuckets"
 
@@ -53,7 +53,7 @@ class Trouble:
     """A reason why the mirror is not ready. It concerns `rows`, or the whole mirror if they are empty."""
 
     state: str
-    """The mirror's state because of this trouble."""
+    """The state that this trouble gives the mirror."""
     what: str
     error: str | None = None
     rows: tuple[Row, ...] = ()
@@ -63,7 +63,7 @@ class Trouble:
 
     @property
     def text(self) -> str:
-        """The trouble in a sentence, without the error of single vbuckets."""
+        """The trouble in a sentence. The error is included if the trouble concerns the whole mirror."""
         if not self.rows:
             return f"{self.what}: {self.error}" if self.error else self.what
         text = f"{len(self.rows)} of {self.held_count} vbuckets {self.what}"
@@ -133,9 +133,10 @@ def assess(
 ) -> Health:
     """Compute the health from the vbuckets' rows (cli/JSON.md) and `groups`, the workers' reports of their groups.
 
-    `held_count` is the number of vbuckets that the mirror holds, None while unknown. `source_error` is the reason why
-    the source did not name its bucket. `servers` names the server processes that are silent for `SILENT_S`. `mirrors`
-    says how other mirrors contradict `kv_nodes`.
+    `held_count` is the number of vbuckets that the mirror holds, None while unknown. `source_error` is the error of
+    the last look-up of the source; None if it answered, or before the first. `servers` names the server processes that
+    are silent for `SILENT_S`. `mirrors` has a sentence for each mirror of `kv_nodes` that does not serve what that
+    setting says of it.
     """
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)

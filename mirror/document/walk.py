@@ -2,8 +2,9 @@
 
 Knows JSON text and the parts of paths; must never know documents or requests. Only names with escapes are decoded, so a
 lookup in 20 MiB takes no memory. The generators yield None after `STEP_BYTES`, or equal work, so that other requests
-can run. `jsonpath` changes documents. Invariants: in skipped values only strings and brackets are checked; a text that
-is not JSON raises `PathError` (SUBDOC_DOC_NOT_JSON) and no other error.
+can run. This module only reads; `jsonpath.py` makes changed texts. Invariants: in skipped values only the ends of
+strings and the number of open brackets are checked; a text that is not JSON raises `PathError` (SUBDOC_DOC_NOT_JSON)
+and no other error.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class _JsonWalk:
         return start, end
 
     def members(self, start: int, part: Part | None) -> Steps[tuple[int, tuple[int, int] | None]]:
-        """Count members up to the one that `part` names. Return the count, and start and end of the value; None if
-        there is no such member.
+        """Count members up to the one that `part` names. Return the count, and the value's start and end, or None in
+        their place if there is no such member. If `part` is None, count all.
         """
         data = self._data
         is_object, closing = data[start] == _OBJECT, _END_OF[data[start]]

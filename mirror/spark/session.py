@@ -1,8 +1,8 @@
-"""Start a Spark session with nothing installed but pip's packages: find Java, and set defaults for Python workers.
+"""Start a Spark session where only pip's packages are installed: find Java, and set defaults for Python workers.
 
 Knows settings of Spark; must never know jobs. An existing session is used unchanged. Settings of spark-submit and of
-the caller precede the defaults. Invariant: workers of a new session run this Python with this package, and on this
-machine use Unix sockets.
+the caller override the defaults. Invariant, unless settings say otherwise: the workers of a new session run this Python
+with this package, and talk to Spark over Unix sockets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORKERS: dict[str, str] = {
     # 20 ms longer.
     "spark.python.daemon.module": "mirror.spark.daemon",
     "spark.python.unix.domain.socket.enabled": "true",
-    # Without this setting Spark refuses a source that takes filters, as ours does with the option pushdown.
+    # Without this setting Spark refuses a source that takes filters. Ours takes filters if the option pushdown is set.
     "spark.sql.python.filterPushdown.enabled": "true",
 }
 LOCAL: dict[str, str] = {
@@ -42,7 +42,7 @@ def session(
 ) -> SparkSession:
     """Return the active session, or a new one on `master` (default: all cores of this machine).
 
-    `settings` are Spark's, and precede the defaults. Raises ConfigError if there is no Java.
+    `settings` are Spark's, and override the defaults. Raises ConfigError if there is no Java.
     """
     active = SparkSession.getActiveSession()
     if active is not None:

@@ -2,8 +2,9 @@
 
 Knows DuckDB. This module reads a query's syntax tree first: it makes a table for each collection that the query names,
 and refuses a table function that is not known to be harmless. Then DuckDB runs the query, and asks each table for
-columns and rows that pass a filter. Invariants: the connection's configuration is locked before the first query; a
-query reads one `Boundaries`, which is released even after an error; an incomplete answer is an error.
+the columns it needs, and for the rows that pass a filter. Invariants: the connection's configuration is locked before
+the first query; a query reads at one set of boundaries, which is released even after an error; an incomplete answer is
+an error.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _TERM = re.compile(r'\((_key|_seqno) (>=|>|<=|<|==) (?:"((?:[^"\\]|\\["\\])*)"|(
 _AMBIGUOUS = re.compile(r'[()"\\]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LIST = re.compile(r'value_set=\w+:\[\n(?:  (?:"[^"\n\\]*"|[\w.+-]+),?\n)*\]')
-"""A list of values in an Arrow expression's text. No value may have quotes, because Arrow does not escape them here.
+"""A list of values in an Arrow expression's text. A value with a quote inside does not match, because Arrow does not
+escape quotes in lists.
 """
 _HINTS = {
     "Out of Memory": "read fewer columns or groups, or give it more memory",
@@ -90,7 +92,7 @@ class SqlSession:
         self.boundaries: Boundaries | None = None
         """The boundaries of the running query."""
         self.failure: BaseException | None = None
-        """The error that ended the read of a table, because DuckDB passes on only its text."""
+        """The error that ended the read of a table. It is kept because DuckDB passes on only its text."""
         self._result: Result | None = None
 
     def __enter__(self) -> SqlSession:

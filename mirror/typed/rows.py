@@ -2,9 +2,9 @@
 
 Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know the origin of rows. A
 column is cut out of all rows at once, in C, and only if it is read: a count decompresses no value. Invariants: the
-values equal those of `storage.format.records.decode_row`, which also raises the error for a damaged row. A value that
-cannot be split (larger than `VALUE_LENGTH_MAX` without compression, or too short for its xattrs) stays as stored, with
-its datatype bits, and stops no other document.
+values equal those of `storage.format.records.decode_row`, which also raises the error for a damaged row. A value
+whose body cannot be taken out (it cannot be decompressed, would exceed `VALUE_LENGTH_MAX`, or is shorter than its xattr
+section claims) stays as stored, with its datatype bits. The other documents are read all the same.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TYPES = {"B": pa.uint8(), "H": pa.uint16(), "I": pa.uint32(), "Q": pa.uint64()}
 
 
 class Documents:
-    """The mutations of one batch. After `close` it makes their columns.
+    """One batch of mutations. After `close`, it gives their columns.
 
     The joined rows become one Arrow array with three elements for each row: the bytes before the key, the key, the
     value. A checksum after a value is in the bytes before the next key.
@@ -79,7 +79,7 @@ class Documents:
         self._byte_count += byte_count
 
     def close(self) -> None:
-        """Check the rows. Raises CorruptedError."""
+        """Check the rows, and encode them again if old metadata follows a value. Raises CorruptedError."""
         count = len(self._frames)
         # `array` would append the numbers of an iterator one by one, which takes twice as long.
         self._lengths = _numbers(array("i", pack(f"{count}i", *map(len, self._frames))), pa.int32())
@@ -108,7 +108,7 @@ class Documents:
 
     @cached_property
     def _bodies(self) -> tuple[Any, bytes]:
-        """Values without compression and xattrs, and their datatypes."""
+        """The decompressed bodies without xattrs, and their datatypes. A value that cannot be decoded is unchanged."""
         values = self._every_third(_VALUE)
         if not any(self._stored_datatypes.translate(None, b"\0\1")):
             return values, self._stored_datatypes
@@ -221,7 +221,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Counts:
-    """The documents and misfits (typed/bodies.py) that a task has read."""
+    """How many documents a task has read, and how many of them were misfits (typed/bodies.py)."""
 
     documents: int = 0
     misfits: int = 0

@@ -85,9 +85,9 @@ def day_of(text: str) -> int:
 def micros_of(text: str, zone: tzinfo | None) -> int:
     """Return a time, or the beginning of a date, as microseconds since 1970. `zone` is for texts without a zone.
 
-    If `zone` is None, the time is local: it counts as if it were UTC, and a text with a zone is refused. A local time
-    that a clock change skips moves forward by the skipped time; a time that occurs twice means the first. Raises
-    ValueError.
+    If `zone` is None, times have no zone: they count as UTC, and a text that names a zone is refused. Otherwise a time
+    that its zone's change to summer time skips moves forward by the skipped time, and one that occurs twice means the
+    first. Raises ValueError.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:

@@ -1,13 +1,14 @@
 """`export`: the documents of a mirror as Parquet files or a Delta table, every vbucket at one boundary.
 
-Knows the tasks, the files and the end of an export; never a command line, nor Spark: a Runner runs the tasks. Each task
+Knows the tasks and files of an export; must never know a command line or Spark: a Runner runs the tasks. Each task
 reads its vbuckets and writes its own files on its machine. The driver gets a few hundred bytes for each file, and at
 the end makes one export of the files. Invariants:
 
 - The boundaries are pinned and leased before the first task, so the service may publish, roll back and purge during a
   long export.
 - Delta: one commit makes the table's next version. Its metadata has the boundaries as tokens. Parquet: tasks write the
-  files to `<target>.incomplete`, and `_SUCCESS` has the metadata as JSON. Then one rename makes the folder the target.
+  files to `<target>.incomplete`, and `_SUCCESS` has the metadata as JSON. Then a rename makes the folder the target,
+  after another has moved an older target away.
   A killed export leaves no version and no `_SUCCESS`; the next run removes its files.
 - An object store has no rename: Parquet files are written in place. `_SUCCESS` is the last object, and names the files.
   A prefix without `_SUCCESS` is not a complete export. `overwrite` removes `_SUCCESS` first.
@@ -84,7 +85,7 @@ class Exported:
 
 def shape_of(fields: pa.Schema | None, reading: Reading = AS_DECLARED) -> Shape:
     """Return the columns of an export. `fields` of the body replace the column `value`, and follow the other columns,
-    whose names then begin with an underscore. Raises ConfigError for a type that JSON cannot be read as.
+    whose names then begin with an underscore. Raises ConfigError for a type that cannot be read from JSON.
     """
     if fields is None:
         return Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
@@ -172,8 +173,8 @@ def export_task(task: ExportTask) -> Written:
 
 
 class _Target(ABC):
-    """The destination of the files, locked until the context ends. The constructor raises ConfigError or MirrorError.
-    After an error the context removes its files.
+    """The destination of the files; a folder or a table is locked until the context ends. After an error the context
+    removes the files of this run. The constructor raises ConfigError or MirrorError.
     """
 
     version: int | None = None
@@ -339,7 +340,7 @@ class _Prefix(_Target):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             with contextlib.suppress(OSError):
-                self.folder.remove(SUCCESS_FILE)  # this run wrote it: `__init__` removed an older one
+                self.folder.remove(SUCCESS_FILE)  # this run's: `__init__` removed an older one
                 for each in self.folder.names():
                     if run_of(each) == self.run:
                         self.folder.remove(each)

@@ -3,7 +3,7 @@ each.
 
 Knows Arrow batches and one folder (places.py); never tables, commits or Spark. Invariants: a reported part is complete
 and synced. An unfinished part is never reported, and its file is removed. If the process is killed, the file stays as
-an orphan, which its name identifies. Memory is bounded by one row group.
+an orphan, and its name tells which run wrote it. Memory is bounded by one row group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROW_GROUP_BYTES = 64 * 1024 * 1024
 """Size at which a row group is written: large enough for fast reads, small enough for memory."""
 
 TEXT_BOUND_MAX = 256
-"""Longest minimum or maximum of a text column, in characters. The table's log has both for each file."""
+"""Longest text, in characters, that the table's log gets as a file's minimum or maximum of a column."""
 
 PART_BYTES_MAX = 512 * 1024 * 1024
 """Size at which a part is finished."""
@@ -60,8 +60,8 @@ def run_of(name: str) -> str | None:
 
 
 class PartWriter:
-    """Turns Arrow batches into parts: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`. The
-    first row makes a file; an error removes all files.
+    """Turns Arrow batches into parts: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`. No rows
+    make no file. An error removes all files.
     """
 
     def __init__(self, folder: str, prefix: str, schema: pa.Schema, *, part_bytes_max: int = PART_BYTES_MAX) -> None:
@@ -148,8 +148,8 @@ class PartWriter:
 
 
 def text_keys(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Make keys text, as every reader of Parquet expects. A key that is not UTF-8 (no Couchbase SDK makes one) becomes
-    U+FFFD, `base64:` and its bytes in base64, so that different keys stay different.
+    """Make keys valid text, which every reader of Parquet expects. A key that is not UTF-8 (no Couchbase SDK makes one)
+    becomes U+FFFD, `base64:` and its bytes in base64, so that different keys stay different.
     """
     index = next((number for number, name in enumerate(batch.schema.names) if name in ("key", "_key")), None)
     if index is None:
@@ -198,6 +198,6 @@ def statistics_of(metadata: pq.FileMetaData) -> str:
                 break
         else:
             continue
-        for bounds in known.values():  # a row group lacks statistics
+        for bounds in known.values():  # a row group has no statistics, or too long ones
             bounds.pop(name, None)
     return json.dumps({"numRecords": metadata.num_rows, **known})
