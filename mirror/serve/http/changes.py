@@ -7,8 +7,8 @@ after each batch, so a client that resumes may get events twice. A rollback come
 - a stream that cannot go on without a gap sends `reset` and ends;
 - after an error a stream sends `problem` (browsers have an `error` of their own) and ends, and can be resumed;
 - memory is bounded for any number of streams, even if clients do not read them: one thread reads one batch at a time; a
-  batch above `BUDGETED_BYTES` is counted in the budget for answers; a stream that waits for budget holds its position
-  and less than `PIECE_BYTES`.
+  batch above `BUDGETED_BYTES` is counted in the budget for answers; a stream that waits for budget holds only its
+  position and less than `PIECE_BYTES` of text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from storage.read.view import Change, Pieces, Served, Token, View
 
 BATCH_EVENTS_MAX = 256
 BATCH_BYTES_MAX = 256 * 1024
-"""A batch ends with the event that reaches this size; or `BUDGETED_BYTES`, if the budget cannot grant this much."""
+"""A batch ends with the event that reaches this size, or `BUDGETED_BYTES` if the budget cannot grant this much."""
 PIECE_BYTES = 64 * 1024
 """Bytes that a stream reads from the store at a time."""
 RIGHTS_CHECK_S = 1.0
@@ -293,7 +293,7 @@ class ChangeStream:
         held = 0
         try:
             while True:
-                if not held and budget.try_take(BATCH_BYTES_MAX):  # else the batch stays below what is counted
+                if not held and budget.try_take(BATCH_BYTES_MAX):  # otherwise the batch ends at BUDGETED_BYTES
                     held = BATCH_BYTES_MAX
                 batch = await self._service.read_batch(partial(self._batch, changes, held or BUDGETED_BYTES))
                 self._check_rights()
@@ -316,7 +316,7 @@ class ChangeStream:
                 finished = not batch.events
                 parts = self._text_of(batch)
                 del batch
-                for text in merged(parts, BUDGETED_BYTES):  # made after the client took the text before
+                for text in merged(parts, BUDGETED_BYTES):  # joins a text after the client took the previous one
                     self._check_rights()
                     if parts:
                         await self._service.turns.turn()

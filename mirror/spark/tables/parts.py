@@ -60,8 +60,8 @@ def run_of(name: str) -> str | None:
 
 
 class PartWriter:
-    """Turns Arrow batches into parts: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`. No rows
-    make no file. An error removes all files.
+    """Turns Arrow batches into parts: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`. An
+    error removes all files. Without rows there is no file.
     """
 
     def __init__(self, folder: str, prefix: str, schema: pa.Schema, *, part_bytes_max: int = PART_BYTES_MAX) -> None:
