@@ -3,11 +3,11 @@
 Knows views, positions and leases; must never know Spark. Invariant: the rows of a vbucket between two offsets depend on
 these two alone. An offset names (branch, seqno) at a published boundary. Branches are never renumbered. Above the floor
 their parents and bases never change, and rows never change. So the way from one offset to the other (back to the common
-base, with retractions and restorations, then forward) is the same at every reading, even if a later rollback took the
-later offset off the served chain. Only the purger removes versions. It removes none while a lease holds the earlier
-offset. Once it has passed the later offset, or has removed a retracted row, or a tombstone above the earlier offset,
-`View.check_way` refuses: the history is lost. If the purger removed a version between the two, a newer version of its
-key lies before the later offset, so the state there is the same.
+base, with retractions and restorations, then forward) is the same at every reading, even if a rollback
+afterwards took the end offset off the served chain. Only the purger removes versions. It removes none while a lease
+holds the start offset. Once the floor is above the end offset, or the purger has removed a retracted row, or a
+tombstone above the start offset, `View.check_way` refuses: the history is lost. Any other removed version between the
+offsets has a newer version of its key at or below the end offset, so the state at the end offset is the same.
 """
 
 from __future__ import annotations

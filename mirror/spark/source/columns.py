@@ -19,7 +19,8 @@ The other columns of changes are:
                   row, are gone. The key is null
                 - resync: the vbucket's history could not be followed. All its earlier rows are void, and all its
                   documents follow, from the beginning. The key is null
-    branch      the branch of the version; over a connection the number of resyncs of the stream
+    branch      from a directory: the branch of the version; from a connection, which has no branches: the number of
+                resyncs of the stream so far
     vbuuid      the source's name of the version's history
     snapshot_end_seqno      the first kept boundary that has the version; of a retraction or restoration the boundary
                 that the rollback went back to

@@ -1,9 +1,9 @@
 """Documents of a mirror's directory, for Spark: `plan` fixes the boundaries of a job, and tasks `read` there.
 
 Knows views, pins and leases; must never know Spark. Planning and tasks run on the same machine. Invariants: a job reads
-one boundary of each vbucket, which `plan` chooses, despite later writes, rollbacks and purges. A lease holds that
-history until `lease_seconds` after the plan or a task last renewed it. If the history is gone all the same, the job
-fails with an error.
+one boundary of each vbucket, which `plan` chooses, despite later writes, rollbacks and purges. The
+plan and each running task renew a lease on that history, which ends `lease_seconds` after the last renewal. If the
+history is gone all the same, the job fails with an error.
 """
 
 from __future__ import annotations
