@@ -29,8 +29,9 @@ class ChainLink(NamedTuple):
     kept_seqno: int = SEQNO_MAX
     """Seqno above which the purger may have removed the branch's rows. The served chain does not see those rows."""
     first_branch: int = 0
-    """The oldest empty branch that this branch replaced (`branches.abandon`); `branch` or 0: none. A position on a
-    replaced branch counts as `base_seqno` of this branch.
+    """The number of the oldest empty branch that this branch replaced (`branches.abandon`). If it replaced none: its
+    own number, or 0. Nothing was published on a replaced branch: a position on it stands for this branch's
+    `base_seqno`.
     """
     history_ids: records.HistoryIds = ()
 
@@ -131,7 +132,7 @@ def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:
 
 
 def _link_of(chain: Sequence[ChainLink], branch: int, start: int) -> int:
-    """Return the index of the first link from `start` on whose branch is `branch` or older; else len(chain)."""
+    """Return the smallest index >= `start` of a link with a branch number <= `branch`; len(chain) if there is none."""
     if start < len(chain) and chain[start].branch <= branch:
         return start
     return bisect_left(chain, -branch, start, key=lambda link: -link.branch)
@@ -158,8 +159,8 @@ def newest_boundary(txn: Transaction, vbid: int, chain: Chain, to_seqno: int) ->
 
 
 def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
-    """Yield the kept boundaries of a chain, newest first. A boundary with a copy at the base of a branch is yielded
-    once.
+    """Yield the kept boundaries of a chain, newest first. If a branch begins with a copy of a boundary, only the copy
+    is yielded.
 
     Walks rows backwards, and skips long snapshots by `span`: at most `SPAN_SEQNOS` rows are read between two
     boundaries.
@@ -199,7 +200,7 @@ def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int
             span_key = keys.SPAN_KEY.pack(vbid, link.branch, first)
             if spans.set_range(span_key) and spans.key()[:6] == span_key[:6]:
                 (before,) = keys.SEQNO.unpack(spans.value())
-                if before < first:  # the next boundary is the end of this snapshot
+                if before < first:  # a long snapshot: its end is the next boundary
                     first = int.from_bytes(spans.key()[6:], "big")
             position = link.cut
             if first <= link.cut and cursor.set_range(keys.ROW.pack(link.branch, first)):
@@ -236,7 +237,7 @@ def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:
 
 
 def put_span(txn: Transaction, vbid: int, branch: int, end_seqno: int, before_seqno: int) -> None:
-    """Record in `span` that no boundary lies between two seqnos of a branch, if more than `SPAN_SEQNOS` apart."""
+    """Record in `span` that no boundary lies between two seqnos that are more than `SPAN_SEQNOS` apart."""
     if end_seqno - before_seqno > SPAN_SEQNOS:
         key = keys.SPAN_KEY.pack(vbid, branch, end_seqno)
         txn.put(keys.DB_SPAN, key, keys.SEQNO.pack(before_seqno))

@@ -31,13 +31,13 @@ SLICE_ROWS = 20_000
 
 KeyRow = tuple[bytes, bytes]
 BY_KEY = itemgetter(0)
-"""Sort key for the key tree. Key rows come in rising seqno, so a stable sort by key leaves the key rows of one key in
-order.
+"""Sorts key rows by document key. The sort is stable and the input rises in seqno, so the key rows of one document stay
+in order of seqno.
 """
 
 
 class IndexJob:
-    """Builds the key rows of rows (from_seqno, to_seqno] of one branch of a vbucket, a slice at a time."""
+    """Builds the key rows of one branch's rows with from_seqno < seqno <= to_seqno, a slice at a time."""
 
     def __init__(self, environment: Environment, vbid: int, prefix: bytes, from_seqno: int, to_seqno: int) -> None:
         self.environment = environment
@@ -139,8 +139,8 @@ def not_in_order(txn: Transaction, vbid: int) -> CorruptedError:
 def key_rows_between(
     txn: Transaction, vbid: int, prefix: bytes, after_seqno: int, to_seqno: int, limit: int
 ) -> tuple[list[KeyRow], int, int, int]:
-    """Return the key rows of the next `limit` rows after `after_seqno`. Return also the number, last seqno and bytes of
-    these rows.
+    """Return the key rows of the next `limit` rows after `after_seqno`. Return also how many rows were read
+    (system events, too, which have no key row), their last seqno and their bytes.
 
     Each row is decoded as it is read: to collect the rows first takes three times as long.
     """

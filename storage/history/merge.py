@@ -3,15 +3,16 @@
 Knows chains and every tree with branch numbers; the purger decides when to merge. After a rollback, the old branch
 stays on the chain as long as one of its rows is visible. Once the branch lies below the floor, no rollback can go back
 to it. Then its rows can move to its parent, oldest first. The base of the branch rises with the moved rows, and the
-empty branch is removed. The branch with the fewest seqnos is merged first, so a row moves again only after its branch
-has at least doubled in size.
+empty branch is removed. A half-merged branch comes first, then the branch with the fewest seqnos. Its parent mostly has
+at least as many, so each move mostly puts a row on a branch of at least twice the size, and a row moves seldom.
 
 Invariants:
 - a step is one transaction and leaves the same rows visible at the same seqnos; another process may do the next step;
 - rows move only after the purger has removed the retracted rows of both branches;
-- rows move only to seqnos above the parent's base. After a rollback to below that base the parent has no visible row,
-  and is merged into its own parent first;
-- the moved rows reuse positions of a lost history on the parent, so these positions get a new history id;
+- rows keep their seqnos, so a branch is merged only if its base is not below its parent's base. Otherwise the parent
+  has no visible row, and is merged into its own parent first;
+- a moved row may get the position (branch and seqno) of a lost row of the parent, so these positions get a new history
+  id;
 - each step draws a new chain id, so readers load their chains again.
 """
 
@@ -81,8 +82,8 @@ def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int,
 
 
 def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: branches.Known) -> bool:
-    """True if both branches hold only visible rows, `pair.child` is the branch's only child, and the parent's base is
-    not above the branch's.
+    """True if parent and branch hold only visible rows, `pair.child` is the branch's only child, and the parent's base
+    is not above the branch's.
     """
     if known[pair.parent].base_seqno > pair.base_seqno:
         return False
@@ -149,8 +150,8 @@ def forget_rollbacks(txn: Transaction, found: list[bytes]) -> None:
 
 
 def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
-    """Return the keys of rollbacks to below the floor or to a removed branch, oldest first. The newest `ROLLBACKS_KEPT`
-    are left out.
+    """Return the keys of the oldest records of rollbacks, up to the first that is still needed. The newest
+    `ROLLBACKS_KEPT`, and rollbacks to a boundary at or above the floor on a stored branch, are needed.
     """
     cursor = txn.cursor(keys.DB_ROLLBACK)
     if not seek_before(cursor, keys.ROLLBACK_KEY.pack(vbid, 2**32 - 1)) or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):

@@ -28,7 +28,7 @@ _FROM_BEGINNING = "read it from the beginning"
 
 @dataclass(slots=True)
 class Pieces:
-    """The size of pieces of changes. A reader that has no memory for a change can drop it and get it again."""
+    """Serves a reader with little memory: limits what is read at once, and yields a change again that was dropped."""
 
     bytes_max: int
     """Maximum bytes of rows that are read at once; one document may be larger."""
@@ -40,8 +40,9 @@ class Pieces:
 class Change:
     """One published event. `kind` is mutation, deletion, expiration, system_event, rollback, retraction or restoration.
 
-    A rollback is the first event of its new branch. A retraction of the newest lost version of each key follows, with a
-    restoration if an older version is visible again. `token` resumes after this event.
+    A rollback is the first event of its new branch. Then each key's newest lost version is retracted; if an older
+    version is visible again, its restoration follows. `token` resumes after this event; within a rollback only the last
+    event's token does, and the others repeat the rollback.
     """
 
     kind: str
@@ -58,7 +59,7 @@ class Range(NamedTuple):
     after_seqno: Seqno
     """The last seqno of the history that both positions share."""
     purged_before: int = 0
-    """The argument of `validity.check_tombstones`."""
+    """The result of `validity.purged_seqno` when a read from seqno 0 began; otherwise 0."""
 
 
 def rollbacks(reader: VbucketReader) -> list[Rollback]:
@@ -152,8 +153,9 @@ def between(
 def _rollback_from(
     reader: VbucketReader, served: Served, token: Token, common_seqno: int
 ) -> tuple[Rollback, chain.Chain]:
-    """Return the rollback that took readers from the token's history to the served one. After a deferred rollback,
-    return also the chain that its publish made visible, up to where this chain is still served; else an empty chain.
+    """Return the rollback that took readers from the token's history to the served one. If it was deferred,
+    return also the served chain up to the seqno that its first publish reached, or up to a later rollback below that
+    seqno; otherwise an empty chain.
     """
     rising = [link for link in reversed(served.links) if link.branch > token.branch]
     while rising[0].base_seqno != common_seqno:
@@ -184,7 +186,7 @@ def _after_rollback(
     *,
     always: bool,
 ) -> Iterator[Change]:
-    """Yield the rollback, its retractions and restorations; the last event has the first token of the new history.
+    """Yield the rollback, its retractions and restorations; the last has the first token of the new branch.
 
     Without `always`, yield no event if `undone` is empty: a deferred rollback may change no row that the reader had.
     """
@@ -194,7 +196,7 @@ def _after_rollback(
     def change(each: retractions.Undone, at: Token) -> Change:
         return Change(each.kind, at, retractions.document_of(reader, each, raw))
 
-    # Only the last event has a token of the new history. To find it, look one position ahead, without the document.
+    # Only the last event has a token of the new branch. To know which is last, look one position ahead.
     following = next(undone, None)
     if following is None and not always:
         return

@@ -1,8 +1,8 @@
 """Reads a large document in pieces, because one copy of 20 MiB would take some 20 ms.
 
-Knows rows of mutations and LMDB's map; never the reader. Rows do not change, so each piece is read in a transaction of
-its own. Invariant: all pieces together are the value as it is stored. The checksum is compared only after the last
-piece, so a reader must not use any piece before it has all.
+Knows rows of mutations and LMDB's map; must never know the users of the pieces. Rows do not change, so each piece is
+read in a transaction of its own. Invariant: all pieces together are the value as it is stored. The checksum is compared
+only after the last piece, so no piece may be used before all are read.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PIECE_BYTES = 256 * 1024
 HEAD_BYTES_MAX = 24 + 31 + 255
 """Maximum length of a mutation's header, extras and key."""
 SNAPPY_RATIO_MAX = 32
-"""No value decompresses to more than this many times its length: three bytes become 64 at most."""
+"""No value decompresses to more than this many times its length: three bytes become at most 64, a ratio of 21."""
 _META_LENGTH = slice(52, 54)
-"""Place of the length of extended metadata, which old servers put behind the value."""
+"""Place of the length of extended metadata. Old servers put this metadata behind the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def about(found: Document | LargeDocument) -> Document:
 
 
 def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_max: int) -> LargeDocument | None:
-    """Return the document of a mutation's row if the value, stored or decompressed, has more than `bytes_max`; else
+    """Return the document of a mutation's row if the value, stored or decompressed, is longer than `bytes_max`; else
     None. Reads only the row's first bytes. Raises CorruptedError.
     """
     size = len(stored)

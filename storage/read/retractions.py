@@ -1,7 +1,7 @@
 """Finds the versions that a rollback undoes: the newest lost version of each key (retraction), and the older version
 that is visible again (restoration).
 
-Knows both trees of a vbucket, the lost chain and the served one; never the reader. Invariants:
+Knows both trees of a vbucket, the lost chain and the served one; must never know the users of events. Invariants:
 - memory holds positions, never documents;
 - each key is retracted once, by its newest lost version;
 - if the lost history dropped or flushed a collection, all documents of the collection are restored.

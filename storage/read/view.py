@@ -1,11 +1,11 @@
 """The reader's API: `open_view` and `View`. Any process may use it at any time.
 
 Knows the storage format; never the service. Invariant: one answer is read in one LMDB transaction. `validity` states
-the promises to reads of several transactions.
+what is promised to a read of several transactions.
 
 The modules `point_reads` (documents by key), `scan` (documents in order), `changes` and `retractions` (events in order)
-and `states` (positions) do the work. Functions for a single part of the service are not methods of `View`: they take
-`View.reader(vbid)`.
+and `states` (positions) do the work. A function that only one component of the service needs, such as the DCP listener,
+is not a method of `View`: it takes `View.reader(vbid)`.
 """
 
 from __future__ import annotations
@@ -190,12 +190,12 @@ class View(PointReads):
         deletions: bool = False,
         raw: bool = False,
     ) -> tuple[list[Document], bytes]:
-        """Return at most `limit` documents that `pin` sees, from key `start` on, and the next page's start (empty: the
-        end).
+        """Return at most `limit` documents that `pin` sees, from key `start` on. Return also the next page's `start`;
+        empty after the last page.
 
-        A page is one transaction of bounded work, so before the end it may hold fewer documents than `limit`, even
-        none. The values of a page have at most `bytes_max` bytes together; a larger document is a page by itself.
-        Raises ViewInvalidated once a rollback, a resync or the purger has passed the pin.
+        A page is one transaction of bounded work, so a page that is not the last may have fewer documents, even none.
+        The values of a page have at most `bytes_max` bytes together; a larger document is a page by itself. Raises
+        ViewInvalidated once a rollback, a resync or the purger has passed the pin.
         """
         selection = scans.KeySelection(prefix, start, end, deletions, raw)
         return scans.page(self.reader(pin.vbid), pin, collection, selection, limit, bytes_max, self.path)
@@ -217,8 +217,8 @@ class View(PointReads):
         return [self.state(vbid) for vbid in self.vbids]
 
     def published(self, unreadable: Unreadable | None = None) -> dict[int, Served]:
-        """Return the served state of each of `vbids`: the cheapest way to notice a publish. If a group cannot be read,
-        raise its error, or put the error into `unreadable` and leave its vbuckets out.
+        """Return the served state of each of `vbids`: the cheapest way to notice a publish. If a group cannot be read:
+        without `unreadable` raise its error, otherwise put the error there and leave the group's vbuckets out.
         """
         return states.published(self.groups, self._known_positions, unreadable)
 
@@ -272,15 +272,16 @@ class View(PointReads):
 
         A token below the history floor is accepted as long as no tombstone above the token was purged. Superseded
         versions may then be missing, as after the source's own deduplication. If the token's history was rolled back,
-        the rollback comes first, then its retractions and restorations; the last of these has the first token of the
-        new history. A reader that applied every change has the documents of the boundary that was the newest when the
-        generator began.
+        the rollback comes first, then its retractions and restorations. All of these but the last have `since` as their
+        token, so a reader that resumes from it gets all of them again. A reader that applied every change has the
+        documents of the boundary that was the newest when the generator began.
 
         Raises ViewInvalidated if a resync replaced the token's history, or if this history is no longer kept. A running
         generator raises ViewInvalidated also after a rollback, or if the purger overtakes the reader. A lease on the
         oldest boundary holds the purger back.
 
-        With `pieces` the generator holds at most one piece, and none of the documents that it returned.
+        `pieces` limits the bytes of rows that the generator reads at once. The generator keeps no document that it
+        yielded.
         """
         for each in self.vbids if vbid is None else (vbid,):
             token = since if since is not None and since.vbid == each else None

@@ -1,8 +1,8 @@
 """Decides if a write at the source is visible here, not yet visible, or lost: readers can wait for their own writes.
 
-Knows mutation tokens of SDKs, failover logs and published seqnos; never the reader. Polling is enough, because a
-publish is one transaction, and so is a rollback with its failover log. The rules for a write with the token (vbid,
-vbuuid, seqno):
+Knows mutation tokens of SDKs, failover logs and published seqnos; must never know its callers. Polling is enough,
+because a publish is one transaction, and so is a rollback with its failover log. The rules for a write with the token
+(vbid, vbuuid, seqno):
 - if the failover log has the vbuuid, the write is lost if it lies above the seqno at which the next newer history
   began; otherwise it is visible once published_seqno has reached it;
 - if this mirror rolled back the history of the vbuuid, and a newer failover log lacks the vbuuid, the write is lost;
