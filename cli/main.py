@@ -1,6 +1,6 @@
 """The command `dcp-mirror`: mounts the commands and turns errors into exit codes.
 
-Only the module of the named command is imported, because all of them take half a second. Invariant: no command runs
+Only the module of the named command is imported, because importing all takes half a second. Invariant: no command runs
 without asserts (`python -O`), because they guard the data.
 """
 
@@ -122,7 +122,7 @@ def options(
 
 def application(named: str) -> typer.Typer:
     """Return the application. Only the named command is imported; the others have only a line of help. With "" all are
-    imported, for a process that forks itself for many commands.
+    imported, for a process that forks a child for each command.
     """
     app = typer.Typer(
         name="dcp-mirror",
@@ -140,7 +140,7 @@ def application(named: str) -> typer.Typer:
                 _mount(app, name)
             else:
                 app.command(name, help=line)(_not_imported)
-    gc.freeze()  # saves the last garbage collection, a tenth of a second
+    gc.freeze()  # spares the garbage collection at exit, a tenth of a second
     return app
 
 
@@ -158,7 +158,7 @@ def _mount(app: typer.Typer, name: str) -> None:
 
 
 def named_command(arguments: Sequence[str]) -> str:
-    """Return the command that the arguments name, or that a shell completes; without a command, "--help"."""
+    """Return the command in the arguments, or in the line that a shell completes; "--help" if there is none."""
     completed = os.environ.get("COMP_WORDS", "").split() or os.environ.get("_TYPER_COMPLETE_ARGS", "").split()
     return next((each for each in (*completed[1:], *arguments) if not each.startswith("-")), "--help")
 

@@ -1,4 +1,4 @@
-"""`user`: the file of network readers: names, SCRAM verifiers and collections.
+"""`user`: edits the file of network readers, with their names, SCRAM verifiers and collections.
 
 Invariants: a password is typed twice or comes as one line on stdin, never on the command line, and is not stored; only
 the owner can read the file; a change replaces the whole file, and running services notice it.

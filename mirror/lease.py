@@ -1,8 +1,8 @@
 """Leases: the service keeps a mirror's history from a reader's positions on, while a job of unknown length runs.
 
 The service grants a lease for some seconds, and a thread of this module renews it. Without a service nothing is purged;
-the thread finds a service that starts later. Invariants: the positions are held until `release`, or `lost` gives the
-reason; no lease exceeds the service's limits.
+the thread finds a service that starts later. Invariants: the positions are held until `release`; if not, `lost` says
+why; no lease exceeds the service's limits.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Lease:
             return
         try:
             ask(self._directory, ReleaseLease(self.id))
-        except MirrorError:  # the lease ends without renewal
+        except MirrorError:  # it ends by itself, because nobody renews it
             return
 
 

@@ -24,7 +24,7 @@ from storage.read.view import AsOf, View
 
 SAMPLE_DOCUMENTS = 10_000
 COLUMNS_MAX = 1_000
-"""Most columns of a table. The rarest fields get none."""
+"""Largest number of columns of a table. If there are more fields, the rarest get none."""
 NAMES_MAX = 20_000
 FIELDS_MAX = 200
 """An inner object with more names becomes text, because such names are data."""
@@ -57,7 +57,7 @@ def _quoted(name: str) -> str:
 
 
 def type_ddl(kind: Any) -> str:
-    """Return the name of an Arrow type in a schema."""
+    """Return an Arrow type as a schema's text names it."""
     if pa.types.is_struct(kind):
         return f"struct<{','.join(f'{_quoted(each.name)}:{type_ddl(each.type)}' for each in kind)}>"
     if pa.types.is_list(kind):

@@ -51,8 +51,8 @@ WRITER_LOCK_FILE = "writer.lock"
 LOOK_INTERVAL_S = 1.0
 """Pause between two checks that the open file is still at its path. A check takes a few microseconds."""
 UNREGISTERED_LOOK_INTERVAL_S = 0.01
-"""The same pause if LMDB cannot register readers. A starting writer needs longer for its first two commits, and only
-later commits overwrite pages that are being read.
+"""The same pause if LMDB cannot register readers. A starting writer takes longer than this pause for its first two
+commits. Only its later commits overwrite pages that are being read, so a reader notices the writer in time.
 """
 REMAP_WAIT_S = 10.0
 """Longest wait for this process's transactions before the map changes size. A transaction takes some milliseconds."""
@@ -63,7 +63,7 @@ SPACE_MIN = 1 << 20
 LMDB_VERSION_MIN = (3, 0)
 """Oldest usable py-lmdb. Older ones cannot verify pages, and trust page numbers and lengths in a damaged file."""
 DAMAGE = (
-    lmdb.BadTxnError,  # an earlier call, which cannot return an error, found a damaged page
+    lmdb.BadTxnError,  # an earlier call found a damaged page, but could not return an error
     lmdb.CorruptedError,
     lmdb.CursorFullError,  # a tree is deeper than LMDB allows
     lmdb.IncompatibleError,
@@ -235,7 +235,7 @@ class Environment:
         self._file = _identity_of(self.path)
         self._look_interval_s = UNREGISTERED_LOOK_INTERVAL_S if self._unregistered else LOOK_INTERVAL_S
         self.look_at = time.monotonic() + self._look_interval_s
-        """Time of the next check by `look` (`time.monotonic`); 0: every call checks."""
+        """Time of the next check by `look` (`time.monotonic`); 0: the next call checks."""
         self.replaced = False
         """True once the group's folder or file was moved, removed or replaced. The open file is then no longer read."""
         try:
@@ -282,8 +282,8 @@ class Environment:
     def _settle_meta_pages(self) -> None:
         """Write both meta pages to the disk, as they are in memory, before any other write.
 
-        After a failed sync the kernel may count a meta page as written that is not on the disk. LMDB would then
-        overwrite pages that the older meta page on the disk still needs. To write the meta pages is safe, because the
+        After a failed sync the kernel may regard a meta page as written although it is not on the disk. LMDB would then
+        overwrite pages that the older meta page on the disk still needs. Writing the meta pages is safe, because the
         pages that they refer to were synced before.
         """
         try:
@@ -299,7 +299,7 @@ class Environment:
             raise storage_error(error, self.path) from error
 
     def look_now(self) -> bool:
-        """Look now, without a pause."""
+        """Look now, even if the pause since the last look is not over."""
         self.look_at = 0.0
         return self.look()
 
@@ -322,7 +322,7 @@ class Environment:
         return self.replaced
 
     def missing_bytes(self) -> int:
-        """Return how many bytes the file is shorter than its meta page says.
+        """Return by how many bytes the file is shorter than its meta page says.
 
         A sound file may lack a few pages at the end: LMDB does not write pages that a transaction took and gave back.
         Reading any other missing page ends the process by SIGBUS.
@@ -421,8 +421,8 @@ class Environment:
             self.end(txn)
 
     def _remap(self, size: int, seen_count: int) -> None:
-        """Map the file in another size (0: the writer's). Do nothing if another thread did so since `_remap_count` was
-        `seen_count`.
+        """Map the file in another size (0: the size that the writer gave it). Do nothing if another thread did so since
+        `_remap_count` was `seen_count`.
 
         LMDB would move the map under open transactions, so this waits until they have ended. New ones wait for the new
         map.

@@ -20,7 +20,7 @@ from storage.write.owner import KEEP_ALL, GroupOwner, contained
 from storage.write.pending import GroupPending, PendingVbucket, Plan
 
 PURGE_INTERVAL_MS = 1_000
-"""Pause after a round over all vbuckets without history to remove, milliseconds."""
+"""Pause, in milliseconds, after a round over all vbuckets in which the purger found no work."""
 
 
 class Background:
@@ -58,7 +58,7 @@ class Background:
     # -- key rows -------------------------------------------------------------------------------------------------
 
     def finish_complete(self) -> None:
-        """Begin jobs for snapshots that the last writer left complete on disk, without all key rows."""
+        """Begin jobs for snapshots that the previous writer left complete on disk, but with key rows missing."""
         for vbucket in self._vbuckets.values():
             if vbucket.complete_on_disk():
                 vbucket.begin_job()
@@ -114,8 +114,9 @@ class Background:
 
     @contained
     def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:
-        """Keep the history from `positions` (branch and seqno by vbid) on until `until_ms` by the present wall clock.
-        Setting the clock later has no effect. If a position is no longer kept, raises NoSuchBoundary and holds nothing.
+        """Hold the history from `positions` (branch and seqno by vbid) on. The lease ends at `until_ms` of the wall
+        clock; if that clock is set during the lease, the end does not move. Raises NoSuchBoundary, and holds nothing,
+        if a position is no longer kept.
         """
         owner = self.owner
         self.leases.prune(owner.clock.now_ms())

@@ -179,7 +179,7 @@ class Profile:
 
     @property
     def system_collections(self) -> bool:
-        """True if the system's collections (`_...`) are hidden from users without a privilege."""
+        """True if the system's collections (`_...`) are hidden from users who lack the privilege for them."""
         return self.since(7, 6)
 
     def _known(self, table: dict[T, Release]) -> list[T]:

@@ -33,9 +33,9 @@ HEAD_BYTES_MAX = 256 * 1024
 HEADERS_MAX = 100
 """Limit of a request's headers. Browsers and proxies send some thirty."""
 FRAMING_BYTES_MAX = HEAD_BYTES_MAX
-"""Limit of a chunked body's framing, extensions or trailers between two bytes of the body."""
+"""Limit of a chunked body's other bytes (chunk sizes, extensions, trailers) since the last byte of data."""
 SLICE_BYTES = 4 * 1024
-"""Bytes parsed at a time. Requests in a slice wait as objects, later requests as bytes."""
+"""Bytes parsed at a time. Requests of a parsed slice wait as objects, those of later slices as bytes."""
 PARSE_S = 0.001
 """Time for parsing slices in one turn. Chunks of one byte are slow to parse."""
 WITH_MORE = frozenset((b"content-length", b"expect", b"transfer-encoding", b"upgrade"))
@@ -58,7 +58,7 @@ class Gate:
     send_timeout_s: float = 30.0
     request_timeout_s: float = REQUEST_TIMEOUT_S
     answer_now: Callable[[Any], Response | None] = lambda _: None
-    """Returns an answer that need not wait and is sent whole; None: call the application."""
+    """Answers a request at once if the answer need not wait and is sent whole. None: the application answers."""
     turns: Turns = field(default_factory=Turns)
     state: ServerState = field(default_factory=ServerState)
 
@@ -79,8 +79,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answered_now = False
         self._idle_since_s = 0.0
         self._answer_now: Callable[[Any], Response | None] | None = None
-        """Set while the first request of received data is parsed. Only this one is answered at once; others wait for a
-        turn."""
+        """Set while the first request of received data is parsed. Only that request can be answered at once; others
+        wait for a turn."""
         self._is_only_head = False
         self._head_bytes = self._framing_bytes = 0
         self._unparsed = b""
@@ -89,7 +89,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_busy = False
         """True if several requests came together: the next requests then wait for turns too."""
         self._wrong: str | None = None
-        """The reason for reading no more, sent once earlier requests are answered; empty: none is sent."""
+        """The reason for reading no more; None while reading. It is sent once earlier requests are answered, unless
+        empty.
+        """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -160,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(timeout_s, self.timeout_keep_alive_handler)
 
     def _parse(self) -> None:
-        """Parse until a request waits for its turn. Stop the request timer while a request is being answered."""
+        """Parse until a request must wait, or for `PARSE_S`. Stop the request timer if a request is being answered."""
         at = 0
         unparsed = self._unparsed
         ends_s = perf_counter() + PARSE_S

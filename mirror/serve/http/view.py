@@ -1,4 +1,4 @@
-"""The view of one HTTP process, opened when first needed and after a group was recreated; and a watch for publishes.
+"""The view of one HTTP process, opened when first needed and again after a group was recreated; a watch for publishes.
 
 Knows the data directory and the store's `View`; never a request. Invariants: a replaced file of a group is noticed
 within a second; a replaced view is closed; only the reading process opens files.
@@ -43,7 +43,7 @@ class Mirror:
             self.close()
 
     def manifest_vbids(self) -> Iterable[int]:
-        """Return a vbucket for each different manifest. Raises StorageError if no group can be read."""
+        """Return one vbucket for each manifest uid in use. Raises StorageError if no group can be read."""
         unreadable: Unreadable = {}
         uids = self.view.manifest_uids(unreadable)
         if not uids:
@@ -91,7 +91,7 @@ class PublishWatch:
                 now = self._mirror.view.published(unreadable), set(unreadable)
             except StorageError as error:
                 now = str(error)
-            if now != before:  # a woken stream gets the error too, and reports it
+            if now != before:  # an error is news, too: a woken stream meets and reports it
                 before = now
                 self.wake()
             await self._clock.sleep(WATCH_INTERVAL_S)

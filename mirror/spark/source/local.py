@@ -97,7 +97,7 @@ def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int
 
 
 def check_collections(view: View, pins: Sequence[Pin], names: Sequence[str]) -> None:
-    """Raise UnknownCollection if no vbucket knows a name. Vbuckets learn of a collection at different times."""
+    """Raise UnknownCollection for a name that no vbucket knows. Vbuckets learn of a collection at different times."""
     known: set[str] = set()
     missing = list(names)
     for pin in pins:
