@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -117,3 +118,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return FIRST.index(package) if package in FIRST else len(FIRST)
 
     items.sort(key=rank)
+
+
+@pytest.fixture
+async def untaken_errors(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Errors of streams that nobody took. asyncio logs one with a traceback if the garbage collector finds the stream's
+    future before its protocol; here it always does. Call `gc.collect()` before looking.
+    """
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(asyncio.StreamReaderProtocol, "__del__", lambda _: None)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
+    return found

@@ -206,6 +206,8 @@ class Doctor:
                 await loop.getaddrinfo(address.host, address.port)
                 _, writer = await asyncio.open_connection(address.host, address.port)
                 writer.close()
+                with contextlib.suppress(OSError):  # otherwise asyncio may log the stream's error
+                    await writer.wait_closed()
         except TimeoutError:
             return f"no answer within {self._settings.connect_timeout_s:g} s"
         except socket.gaierror as error:

@@ -81,6 +81,8 @@ class SandboxControl:
                 writer.write(json.dumps(await self.answer(line)).encode() + b"\n")
                 await writer.drain()
         writer.close()
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            await writer.wait_closed()  # otherwise asyncio may log the stream's error
 
 
 USUAL_REFUSALS = (

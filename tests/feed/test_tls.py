@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.serialization import (
@@ -164,6 +167,20 @@ async def test_what_a_port_speaks_is_found_out(authority: Authority) -> None:
         assert await speaks_tls(NodeAddress("127.0.0.1", tls.port))
         assert not await speaks_tls(NodeAddress("127.0.0.1", plain.port))
     assert not await speaks_tls(NodeAddress("127.0.0.1", 1))
+
+
+async def test_a_port_that_resets_the_connection_leaves_no_traceback(untaken_errors: list[dict[str, Any]]) -> None:
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(10)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+
+    server = await asyncio.start_server(reset, "127.0.0.1", 0)
+    async with server:
+        assert not await speaks_tls(NodeAddress("127.0.0.1", server.sockets[0].getsockname()[1]))
+    await asyncio.sleep(0.01)  # the transport is let go of
+    gc.collect()
+    assert not untaken_errors
 
 
 def test_only_what_may_pass_by_itself_is_tried_again() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +25,7 @@ import pytest
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.serve.access.auth import entry_of, new_salt_key
+from mirror.serve.http.query_pool import QueryChild
 from mirror.supervise.listeners import addresses
 from mirror.supervise.listeners.addresses import check_servers
 from storage.model import Collection, Seqno
@@ -235,6 +239,20 @@ def test_a_killed_process_costs_its_query_and_nothing_else(site: Site) -> None:
     idle.kill()
     idle.wait(10)
     assert ask(site, "SELECT 2").json()["rows"] == [[2]]
+
+
+async def test_a_process_that_is_killed_with_its_query_unread_leaves_no_traceback(
+    untaken_errors: list[dict[str, Any]],
+) -> None:
+    child = await QueryChild.start(OWN_BYTES)
+    child.process.send_signal(signal.SIGSTOP)
+    child.writer.write(b"{}\n")
+    child.process.kill()
+    await child.end()
+    del child
+    await asyncio.sleep(0.01)  # the transport is let go of
+    gc.collect()
+    assert not untaken_errors
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import select
+import socket
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -54,6 +57,20 @@ async def test_one_line_in_and_one_line_out_for_its_owner_alone(tmp_path: Path) 
         answers = await ask(tmp_path, b'{"op": "one"}', b'{"op": "two"}')
         assert answers == [{"ok": True, "echo": {"op": "one"}}, {"ok": True, "echo": {"op": "two"}}]
     assert not (tmp_path / SOCKET_NAME).exists()
+
+
+async def test_a_client_that_leaves_without_its_answer_leaves_no_traceback(
+    tmp_path: Path, untaken_errors: list[dict[str, Any]]
+) -> None:
+    async with serving(tmp_path):
+        with socket_address(tmp_path) as address, socket.socket(socket.AF_UNIX) as client:
+            client.connect(address)
+            client.sendall(b'{"op": "one"}\n')
+            await asyncio.to_thread(select.select, [client], [], [])
+        (served,) = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait({served})
+    gc.collect()
+    assert not untaken_errors
 
 
 async def test_garbage_and_failures_get_a_line_each(tmp_path: Path) -> None:

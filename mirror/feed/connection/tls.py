@@ -203,5 +203,7 @@ async def _probe(
                 return await talk(reader, writer)
             finally:
                 writer.transport.abort()
+                with contextlib.suppress(OSError):  # otherwise asyncio may log the stream's error
+                    await writer.wait_closed()
     except (OSError, asyncio.IncompleteReadError, TimeoutError, UnicodeError):
         return False

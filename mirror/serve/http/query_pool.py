@@ -89,6 +89,8 @@ class QueryChild:
             self.process.kill()
         self.writer.close()
         await asyncio.to_thread(self.process.wait)
+        with suppress(OSError):  # otherwise asyncio may log the stream's error
+            await self.writer.wait_closed()
 
 
 class Queries:

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from mirror.client import SOCKET_NAME, socket_address
@@ -83,7 +84,10 @@ class ControlServer:
             writer.transport.abort()
         except ValueError:
             writer.write(b'{"ok": false, "error": "the request is too long"}\n')
-        except (ConnectionError, asyncio.CancelledError):
+        except ConnectionError:
+            with suppress(ConnectionError):  # otherwise asyncio may log the stream's error
+                await writer.wait_closed()
+        except asyncio.CancelledError:
             pass
         finally:
             self._clients.discard(task)
