@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 from storage.env.transaction import Transaction
@@ -132,22 +133,51 @@ def between(
     way = resolve_range(reader, token, end)
     served, lost, after, _ = way
     replacing: chain.Chain = ()
+    step_end: Token | None = None
+    last: Seqno | None = None
     if token is not None and lost:
         record, replacing = _rollback_from(reader, served, token, after)
         bytes_max = None if pieces is None else pieces.bytes_max
+        if replacing:
+            step_end = _token_at(reader.vbid, served.links, min(token.seqno, replacing[0].cut))
+            last = _last_of_step(reader, way, replacing, step_end.seqno, raw, bytes_max)
         undone = retractions.undone(reader, served, lost, record.to_seqno, replacing, bytes_max)
-        yield from _after_rollback(reader, served, token, record, undone, raw, pieces, always=not replacing)
+        follows = last is not None
+        yield from _after_rollback(reader, served, token, record, undone, raw, pieces, step_end, follows=follows)
     links = {link.branch: link for link in served.links}
 
     def change(document: Document) -> Change:
         branch, seqno = document.branch, document.seqno
-        at = Token(reader.vbid, branch, seqno, links[branch].history_id(seqno))
+        if token is not None and step_end is not None and seqno <= step_end.seqno:
+            at = step_end if seqno == last else token
+        else:
+            at = Token(reader.vbid, branch, seqno, links[branch].history_id(seqno))
         return Change(document.kind.name.lower(), at, document)
 
     documents = rows(reader, way, raw, pieces)
     if replacing:
         documents = filter(retractions.NewToReader(reader, lost, replacing, raw), documents)
     yield from map(change, documents)  # the variable of a loop would keep the last document
+
+
+def _token_at(vbid: int, links: chain.Chain, seqno: int) -> Token:
+    link = next(link for link in reversed(links) if seqno <= link.cut)
+    return Token(vbid, Branch(link.branch), Seqno(seqno), link.history_id(seqno))
+
+
+def _last_of_step(
+    reader: VbucketReader, way: Range, replacing: chain.Chain, to_seqno: Seqno, raw: bool, bytes_max: int | None
+) -> Seqno | None:
+    """Return the seqno of the last document up to `to_seqno` that is new to a reader from `way.lost`; None if all were
+    given.
+    """
+    is_new = retractions.NewToReader(reader, way.lost, replacing, raw)
+    documents = rows(reader, way, raw, None if bytes_max is None else Pieces(bytes_max))
+    last = None
+    for document in takewhile(lambda each: each.seqno <= to_seqno, documents):
+        if is_new(document):
+            last = document.seqno
+    return last
 
 
 def _rollback_from(
@@ -183,22 +213,28 @@ def _after_rollback(
     undone: Iterator[retractions.Undone],
     raw: bool,
     pieces: Pieces | None,
+    step_end: Token | None,
     *,
-    always: bool,
+    follows: bool,
 ) -> Iterator[Change]:
-    """Yield the rollback, its retractions and restorations; the last has the first token of the new branch.
+    """Yield the rollback, its retractions and restorations. The last has the first token of the new branch.
 
-    Without `always`, yield no event if `undone` is empty: a deferred rollback may change no row that the reader had.
+    A deferred rollback has a `step_end`: the reader keeps versions up to there that both histories have, so no earlier
+    token is true. The last event has that token, unless one `follows` in the step. If `undone` is empty, no event is
+    yielded.
     """
-    child = next(link for link in served.links if link.branch == record.to_branch)
-    end = Token(reader.vbid, record.to_branch, record.to_seqno, child.history_id(record.to_seqno))
+    if step_end is None:
+        child = next(link for link in served.links if link.branch == record.to_branch)
+        end = Token(reader.vbid, record.to_branch, record.to_seqno, child.history_id(record.to_seqno))
+    else:
+        end = token if follows else step_end
 
     def change(each: retractions.Undone, at: Token) -> Change:
         return Change(each.kind, at, retractions.document_of(reader, each, raw))
 
     # Only the last event has a token of the new branch. To know which is last, look one position ahead.
     following = next(undone, None)
-    if following is None and not always:
+    if following is None and step_end is not None:
         return
     yield from _repeated(lambda: Change("rollback", token if following else end, rollback=record), pieces)
     while following is not None:

@@ -174,6 +174,8 @@ class NewToReader:
         self._reader = reader
         self._lost = lost
         self._replacing = replacing
+        self._one_step_to = min(lost[0].cut, replacing[0].cut)
+        """Later events all pass: they are not compared with the lost history."""
         self._raw = raw
         self._back = restored_collections(reader, lost, replacing)
         """Collections that the lost history dropped or flushed, so that the reader has no documents of them."""
@@ -184,7 +186,7 @@ class NewToReader:
         """
 
     def __call__(self, document: Document) -> bool:
-        if document.seqno > self._lost[0].cut:
+        if document.seqno > self._one_step_to:
             return True
         if document.kind is Kind.SYSTEM_EVENT:
             begins_back = document.seqno in self._back.values()
@@ -194,7 +196,7 @@ class NewToReader:
         if not self._manifest.has(document.collection_id, document.seqno):
             return False
         key = (document.collection_id, document.key)
-        if key not in self._overridden and self._was_given(document):
+        if key not in self._overridden and self._was_given(document) and self._keeps_newest(document):
             return False
         self._overridden.add(key)
         return True
@@ -210,13 +212,31 @@ class NewToReader:
         return begun == kept and after.scopes.keys() - before.scopes.keys() <= self._manifest.scopes.keys()
 
     def _was_given(self, document: Document) -> bool:
+        known = self._document_at(self._lost, document.seqno)
+        return known is not None and known._replace(branch=document.branch) == document
+
+    def _keeps_newest(self, document: Document) -> bool:
+        """Return True if the new history has the reader's version of the key: its newest lost version."""
+        wire_key = keys.encode_collection_id(document.collection_id) + document.key
+        with self._reader.environment.read() as txn:
+            newest = chain.newest_version(txn.raw.cursor(self._reader.keys), wire_key, self._lost)
+        assert newest is not None, "it was given"
+        seqno = records.seqno_of(newest)
+        if seqno == document.seqno:
+            return True
+        ours, theirs = (self._document_at(each, seqno) for each in (self._lost, self._replacing))
+        return ours is not None and theirs is not None and ours == theirs._replace(branch=ours.branch)
+
+    def _document_at(self, links: chain.Chain, seqno: int) -> Document | None:
+        """Return the row that a chain sees at a seqno."""
+        if seqno > links[0].cut:
+            return None
         reader = self._reader
-        link = next(link for link in reversed(self._lost) if document.seqno <= link.cut)
-        row_key = keys.ROW.pack(link.branch, document.seqno)
+        link = next(link for link in reversed(links) if seqno <= link.cut)
+        row_key = keys.ROW.pack(link.branch, seqno)
         with reader.environment.read() as txn:
             stored = txn.raw.get(row_key, db=reader.rows)
         if stored is None:
-            return False
+            return None
         reader.verify(row_key, stored)
-        known = records.decode_row(reader.vbid, Branch(link.branch), stored, self._raw, True, seal.SIZE)
-        return known._replace(branch=document.branch) == document
+        return records.decode_row(reader.vbid, Branch(link.branch), stored, self._raw, True, seal.SIZE)

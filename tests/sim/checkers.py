@@ -116,6 +116,14 @@ class Follower:
         apply(self.copy, change.kind, change.document)
 
 
+def was_taken_back(rollback: Rollback, rollbacks: list[Rollback]) -> bool:
+    """Return False if a rollback was deferred, and no later one went below the seqno that its first publish reached.
+    Otherwise a version may be retracted and come again.
+    """
+    reached = rollback.reached_seqno
+    return reached is None or any(each.to_branch > rollback.to_branch and each.to_seqno < reached for each in rollbacks)
+
+
 class Checker:
     def __init__(self, mirror: Mirror, source: Source, rng: Random, counts: Counter[str]) -> None:
         self.mirror = mirror
@@ -430,7 +438,7 @@ class Checker:
         try:
             for count, change in enumerate(view.changes(vbid, since=follower.token, raw=True)):
                 if change.rollback is not None:
-                    deferred = change.rollback.reached_seqno is not None
+                    deferred = not was_taken_back(change.rollback, view.rollbacks(vbid))
                 if deferred and change.kind == "retraction" and change.document is not None:
                     retracted.append(change.document)
                 follower.apply(change, view.rollbacks(vbid), self.counts)

@@ -1,0 +1,98 @@
+"""Any reader of changes ends with what is served, whatever rollbacks and deferred rollbacks lie between.
+
+Histories are drawn that share rows above the boundary to which a rollback goes: a replica that is promoted has part of
+a snapshot (docs/protocol.md 2.5), and rows of both histories are then equal.
+"""
+
+from __future__ import annotations
+
+from tempfile import TemporaryDirectory
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from storage.env import directory
+from storage.read.view import Token, View, open_view
+from storage.write.writer import GroupWriter
+from tests.storage.model import IDENTITY, A, B, C, log
+from tests.storage.rig import commit, open_writer, put
+
+Copy = dict[bytes, tuple[int, bytes]]
+Rows = list[tuple[bytes, str | None, bool]]
+History = tuple[str, int, int, Rows]
+
+ROWS = st.lists(st.tuples(st.sampled_from((A, B, C)), st.sampled_from(("value", "other value", None)), st.booleans()))
+"""(key, value, True if a snapshot ends with the row); None: a deletion."""
+HISTORY = st.tuples(st.sampled_from(("rollback", "deferred rollback")), st.integers(0, 9), st.integers(0, 9), ROWS)
+"""What leads to a history, the seqno to which the mirror goes back, the number of rows above it that the history shares
+with the one before, and the rows that follow.
+"""
+
+
+def follow(view: View, copy: Copy, token: Token | None) -> tuple[Copy, Token | None]:
+    copy = dict(copy)
+    for change in view.changes(0, since=token):
+        token = change.token
+        if change.document is None:
+            continue
+        if change.kind in ("mutation", "restoration"):
+            copy[change.document.key] = change.document.seqno, change.document.value
+        else:
+            copy.pop(change.document.key, None)
+    assert copy == served(view)
+    return copy, token
+
+
+def served(view: View) -> Copy:
+    return {each.key: (each.seqno, each.value) for each in view.scan(0)}
+
+
+@example(
+    [(A, "value", True), (A, "value", False), (A, "value", False)], [("deferred rollback", 1, 1, [(B, "value", False)])]
+)
+@example(
+    [(B, "value", True), (A, "value", False), (C, "value", False)],
+    [("deferred rollback", 1, 2, [(B, "value", False)]), ("rollback", 1, 2, [(B, "value", False)])],
+)
+@example(
+    [(A, "value", False), (A, "value", True), (B, "value", False), (A, "value", False)],
+    [("deferred rollback", 2, 1, [(C, "value", False)]), ("rollback", 2, 0, [(A, "value", False)])],
+)
+@given(ROWS.filter(bool), st.lists(HISTORY, max_size=3))
+def test_a_reader_of_any_token_ends_with_what_is_served(first: Rows, histories: list[History]) -> None:
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/data"
+        directory.create(path, IDENTITY)
+        writer = open_writer(path)
+        writer.vbuckets[0].save(failover_log=log())
+        try:
+            live_through(writer, path, first, histories)
+        finally:
+            writer.close()
+
+
+def live_through(writer: GroupWriter, path: str, first: Rows, histories: list[History]) -> None:
+    readers: list[tuple[Copy, Token | None]] = [({}, None)]
+    with open_view(path) as view:
+        rows: Rows = []
+
+        def write(above: int, following: Rows) -> None:
+            """Publish the rows of the present history above a seqno, and then more of them."""
+            rows.extend(following)
+            for seqno, (key, value, ends) in enumerate(rows[above:], above + 1):
+                put(writer, key, seqno, None if value is None else b"%s %d" % (value.encode(), seqno))
+                if ends or seqno == len(rows):
+                    commit(writer, seqno)
+                    readers.extend([follow(view, *readers[0]), follow(view, *readers[-1])])
+
+        write(0, first)
+        for kind, to_seqno, shared, following in histories:
+            if not following:
+                continue
+            went_to = writer.vbuckets[0].rollback(to_seqno, deferred=kind == "deferred rollback").boundary_seqno
+            if not went_to:
+                continue
+            del rows[went_to + shared :]
+            write(int(went_to), following)
+        for copy, token in readers:
+            follow(view, copy, token)
