@@ -47,7 +47,7 @@ def end_by_sigterm() -> None:
 
 
 def code_of(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and line of an error. Do not print an empty line."""
+    """Return the exit code and line of an error. If the line is empty, the caller prints nothing."""
     from mirror.wire.errors import ProtocolError  # imports the protocol's tables, which few commands need
 
     if isinstance(error, CommandEnded):

@@ -5,12 +5,12 @@ Must never know streams, answers or rows.
 Invariant, checked by the constructor: snap_start_seqno <= start_seqno <= snap_end_seqno (a producer answers anything
 else with ERANGE; docs/protocol.md 2.4). There are three kinds of offset:
 - fresh: all zero, without a vbuuid;
-- between snapshots: E,E,E, where E is the newest complete boundary. A marker's range is not used before the snapshot's
-  first item is accepted;
+- between snapshots: E,E,E, where E is the newest complete boundary. A marker without an accepted item does not count;
 - inside a snapshot: start is the last staged seqno, the range is [E, end of the open snapshot]. The range begins at E
   because a marker's start is unreliable (2.6), and could equal the last staged seqno. The producer would then assume
-  that the consumer has nothing of the snapshot. It might accept the request on another history, which never sends the
-  documents that the staged part left out.
+  that the consumer has nothing of the snapshot, and after a failover it might accept the request on a history that
+  forked inside the snapshot. The staged part lacks each document with a newer version later in the snapshot; if the new
+  history lacks that version, the mirror would never get the document.
 """
 
 from __future__ import annotations

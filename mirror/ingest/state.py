@@ -105,7 +105,7 @@ class MachineState:
         self.stored = state
         """The loaded state, with the facts that were saved since."""
         self.resyncing = state.staging_branch != state.branch and not self.assembler.boundary_seqno
-        self.empty_reported = bool(state.failover_log) and not self.resyncing  # read only while nothing is held
+        self.empty_reported = bool(state.failover_log) and not self.resyncing  # used only before the first row
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 
     def save(self, out: list[Instruction], **facts: Unpack[SourceFacts]) -> None:
@@ -205,6 +205,6 @@ class MachineState:
     @property
     def waits_for_end(self) -> bool:
         """True while the mirror holds part of a snapshot from the source's memory, whose end should arrive soon. False
-        on a connection without collections, where perhaps no message has the end (docs/protocol.md 2.6).
+        on a connection without collections, where perhaps no message has the seqno of the end (docs/protocol.md 2.6).
         """
         return self.features.collections and self.assembler.holds_part and not self.assembler.from_disk

@@ -1,8 +1,8 @@
 """Authentication over SASL, both sides: SCRAM-SHA512, -SHA256, -SHA1 and PLAIN.
 
-Knows the messages of RFC 5802, not sockets or opcodes. An object serves one exchange of three messages. A message out
-of order or shape is a `SaslError`, which never quotes a secret. Passwords are hashed as UTF-8 bytes without
-normalisation, as the server does.
+Knows the messages of RFC 5802, not sockets or opcodes. A `ScramClient` or `ScramServer` serves one exchange: two
+messages of the client and two answers. A message out of order or shape is a `SaslError`, which never quotes a secret.
+Passwords are hashed as UTF-8 bytes without normalisation, as the server does.
 
 Why not the library `scramp`: since 1.5 it refuses nonces with a blank, and fewer than 4096 iterations. But the official
 SDKs send blanks (recording sdk_72_conn2), and some clusters use 4000 iterations. The tests use `scramp` as an

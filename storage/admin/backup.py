@@ -4,7 +4,7 @@ Knows the layout of a backup (FORMAT.md, "Backups"); `storage.admin.archive` sto
 - each group is copied in one read transaction, so the rows of a vbucket match its state;
 - the manifest is the last part, so an unfinished backup has none;
 - a restore compares every checksum before it puts a file in place, and writes `mirror.json` last;
-- positions above the published ones get a new history id in the copy, so tokens from the original are refused there.
+- a restored mirror has a new history id above its published seqnos: there it refuses tokens of the original mirror.
 """
 
 from __future__ import annotations

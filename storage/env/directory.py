@@ -97,8 +97,8 @@ def _meta(environment: Environment) -> tuple[bytes, bytes]:
 
 
 def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
-    """Return the contents of `mirror.json` as `meta` of the environment at `path` stores them. Raises
-    CorruptedError.
+    """Return what `mirror.json` should contain, from `stored`, the identity in `meta` of the environment at `path`.
+    Raises CorruptedError.
     """
     try:
         stored_format, _, *values = msgpack.unpackb(stored or b"")

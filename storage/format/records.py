@@ -67,7 +67,7 @@ MUTATION, DELETION, SYSTEM_EVENT = int(Kind.MUTATION), int(Kind.DELETION), int(K
 
 
 ROW_KEY = slice(0, keys.ROW_KEY_SIZE)
-"""The row key in a reference (a value of `k<vbid>`) or boundary key."""
+"""The part of a reference, or of a boundary key, that is a row key. A reference is a value of the tree `k<vbid>`."""
 KIND = keys.ROW_KEY_SIZE
 """The row's kind in a reference."""
 BRANCH, SEQNO = slice(0, 4), slice(4, keys.ROW_KEY_SIZE)
@@ -380,7 +380,7 @@ class BranchRow(NamedTuple):
     kept_seqno: int = SEQNO_MAX
     """The last seqno to keep: the purger is removing the branch's rows above it."""
     history_ms: int = 0
-    """The history clock at `time_ms`."""
+    """The same moment by the `HistoryClock` (storage/write/owner.py), in milliseconds, for the purger."""
     first_branch: int = 0
     """The oldest branch that this one replaced; 0: none. Replaced branches had published nothing."""
     history_ids: HistoryIds = ()

@@ -75,7 +75,7 @@ class VbucketWriter(PendingVbucket):
         """
         self._commit()
         state = self.state
-        if state.rollback_deferred:  # served rows above that boundary are on another branch
+        if state.rollback_deferred:  # above the boundary of the deferred rollback, served rows are lost
             to_seqno = min(to_seqno, state.staging_published_seqno)
         boundary = self._boundary_at(state, to_seqno)
         if boundary is None or boundary.seqno < max(1, state.history_floor_seqno):
@@ -94,8 +94,8 @@ class VbucketWriter(PendingVbucket):
         """Give up the staged rows of the open snapshot, in one transaction at most. They never become visible.
 
         With `keep_complete`, keep an earlier complete snapshot that waits for its key rows; a commit publishes it
-        later. Return False if rows of the open snapshot are on disk after it, because a branch can begin only at a
-        published end. Call this again after the publish.
+        later. Return False if rows of the open snapshot, above that one, are on disk. Only a new branch hides them, and
+        it can begin only at a published end: call this again after the publish.
         """
         self._commit()
         if keep_complete and self.complete_seqno is not None:

@@ -170,8 +170,8 @@ class Consumer:
         (self._share_map or self.follow)(found)
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """End mirroring. Without `ends_on_refusal`, close the sessions instead; the same check refuses each new
-        session.
+        """End mirroring. Without `ends_on_refusal`, close the sessions instead; `check_map` then refuses
+        each new session.
         """
         if self._ends_on_refusal:
             self._end(error)
@@ -267,7 +267,7 @@ class Consumer:
     # -- progress -------------------------------------------------------------------------------------------------
 
     def caught_up(self, targets: Mapping[int, int]) -> bool:
-        """Return True if every vbucket of this worker in `targets` streams and has published its target."""
+        """Return True if each vbucket in `targets` that this worker has is streaming, and has published its target."""
         return all(
             self.vbuckets[vbid].streaming and self.vbuckets[vbid].has_published(seqno)
             for vbid, seqno in targets.items()

@@ -3,7 +3,8 @@
 Knows frames and blocks of a file. Invariants:
 - frames are returned in the order in which they were added;
 - rows that `spill` has written are never kept in memory again;
-- blocks of a closed spool are used again, so the file is never larger than the spools that were open at one time;
+- blocks of a closed spool are used again, so the file has at most the blocks that the open spools used together at
+  their peak;
 - one thread fills a spool and hands it over; another thread may read and close it.
 """
 
