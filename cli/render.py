@@ -233,7 +233,7 @@ def processes_text(document: Mapping[str, Any]) -> Table:
 def status_view(
     document: Mapping[str, Any], *, every_vbucket: bool = False, brief: bool = False, troubles_max: int = TROUBLES_MAX
 ) -> RenderableType:
-    """Return the whole status; `brief` leaves out stable facts and shows one line for all processes."""
+    """Return the whole status; `brief` leaves out stable facts, and has a line for all workers, one for all servers."""
     parts: list[RenderableType] = [summary(document, brief=brief)]
     if brief:
         parts.append(processes_text(document))

@@ -4,7 +4,7 @@ Knows chains and every tree with branch numbers; the purger decides when to merg
 stays on the chain as long as one of its rows is visible. Once the branch lies below the floor, no rollback can go back
 to it. Then its rows can move to its parent, oldest first. The base of the branch rises with the moved rows, and the
 empty branch is removed. A half-merged branch comes first, then the branch with the fewest seqnos. Its parent mostly has
-at least as many, so each move mostly puts a row on a branch of at least twice the size, and a row moves seldom.
+at least as many seqnos, so both together have at least twice as many as the row's old branch, and a row moves seldom.
 
 Invariants:
 - a step is one transaction and leaves the same rows visible at the same seqnos; another process may do the next step;

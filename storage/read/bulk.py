@@ -3,8 +3,8 @@
 Knows the key and row trees and the visible rows. Invariants:
 - a read yields the documents of `View.scan` at the boundary, despite writes, purges and rollbacks meanwhile, or raises
   ViewInvalidated;
-- a chunk is read in one transaction and holds at most `rows_max` rows; it ends after the run of `GET_ROWS` rows that
-  exceeds `CHUNK_BYTES`.
+- a transaction reads about `rows_max` rows of a chunk; it ends early after the run of `GET_ROWS` rows with which the
+  bytes exceed `CHUNK_BYTES`.
 
 A read walks the rows from the newest to the oldest and takes the first row of each key. This is several times faster
 than a look-up of each row. But the walk must remember keys, and visits older versions and unrequested rows. Once that
@@ -34,7 +34,7 @@ from storage.read.view import View
 ROWS_MAX = 2_000
 """Rows of a chunk. Larger chunks are slower, because of the processor's caches."""
 GET_ROWS = 128
-"""Rows fetched between two checks of their size."""
+"""Number of rows fetched between two checks of the chunk's size."""
 REMEMBERED_MAX = 500_000
 """Maximum number of keys that a walk over rows remembers: some 60 MB."""
 ROWS_PER_DOCUMENT = 3
@@ -42,7 +42,9 @@ ROWS_PER_DOCUMENT = 3
 _FOREVER = b"\xff"
 _NO_SEQNO = bytes(8)
 _MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"
-"""Rows of mutations sort between these two: magic, opcode, upper byte of the key's length (no key has 256 bytes)."""
+"""Bounds of the rows of mutations (first <= row < second). A row begins with magic, opcode and the upper byte of the
+key's length, which is 0 because no key has 256 bytes.
+"""
 _TOMBSTONES = {b"\x58\x12", b"\x58\x15", b"\x59\x14"}
 """Opcodes of tombstones, each with the length of the message's extras."""
 _MAGIC = 0x80
@@ -116,7 +118,7 @@ class _Read:
 
     def in_order_of_rows(self, after_seqno: int) -> Iterator[Chunk]:
         """Walk the rows, newest first. Continue in key order once there are too many keys to remember, or too many rows
-        are older versions.
+        are older versions or unrequested.
         """
         seen: set[bytes] = set()
         row_count = 0
@@ -209,8 +211,8 @@ class _Read:
                 yield [each for each in mine.values() if each[1] == MUTATION and each[24:32] > begin_seqno]
 
     def _without_boundaries(self, frames: list[bytes]) -> list[bytes]:
-        """Return `frames` without the boundaries. Without the keys, a boundary is recognized by its length. A damaged
-        row of this length is an error.
+        """Return `frames` without the boundaries. The keys of the entries were not fetched, so a boundary is recognized
+        by its length and its first byte. A tombstone of this length with a damaged first byte is an error.
         """
         rows = [frame for frame in frames if len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC]
         if len(rows) < len(frames):

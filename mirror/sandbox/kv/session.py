@@ -109,7 +109,7 @@ class SandboxSession(DocumentSession):
     # -- answers
 
     def refused(self, error: Refused) -> Reply:
-        """Return the answer to a refused request. Adds the manifest uid, which a DocumentError lacks."""
+        """Return the answer to a refused request. Adds the manifest uid if an unknown collection's refusal lacks it."""
         if error.status == Status.UNKNOWN_COLLECTION and not (error.bare or error.context):
             error = unknown_collection(self.manifest_uid)
         return super().refused(error)

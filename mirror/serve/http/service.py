@@ -258,7 +258,7 @@ class Service:
 
     def judge_pin(self, reader: Reader, collection_id: int, pin: Pin, *, unknown: bool = False) -> None:
         """Refuse a collection that the reader may not read, by its name in the manifest at a boundary. An unknown id is
-        refused too, except with `unknown`, because the read then finds no documents.
+        refused, too. `unknown` allows it: the read finds no documents.
         """
         if reader.reads_all:
             return
