@@ -464,8 +464,15 @@ MUTATIONS = (
     Mutation("mirror/feed/follow/watch.py", " and not machine.waits_for_end:", ":", _OF_WATCH_END),
     Mutation("mirror/feed/follow/watch.py", "if is_behind and vbucket.stalled", "if vbucket.stalled", _OF_WATCH_END),
     # --- what readers of changes and of their own writes hear
-    Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(document):", "if False:", _OF_GATE),
+    Mutation(
+        _RETRACTIONS,
+        "if key not in self._overridden and self._was_given(document) and self._keeps_newest(document):",
+        "if False:",
+        _OF_GATE,
+    ),
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(", "if self._was_given(", _OF_GATE),
+    Mutation(_RETRACTIONS, " and self._keeps_newest(document):", ":", "tests/storage/test_followers.py"),
+    Mutation(_RETRACTIONS, "min(lost[0].cut, replacing[0].cut)", "lost[0].cut", "tests/storage/test_followers.py"),
     Mutation(_RETRACTIONS, ".kept_seqno < link.cut:", ".kept_seqno < 0:", _OF_RETRACTIONS),
     Mutation(
         "storage/write/commit.py",
