@@ -100,16 +100,18 @@ class Pump:
 
     @property
     def done(self) -> bool:
-        return self._left == 0
+        return self._left is not None and self._left <= 0
 
     def pump(self, vbid: int) -> None:
         before = self.tokens.get(vbid)
         while True:
             try:
                 collection_id = self._collection_id(vbid)
+                in_step = False
                 for change in self._view.changes(vbid, since=self.tokens.get(vbid)):
-                    if self.done:
+                    if self.done and not in_step:
                         return
+                    in_step = change.token == self.tokens.get(vbid)  # the next call would begin with the rollback again
                     if self._is_selected(change, collection_id):
                         print_change(change, as_json=self._as_json)
                         if self._left is not None:
@@ -168,7 +170,10 @@ def changes(
         ),
     ] = None,
     collection: options.CollectionOption = None,
-    limit: Annotated[int | None, options.optional("--limit", "-n", min=1, help="End after this many events.")] = None,
+    limit: Annotated[
+        int | None,
+        options.optional("--limit", "-n", min=1, help="End after this many events. A rollback is printed whole."),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until Ctrl-C.")] = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,

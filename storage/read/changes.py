@@ -10,13 +10,13 @@ Knows the row tree, chains and rollback records; `retractions` finds the version
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
 from storage.env.transaction import Transaction
-from storage.errors import ViewInvalidated
+from storage.errors import CorruptedError, ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.tokens import Token
 from storage.history import branches, chain, index
@@ -126,38 +126,56 @@ def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) ->
     return Seqno(after)
 
 
+def legs(reader: VbucketReader, start: Token | None, end: Token | None) -> list[tuple[Token | None, Range]]:
+    """Return the ranges that lead from `start` to `end`, each with its start. Raises ViewInvalidated if one is lost.
+
+    If readers left a token's history by a deferred rollback, all events up to the reached seqno are the same at every
+    reading, because a reader that stopped in the middle has part of them. So the way leads over the reached seqno, even
+    if a later rollback went below it.
+    """
+    found: list[tuple[Token | None, Range]] = []
+    while True:
+        way = resolve_range(reader, start, end)
+        first = None if start is None or not way.lost else _deferred_rollback(reader, start)
+        if first is None or chain.sees(way.served.links, first.to_branch, reached := _reached(first)):
+            return [*found, (start, way)]
+        stop = _position(reader, first.to_branch, reached)
+        found.append((start, resolve_range(reader, start, stop)))
+        start = stop
+
+
 def between(
     reader: VbucketReader, token: Token | None, end: Token | None, raw: bool, pieces: Pieces | None = None
 ) -> Iterator[Change]:
     """Yield the changes from `token` (None: the beginning) to `end` (None: the state served now)."""
-    way = resolve_range(reader, token, end)
-    served, lost, after, _ = way
-    replacing: chain.Chain = ()
-    step_end: Token | None = None
-    last: Seqno | None = None
-    if token is not None and lost:
-        record, replacing = _rollback_from(reader, served, token, after)
-        bytes_max = None if pieces is None else pieces.bytes_max
-        if replacing:
-            step_end = _token_at(reader.vbid, served.links, min(token.seqno, replacing[0].cut))
-            last = _last_of_step(reader, way, replacing, step_end.seqno, raw, bytes_max)
-        undone = retractions.undone(reader, served, lost, record.to_seqno, replacing, bytes_max)
-        follows = last is not None
-        yield from _after_rollback(reader, served, token, record, undone, raw, pieces, step_end, follows=follows)
-    links = {link.branch: link for link in served.links}
-
-    def change(document: Document) -> Change:
-        branch, seqno = document.branch, document.seqno
-        if token is not None and step_end is not None and seqno <= step_end.seqno:
-            at = step_end if seqno == last else token
+    for start, way in legs(reader, token, end):
+        if start is None or not way.lost:
+            yield from _published(reader, way, raw, pieces)
+        elif (first := _deferred_rollback(reader, start)) is None:
+            yield from _after_rollback(reader, way, start, raw, pieces)
         else:
-            at = Token(reader.vbid, branch, seqno, links[branch].history_id(seqno))
-        return Change(document.kind.name.lower(), at, document)
+            yield from _after_deferred_rollback(reader, way, start, first, raw, pieces)
 
-    documents = rows(reader, way, raw, pieces)
-    if replacing:
-        documents = filter(retractions.NewToReader(reader, lost, replacing, raw), documents)
-    yield from map(change, documents)  # the variable of a loop would keep the last document
+
+def _deferred_rollback(reader: VbucketReader, token: Token) -> Rollback | None:
+    """Return the rollback by which readers left the token's history if it was deferred."""
+    later = (each for each in rollbacks(reader) if each.to_branch > token.branch and each.to_seqno < token.seqno)
+    first = next(later, None)
+    return None if first is None or first.reached_seqno is None else first
+
+
+def _reached(rollback: Rollback) -> Seqno:
+    assert rollback.reached_seqno is not None, "it was deferred"
+    return rollback.reached_seqno
+
+
+def _position(reader: VbucketReader, branch: int, seqno: int) -> Token:
+    with reader.environment.read() as txn:
+        try:
+            links = reader.chain_at(txn, branch, seqno)
+        except CorruptedError as error:  # the purger has removed the branch
+            raise retractions.rows_gone(reader.vbid) from error
+    return _token_at(reader.vbid, links, seqno)
 
 
 def _token_at(vbid: int, links: chain.Chain, seqno: int) -> Token:
@@ -165,76 +183,94 @@ def _token_at(vbid: int, links: chain.Chain, seqno: int) -> Token:
     return Token(vbid, Branch(link.branch), Seqno(seqno), link.history_id(seqno))
 
 
-def _last_of_step(
-    reader: VbucketReader, way: Range, replacing: chain.Chain, to_seqno: Seqno, raw: bool, bytes_max: int | None
-) -> Seqno | None:
-    """Return the seqno of the last document up to `to_seqno` that is new to a reader from `way.lost`; None if all were
-    given.
-    """
-    is_new = retractions.NewToReader(reader, way.lost, replacing, raw)
-    documents = rows(reader, way, raw, None if bytes_max is None else Pieces(bytes_max))
-    last = None
-    for document in takewhile(lambda each: each.seqno <= to_seqno, documents):
-        if is_new(document):
-            last = document.seqno
-    return last
+def _published(
+    reader: VbucketReader,
+    way: Range,
+    raw: bool,
+    pieces: Pieces | None,
+    is_new: Callable[[Document], bool] | None = None,
+) -> Iterator[Change]:
+    links = {link.branch: link for link in way.served.links}
 
+    def change(document: Document) -> Change:
+        branch, seqno = document.branch, document.seqno
+        at = Token(reader.vbid, branch, seqno, links[branch].history_id(seqno))
+        return Change(document.kind.name.lower(), at, document)
 
-def _rollback_from(
-    reader: VbucketReader, served: Served, token: Token, common_seqno: int
-) -> tuple[Rollback, chain.Chain]:
-    """Return the rollback that took readers from the token's history to the served one. If it was deferred,
-    return also the served chain up to the seqno that its first publish reached, or up to a later rollback below that
-    seqno; otherwise an empty chain.
-    """
-    rising = [link for link in reversed(served.links) if link.branch > token.branch]
-    while rising[0].base_seqno != common_seqno:
-        del rising[0]
-    records_of = {each.to_branch: each for each in rollbacks(reader)}
-    reached: int | None = None
-    for link in rising:
-        if reached is not None and link.base_seqno >= reached:
-            break
-        known = records_of.get(Branch(link.branch))
-        if known is None or known.reached_seqno is None:
-            reached = None if reached is None else link.base_seqno
-            break
-        reached = known.reached_seqno
-    begin = Branch(rising[0].branch)
-    unknown = Rollback(reader.vbid, token.branch, token.seqno, begin, Seqno(common_seqno), Vbuuid(0), Vbuuid(0), 0)
-    return records_of.get(begin, unknown), () if reached is None else chain.recut(served.links, reached)
+    documents = rows(reader, way, raw, pieces)
+    yield from map(change, filter(is_new, documents) if is_new else documents)  # a loop would keep the last document
 
 
 def _after_rollback(
+    reader: VbucketReader, way: Range, token: Token, raw: bool, pieces: Pieces | None
+) -> Iterator[Change]:
+    """Yield a rollback and what it took back, then the rows of the served chain above it. A reader that stopped in the
+    middle may get all of them again, also after further rollbacks.
+    """
+    common_seqno = way.after_seqno
+    rising = (link for link in reversed(way.served.links) if link.branch > token.branch)
+    child = next(link for link in rising if link.base_seqno == common_seqno)
+    begin = Branch(child.branch)
+    unknown = Rollback(reader.vbid, token.branch, token.seqno, begin, common_seqno, Vbuuid(0), Vbuuid(0), 0)
+    record = next((each for each in rollbacks(reader) if each.to_branch == begin), unknown)
+    bytes_max = None if pieces is None else pieces.bytes_max
+    undone = retractions.undone(reader, way.served, way.lost, common_seqno, (), bytes_max)
+    end = Token(reader.vbid, begin, common_seqno, child.history_id(common_seqno))
+    yield from _taken_back(reader, replace(record, reached_seqno=None), undone, token, end, raw, pieces)
+    yield from _published(reader, way, raw, pieces)
+
+
+def _after_deferred_rollback(
+    reader: VbucketReader, way: Range, token: Token, record: Rollback, raw: bool, pieces: Pieces | None
+) -> Iterator[Change]:
+    """Yield one step to the reached seqno, then the rows above it. In the step, versions that both histories have are
+    not given again. So no token in the step is true before its last event, which has the first token of the served
+    chain; the events before have the reader's token. Nothing is yielded for a step that changes nothing.
+    """
+    replacing = chain.recut(way.served.links, _reached(record))
+    bytes_max = None if pieces is None else pieces.bytes_max
+
+    def filtered() -> retractions.NewToReader:
+        return retractions.NewToReader(reader, way.lost, replacing, raw)
+
+    step_end = _token_at(reader.vbid, way.served.links, filtered().step_seqno)
+    in_step = takewhile(
+        lambda each: each.seqno <= step_end.seqno,
+        rows(reader, way, raw, None if bytes_max is None else Pieces(bytes_max)),
+    )
+    last = max((each.seqno for each in filter(filtered(), in_step)), default=None)
+    undone = retractions.undone(reader, way.served, way.lost, record.to_seqno, replacing, bytes_max)
+    end = step_end if last is None else token
+    yield from _taken_back(reader, record, undone, token, end, raw, pieces, always=False)
+
+    def at_step(change: Change) -> Change:
+        if change.token.seqno > step_end.seqno:
+            return change
+        return replace(change, token=step_end if change.token.seqno == last else token)
+
+    yield from map(at_step, _published(reader, way, raw, pieces, filtered()))
+
+
+def _taken_back(
     reader: VbucketReader,
-    served: Served,
-    token: Token,
     record: Rollback,
     undone: Iterator[retractions.Undone],
+    token: Token,
+    end: Token,
     raw: bool,
     pieces: Pieces | None,
-    step_end: Token | None,
     *,
-    follows: bool,
+    always: bool = True,
 ) -> Iterator[Change]:
-    """Yield the rollback, its retractions and restorations. The last has the first token of the new branch.
-
-    A deferred rollback has a `step_end`: the reader keeps versions up to there that both histories have, so no earlier
-    token is true. The last event has that token, unless one `follows` in the step. If `undone` is empty, no event is
-    yielded.
+    """Yield the rollback, its retractions and restorations: the last with the token `end`, the others with `token`.
+    Without `always`, yield nothing if `undone` is empty.
     """
-    if step_end is None:
-        child = next(link for link in served.links if link.branch == record.to_branch)
-        end = Token(reader.vbid, record.to_branch, record.to_seqno, child.history_id(record.to_seqno))
-    else:
-        end = token if follows else step_end
 
     def change(each: retractions.Undone, at: Token) -> Change:
         return Change(each.kind, at, retractions.document_of(reader, each, raw))
 
-    # Only the last event has a token of the new branch. To know which is last, look one position ahead.
-    following = next(undone, None)
-    if following is None and step_end is not None:
+    following = next(undone, None)  # to know which is last, look one position ahead
+    if following is None and not always:
         return
     yield from _repeated(lambda: Change("rollback", token if following else end, rollback=record), pieces)
     while following is not None:

@@ -174,7 +174,7 @@ class NewToReader:
         self._reader = reader
         self._lost = lost
         self._replacing = replacing
-        self._one_step_to = min(lost[0].cut, replacing[0].cut)
+        self.step_seqno = min(lost[0].cut, replacing[0].cut)
         """Later events all pass: they are not compared with the lost history."""
         self._raw = raw
         self._back = restored_collections(reader, lost, replacing)
@@ -186,7 +186,7 @@ class NewToReader:
         """
 
     def __call__(self, document: Document) -> bool:
-        if document.seqno > self._one_step_to:
+        if document.seqno > self.step_seqno:
             return True
         if document.kind is Kind.SYSTEM_EVENT:
             begins_back = document.seqno in self._back.values()

@@ -300,11 +300,13 @@ class View(PointReads):
         """Return the seqno up to which both positions share their history. Raises ViewInvalidated if `changes_between`
         would refuse these positions.
         """
-        return events.resolve_range(self.reader(end.vbid), start, end).after_seqno
+        reader = self.reader(end.vbid)
+        events.legs(reader, start, end)
+        return events.resolve_range(reader, start, end).after_seqno
 
     def check_since(self, token: Token) -> None:
         """Raise ViewInvalidated if `changes` would refuse this token."""
-        events.resolve_range(self.reader(token.vbid), token, None)
+        events.legs(self.reader(token.vbid), token, None)
 
     def retracted_by(
         self, vbid: int, to_seqno: int, *, raw: bool = False

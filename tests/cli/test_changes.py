@@ -136,6 +136,27 @@ def test_one_file_is_the_position_in_all_vbuckets(moving: tuple[SandboxThread, P
     assert call(*follow_up).lines == []
 
 
+def test_a_limit_ends_no_call_within_a_rollback(tmp_path: Path) -> None:
+    """The cursor file has one position before the rollback's events: a call that ended between them would repeat them,
+    and so would each call after it.
+    """
+    data = tmp_path / "data"
+    follow_up = ["changes", "--data", data, "--since", "now", "--cursor", tmp_path / "position", "--json"]
+    with SandboxThread(SandboxCluster(nodes=2, vbuckets=4)) as source:
+        for written in (("first",), ("second", "third")):
+            for key in written:
+                source.call(source.cluster.set, key, b"1", vbid=2)
+            catch_up(source, data)
+        assert call(*follow_up).lines == []
+        source.call(source.cluster.failover, 2, lose=2)
+        source.call(source.cluster.set, "fourth", b"1", vbid=2)
+        catch_up(source, data)
+    lines = call(*follow_up, "--limit", "1").lines
+    assert [line["kind"] for line in lines] == ["rollback", "retraction", "retraction"]
+    assert keys(call(*follow_up, "--limit", "1").lines) == [("mutation", "fourth")]
+    assert call(*follow_up, "--limit", "1").lines == []
+
+
 def test_a_cursor_file_is_not_ahead_of_output_that_nobody_took(
     moving: tuple[SandboxThread, Path], tmp_path: Path
 ) -> None:

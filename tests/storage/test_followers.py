@@ -1,4 +1,5 @@
-"""Any reader of changes ends with what is served, whatever rollbacks and deferred rollbacks lie between.
+"""Any reader of changes ends with what is served, whatever rollbacks and deferred rollbacks lie between, and wherever
+the reader stopped.
 
 Histories are drawn that share rows above the boundary to which a rollback goes: a replica that is promoted has part of
 a snapshot (docs/protocol.md 2.5), and rows of both histories are then equal.
@@ -24,14 +25,16 @@ History = tuple[str, int, int, Rows]
 ROWS = st.lists(st.tuples(st.sampled_from((A, B, C)), st.sampled_from(("value", "other value", None)), st.booleans()))
 """(key, value, True if a snapshot ends with the row); None: a deletion."""
 HISTORY = st.tuples(st.sampled_from(("rollback", "deferred rollback")), st.integers(0, 9), st.integers(0, 9), ROWS)
-"""What leads to a history, the seqno to which the mirror goes back, the number of rows above it that the history shares
-with the one before, and the rows that follow.
+"""A new history begins by a rollback to a seqno. The third value is the number of rows above it that both histories
+share; the rows follow.
 """
 
 
-def follow(view: View, copy: Copy, token: Token | None) -> tuple[Copy, Token | None]:
+def follow(view: View, copy: Copy, token: Token | None, stop_after: int | None = None) -> tuple[Copy, Token | None]:
     copy = dict(copy)
-    for change in view.changes(0, since=token):
+    for count, change in enumerate(view.changes(0, since=token)):
+        if count == stop_after:
+            return copy, token
         token = change.token
         if change.document is None:
             continue
@@ -57,6 +60,14 @@ def served(view: View) -> Copy:
 @example(
     [(A, "value", False), (A, "value", True), (B, "value", False), (A, "value", False)],
     [("deferred rollback", 2, 1, [(C, "value", False)]), ("rollback", 2, 0, [(A, "value", False)])],
+)
+@example(  # a reader that stops in the middle of the first deferred rollback's events
+    [(A, None, True), (B, "value", False), (B, "value", False)],
+    [
+        ("deferred rollback", 2, 2, [(B, None, False), (B, "other value", False)]),
+        ("deferred rollback", 1, 0, [(A, None, False), (A, "other value", False), (B, None, False)]),
+        ("deferred rollback", 1, 0, [(B, "other value", False)]),
+    ],
 )
 @given(ROWS.filter(bool), st.lists(HISTORY, max_size=3))
 def test_a_reader_of_any_token_ends_with_what_is_served(first: Rows, histories: list[History]) -> None:
@@ -84,6 +95,7 @@ def live_through(writer: GroupWriter, path: str, first: Rows, histories: list[Hi
                 if ends or seqno == len(rows):
                     commit(writer, seqno)
                     readers.extend([follow(view, *readers[0]), follow(view, *readers[-1])])
+                    readers.extend(follow(view, *each, stop_after=n) for each in readers[-4:] for n in (1, 2))
 
         write(0, first)
         for kind, to_seqno, shared, following in histories:
