@@ -101,8 +101,8 @@ class Commands:
         failures = [each for each in results if isinstance(each, Exception)]
         failures.sort(key=lambda each: not isinstance(each, WorkerRefused))
         if failures and (not renewed or isinstance(failures[0], WorkerRefused)):
-            await self._release_at_workers(record)
-            book.remove(record.id)  # this releases the earlier positions of the lease, too
+            await self._release_at_workers(record.id)  # a changed lease is given up, too, with its earlier positions
+            book.remove(record.id)
             raise failures[0]
         book.enter(record)  # a worker that died during a renewal gets the lease from the book when it restarts
         return {"id": record.id, "until_ms": record.until_ms}
@@ -110,12 +110,11 @@ class Commands:
     async def _release_lease(self, command: ReleaseLease) -> Reply:
         record = self._context.leases.remove(command.id) if self._context.leases is not None else None
         if record is not None:
-            await self._release_at_workers(record)
+            await self._release_at_workers(record.id)
         return {"released": record is not None}
 
-    async def _release_at_workers(self, record: LeaseRecord) -> None:
-        order = ReleaseLease(record.id)
-        answers = (child.request(order, OWNER_TIMEOUT_S) for child, _ in self._orders_of(record))
+    async def _release_at_workers(self, lease_id: str) -> None:
+        answers = (child.request(ReleaseLease(lease_id), OWNER_TIMEOUT_S) for child in self._processes.running())
         await asyncio.gather(*answers, return_exceptions=True)
 
     def _orders_of(self, record: LeaseRecord) -> list[tuple[Child, HoldPositions]]:

@@ -221,7 +221,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Counts:
-    """How many documents a task has read, and how many of them were misfits (typed/bodies.py)."""
+    """The numbers of documents and of misfits (typed/bodies.py) that a task has read."""
 
     documents: int = 0
     misfits: int = 0

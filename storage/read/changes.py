@@ -126,35 +126,50 @@ def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) ->
     return Seqno(after)
 
 
-def legs(reader: VbucketReader, start: Token | None, end: Token | None) -> list[tuple[Token | None, Range]]:
-    """Return the ranges that lead from `start` to `end`, each with its start. Raises ViewInvalidated if one is lost.
+def legs(reader: VbucketReader, start: Token | None) -> list[tuple[Token | None, Range]]:
+    """Return the ranges that lead from `start` to the state served now, each with its start. Raises ViewInvalidated if
+    one is lost.
 
-    If readers left a token's history by a deferred rollback, all events up to the reached seqno are the same at every
-    reading, because a reader that stopped in the middle has part of them. So the way leads over the reached seqno, even
-    if a later rollback went below it.
+    If readers left a token's history by a deferred rollback, the way leads over its reached seqno, even if a later
+    rollback went below that. So the events up to there are the same at every reading: a reader that stopped in their
+    middle has part of them.
     """
     found: list[tuple[Token | None, Range]] = []
     while True:
-        way = resolve_range(reader, start, end)
-        first = None if start is None or not way.lost else _deferred_rollback(reader, start)
-        if first is None or chain.sees(way.served.links, first.to_branch, reached := _reached(first)):
+        way = resolve_range(reader, start, None)
+        left_by = None if start is None or not way.lost else _deferred_rollback(reader, start)
+        if left_by is None or chain.sees(way.served.links, left_by.to_branch, _reached(left_by)):
             return [*found, (start, way)]
-        stop = _position(reader, first.to_branch, reached)
+        links = _reached_chain(reader, left_by)
+        if not links:
+            raise retractions.rows_gone(reader.vbid)
+        stop = _token_at(reader.vbid, links, _reached(left_by))
         found.append((start, resolve_range(reader, start, stop)))
         start = stop
 
 
+def since(reader: VbucketReader, token: Token | None, raw: bool, pieces: Pieces | None = None) -> Iterator[Change]:
+    """Yield the changes from `token` (None: the beginning) to the state served now. A reader may stop anywhere, and
+    continue from the last event's token.
+    """
+    for start, way in legs(reader, token):
+        yield from between(reader, start, way, raw, pieces)
+
+
 def between(
-    reader: VbucketReader, token: Token | None, end: Token | None, raw: bool, pieces: Pieces | None = None
+    reader: VbucketReader, start: Token | None, way: Range, raw: bool, pieces: Pieces | None = None
 ) -> Iterator[Change]:
-    """Yield the changes from `token` (None: the beginning) to `end` (None: the state served now)."""
-    for start, way in legs(reader, token, end):
-        if start is None or not way.lost:
-            yield from _published(reader, way, raw, pieces)
-        elif (first := _deferred_rollback(reader, start)) is None:
-            yield from _after_rollback(reader, way, start, raw, pieces)
-        else:
-            yield from _after_deferred_rollback(reader, way, start, first, raw, pieces)
+    """Yield the changes of a range, for a reader that takes all of them or none."""
+    if start is None or not way.lost:
+        yield from _published(reader, way, raw, pieces)
+        return
+    left_by = _deferred_rollback(reader, start)
+    shared = None if left_by is None else chain.common_seqno(way.served.links, _reached_chain(reader, left_by))
+    if left_by is None or shared is None or shared <= way.after_seqno:
+        yield from _after_rollback(reader, way, start, raw, pieces)
+    else:
+        replacing = chain.recut(way.served.links, shared)
+        yield from _after_deferred_rollback(reader, way, start, left_by, replacing, raw, pieces)
 
 
 def _deferred_rollback(reader: VbucketReader, token: Token) -> Rollback | None:
@@ -169,13 +184,12 @@ def _reached(rollback: Rollback) -> Seqno:
     return rollback.reached_seqno
 
 
-def _position(reader: VbucketReader, branch: int, seqno: int) -> Token:
+def _reached_chain(reader: VbucketReader, rollback: Rollback) -> chain.Chain:
     with reader.environment.read() as txn:
         try:
-            links = reader.chain_at(txn, branch, seqno)
-        except CorruptedError as error:  # the purger has removed the branch
-            raise retractions.rows_gone(reader.vbid) from error
-    return _token_at(reader.vbid, links, seqno)
+            return reader.chain_at(txn, rollback.to_branch, _reached(rollback))
+        except CorruptedError:  # the purger has removed the branch
+            return ()
 
 
 def _token_at(vbid: int, links: chain.Chain, seqno: int) -> Token:
@@ -221,25 +235,30 @@ def _after_rollback(
 
 
 def _after_deferred_rollback(
-    reader: VbucketReader, way: Range, token: Token, record: Rollback, raw: bool, pieces: Pieces | None
+    reader: VbucketReader,
+    way: Range,
+    token: Token,
+    record: Rollback,
+    replacing: chain.Chain,
+    raw: bool,
+    pieces: Pieces | None,
 ) -> Iterator[Change]:
-    """Yield one step to the reached seqno, then the rows above it. In the step, versions that both histories have are
-    not given again. So no token in the step is true before its last event, which has the first token of the served
+    """Yield one step to the end of `replacing`, then the rows above it. In the step, versions that both histories have
+    are not given again. So no token in the step is true before its last event, which has the first token of the served
     chain; the events before have the reader's token. Nothing is yielded for a step that changes nothing.
     """
-    replacing = chain.recut(way.served.links, _reached(record))
     bytes_max = None if pieces is None else pieces.bytes_max
 
     def filtered() -> retractions.NewToReader:
         return retractions.NewToReader(reader, way.lost, replacing, raw)
 
-    step_end = _token_at(reader.vbid, way.served.links, filtered().step_seqno)
+    step_end = _token_at(reader.vbid, way.served.links, replacing[0].cut)
     in_step = takewhile(
         lambda each: each.seqno <= step_end.seqno,
         rows(reader, way, raw, None if bytes_max is None else Pieces(bytes_max)),
     )
     last = max((each.seqno for each in filter(filtered(), in_step)), default=None)
-    undone = retractions.undone(reader, way.served, way.lost, record.to_seqno, replacing, bytes_max)
+    undone = retractions.undone(reader, way.served, way.lost, way.after_seqno, replacing, bytes_max)
     end = step_end if last is None else token
     yield from _taken_back(reader, record, undone, token, end, raw, pieces, always=False)
 

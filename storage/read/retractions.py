@@ -174,8 +174,8 @@ class NewToReader:
         self._reader = reader
         self._lost = lost
         self._replacing = replacing
-        self.step_seqno = min(lost[0].cut, replacing[0].cut)
-        """Later events all pass: they are not compared with the lost history."""
+        self._compared_to = min(lost[0].cut, replacing[0].cut)
+        """Seqno of the last event that is compared with the lost history. Later events all pass."""
         self._raw = raw
         self._back = restored_collections(reader, lost, replacing)
         """Collections that the lost history dropped or flushed, so that the reader has no documents of them."""
@@ -186,7 +186,7 @@ class NewToReader:
         """
 
     def __call__(self, document: Document) -> bool:
-        if document.seqno > self.step_seqno:
+        if document.seqno > self._compared_to:
             return True
         if document.kind is Kind.SYSTEM_EVENT:
             begins_back = document.seqno in self._back.values()

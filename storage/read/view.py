@@ -285,7 +285,7 @@ class View(PointReads):
         """
         for each in self.vbids if vbid is None else (vbid,):
             token = since if since is not None and since.vbid == each else None
-            yield from events.between(self.reader(each), token, None, raw, pieces)
+            yield from events.since(self.reader(each), token, raw, pieces)
 
     def changes_between(self, start: Token | None, end: Token, *, raw: bool = False) -> Iterator[Change]:
         """Yield the changes from one published position (None: the beginning) to a later one. Every call yields the
@@ -294,19 +294,18 @@ class View(PointReads):
         `end` may be on a history that is no longer served. Raises ViewInvalidated if the changes are no longer kept, or
         a resync lies between the positions.
         """
-        return events.between(self.reader(end.vbid), start, end, raw)
+        reader = self.reader(end.vbid)
+        yield from events.between(reader, start, events.resolve_range(reader, start, end), raw)
 
     def check_way(self, start: Token | None, end: Token) -> int:
         """Return the seqno up to which both positions share their history. Raises ViewInvalidated if `changes_between`
         would refuse these positions.
         """
-        reader = self.reader(end.vbid)
-        events.legs(reader, start, end)
-        return events.resolve_range(reader, start, end).after_seqno
+        return events.resolve_range(self.reader(end.vbid), start, end).after_seqno
 
     def check_since(self, token: Token) -> None:
         """Raise ViewInvalidated if `changes` would refuse this token."""
-        events.legs(self.reader(token.vbid), token, None)
+        events.legs(self.reader(token.vbid), token)
 
     def retracted_by(
         self, vbid: int, to_seqno: int, *, raw: bool = False

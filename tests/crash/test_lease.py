@@ -108,6 +108,26 @@ def test_a_holder_that_died_holds_history_for_its_time_alone(source: SandboxThre
         assert service.terminate() == 0
 
 
+@pytest.mark.ci
+def test_a_lease_whose_change_is_refused_holds_nothing_at_any_worker(source: SandboxThread, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    flags = ("--groups", "2", "--workers", "2", "--set", "history_boundaries=1")
+    with Service(source.connection_string, data, *flags) as service:
+        service.start()
+        service.wait_workers(2)
+        with open_view(str(data)) as view:
+            write(source, view, 1)
+            first, second, *_ = ([vbid, *map(int, each.pub[:2])] for vbid, each in sorted(view.published().items()))
+            ask(data, GrantLease("x", "of the first worker", 600, [first]))
+            write(source, view, 2)
+            newest = [int(each.pub.seqno) for _, each in sorted(view.published().items())]
+            until("the floor to rise where nothing is held", lambda: floors(view)[1:] == newest[1:])
+            with pytest.raises(ServiceSaidNo, match="is not kept; history begins at"):
+                ask(data, GrantLease("x", "of the second worker", 600, [second]))
+            until("the floor to rise where something was held", lambda: floors(view) == newest)
+        assert service.terminate() == 0
+
+
 def test_without_a_service_there_is_nobody_to_ask(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with Service(source.connection_string, data, "--until-caught-up") as service:

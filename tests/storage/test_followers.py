@@ -7,13 +7,16 @@ a snapshot (docs/protocol.md 2.5), and rows of both histories are then equal.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from storage.env import directory
-from storage.read.view import Token, View, open_view
+from storage.read.view import Change, Token, View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, A, B, C, log
 from tests.storage.rig import commit, open_writer, put
@@ -21,6 +24,12 @@ from tests.storage.rig import commit, open_writer, put
 Copy = dict[bytes, tuple[int, bytes]]
 Rows = list[tuple[bytes, str | None, bool]]
 History = tuple[str, int, int, Rows]
+
+
+class Reader(NamedTuple):
+    copy: Copy
+    token: Token | None
+
 
 ROWS = st.lists(st.tuples(st.sampled_from((A, B, C)), st.sampled_from(("value", "other value", None)), st.booleans()))
 """(key, value, True if a snapshot ends with the row); None: a deletion."""
@@ -30,20 +39,28 @@ share; the rows follow.
 """
 
 
-def follow(view: View, copy: Copy, token: Token | None, stop_after: int | None = None) -> tuple[Copy, Token | None]:
-    copy = dict(copy)
-    for count, change in enumerate(view.changes(0, since=token)):
-        if count == stop_after:
-            return copy, token
-        token = change.token
+def apply(copy: Copy, changes: Iterable[Change]) -> None:
+    for change in changes:
         if change.document is None:
             continue
         if change.kind in ("mutation", "restoration"):
             copy[change.document.key] = change.document.seqno, change.document.value
         else:
             copy.pop(change.document.key, None)
+
+
+def follow(view: View, reader: Reader) -> Reader:
+    copy, changes = dict(reader.copy), list(view.changes(0, since=reader.token))
+    apply(copy, changes)
     assert copy == served(view)
-    return copy, token
+    return Reader(copy, changes[-1].token if changes else reader.token)
+
+
+def stopped(view: View, reader: Reader, count: int) -> Reader:
+    """Return a reader that stopped after some changes."""
+    copy, changes = dict(reader.copy), list(islice(view.changes(0, since=reader.token), count))
+    apply(copy, changes)
+    return Reader(copy, changes[-1].token if changes else reader.token)
 
 
 def served(view: View) -> Copy:
@@ -69,6 +86,14 @@ def served(view: View) -> Copy:
         ("deferred rollback", 1, 0, [(B, "other value", False)]),
     ],
 )
+@example(  # a reader from the middle of a snapshot, whose version a later row replaces
+    [(A, "value", True), (B, "other value", False), (B, "other value", False)],
+    [
+        ("deferred rollback", 2, 0, [(C, None, False), (B, "value", False)]),
+        ("deferred rollback", 1, 0, [(A, "other value", False)]),
+        ("rollback", 5, 2, [(A, None, False), (A, None, True)]),
+    ],
+)
 @given(ROWS.filter(bool), st.lists(HISTORY, max_size=3))
 def test_a_reader_of_any_token_ends_with_what_is_served(first: Rows, histories: list[History]) -> None:
     with TemporaryDirectory() as folder:
@@ -83,7 +108,7 @@ def test_a_reader_of_any_token_ends_with_what_is_served(first: Rows, histories: 
 
 
 def live_through(writer: GroupWriter, path: str, first: Rows, histories: list[History]) -> None:
-    readers: list[tuple[Copy, Token | None]] = [({}, None)]
+    readers, stopped_readers = [Reader({}, None)], list[Reader]()
     with open_view(path) as view:
         rows: Rows = []
 
@@ -94,8 +119,9 @@ def live_through(writer: GroupWriter, path: str, first: Rows, histories: list[Hi
                 put(writer, key, seqno, None if value is None else b"%s %d" % (value.encode(), seqno))
                 if ends or seqno == len(rows):
                     commit(writer, seqno)
-                    readers.extend([follow(view, *readers[0]), follow(view, *readers[-1])])
-                    readers.extend(follow(view, *each, stop_after=n) for each in readers[-4:] for n in (1, 2))
+                    readers.extend([follow(view, readers[0]), follow(view, readers[-1])])
+                    some = [*readers[-4:], *stopped_readers[-4:]]
+                    stopped_readers.extend(stopped(view, each, count) for each in some for count in (1, 2))
 
         write(0, first)
         for kind, to_seqno, shared, following in histories:
@@ -106,5 +132,9 @@ def live_through(writer: GroupWriter, path: str, first: Rows, histories: list[Hi
                 continue
             del rows[went_to + shared :]
             write(int(went_to), following)
-        for copy, token in readers:
-            follow(view, copy, token)
+        for reader in (*readers, *stopped_readers):
+            follow(view, reader)
+        for reader in readers:  # as Spark reads: all changes, or none
+            copy = dict(reader.copy)
+            apply(copy, view.changes_between(reader.token, view.token(0)))
+            assert copy == served(view)

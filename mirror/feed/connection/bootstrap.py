@@ -73,7 +73,7 @@ CERTIFICATE_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to log in to a source: user, encryption and time limits."""
+    """The login to a source: user, encryption and time limits."""
 
     source: ConnectionString
     password: PasswordSource

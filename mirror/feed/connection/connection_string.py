@@ -50,7 +50,7 @@ class ConnectionString:
     addresses: tuple[NodeAddress, ...]
     bucket: str
     explicit_port: bool = False
-    """True if a port was given: then a name is a host, and has no DNS SRV records."""
+    """True if a port was given: then a name is looked up as a host, without DNS SRV records."""
     network: Network | None = None
     """The value of `?network=`; None: the setting decides."""
 

@@ -43,14 +43,14 @@ class CommitPace:
     """Times the groups' commits.
 
     Groups commit one at a time, in the order in which they began to wait. A commit of t seconds reserves t /
-    `COMMIT_SHARE` seconds, and the next commit waits until the reserved time has passed. Idle time counts in advance,
-    up to `wait_max_s`: all groups of an idle worker commit at once, and a late timer does not delay later commits. No
-    group waits for longer than `wait_max_s`, even if commits then take more than their share. Only scheduled commits
-    count, not writes because memory is full.
+    `COMMIT_SHARE` seconds, and the next commit waits until the reserved time has passed. Up to `wait_max_s` of
+    the time in which nothing was reserved is credited to later commits: so the groups of an idle worker commit without
+    a wait. No group waits for longer than `wait_max_s`, even if commits then take more than their share. Only scheduled
+    commits count, not writes that full memory forces.
     """
 
     def __init__(self, wait_max_s: float) -> None:
-        """`wait_max_s` limits a group's wait, and the idle time that counts in advance."""
+        """`wait_max_s` limits a group's wait, and the time that is credited."""
         self._wait_max_s = wait_max_s
         self._paid_at = 0.0
 

@@ -21,7 +21,7 @@ FREE_BYTES_MIN = 64 * 1024 * 1024
 
 
 POLLS_MIN = 2
-"""Number of polls after a stream's acceptance until a high seqno counts. The first may answer an earlier request."""
+"""Number of polls after a stream's acceptance until a high seqno counts. The first poll may be older than that."""
 
 HELD_MAX = 64
 """Limit of held snapshots. Above it, every second snapshot is forgotten: a later publish covers its rows."""
@@ -33,12 +33,13 @@ Held = tuple[int, int]
 class PersistenceGate:
     """Holds the complete snapshots of one vbucket that are not published yet.
 
-    An answer never releases a snapshot that is completed later, because copies and history may change in between.
+    A persisted seqno releases only snapshots that were held when it arrived. For later ones the source is asked again,
+    because its replicas or its history may have changed.
     """
 
     def __init__(self) -> None:
         self.persisted_seqno = 0
-        """The seqno of the last answer, for status."""
+        """The persisted seqno that the source last reported; for status."""
         self._held: list[Held] = []
         self._highs: list[int] = []
         """The source's last high seqnos polled since the stream was accepted."""
@@ -56,8 +57,8 @@ class PersistenceGate:
         self._highs = []
 
     def polled(self, high_seqno: int, state: VbucketState) -> None:
-        """Note a polled high seqno. If the new history of a deferred rollback ends at its staged boundary, hold that
-        boundary, because no snapshot will follow.
+        """Note a polled high seqno. If the source has nothing above the boundary to which a deferred rollback went, no
+        snapshot will follow: hold the boundary like one, so that it can be released.
         """
         self._highs = [*self._highs, high_seqno][-POLLS_MIN:]
         end_seqno = state.staging_published_seqno
@@ -65,7 +66,7 @@ class PersistenceGate:
             self.hold(end_seqno, end_seqno)
 
     def release(self, persisted_seqno: int, state: VbucketState) -> Held | None:
-        """Return the newest persisted snapshot, and forget all held snapshots up to that one. None: there is none.
+        """Return the newest persisted snapshot, and forget all held snapshots up to that one. None if there is none.
 
         While a rollback is deferred, the snapshot must reach the seqno that readers see. If the new history is shorter,
         the snapshot must reach the end of that history.

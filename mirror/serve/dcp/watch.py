@@ -71,6 +71,7 @@ class Watch:
             self._retry_at.clear()
         group_count = view.identity.group_count
         found: list[int] = []
+        failed: StorageError | None = None
         now = time.monotonic()
         for group, vbid in {vbid % group_count: vbid for vbid in self._followers}.items():
             if now < self._retry_at.get(group, 0.0):
@@ -78,9 +79,11 @@ class Watch:
             try:
                 found += self._commits[group].news(view.groups.reader(vbid))
             except StorageError as error:  # notify its followers: their next read raises the error
-                log.error("store-unreadable", group=group, error=str(error))
+                failed = error
                 self._retry_at[group] = now + FAILED_DELAY_S
                 found += [each for each in self._followers if each % group_count == group]
+        if failed is not None:  # of several lost groups one is logged
+            log.error("store-unreadable", error=str(failed))
         for vbid in found:
             for news in tuple(self._followers.get(vbid, ())):
                 news(vbid)

@@ -25,9 +25,9 @@ The other columns of changes are:
     snapshot_end_seqno      the first kept boundary that has the version; of a retraction or restoration the boundary
                 that the rollback went back to
     at_branch, at_seqno     the position of the event, which an upsert compares. It rises strictly for each key, even
-                across rollbacks, where seqno falls. After a resync positions begin again. A published event has the
-                (branch, seqno) of its version. A rollback opens a branch at a boundary: its retractions have seqno 0 of
-                that branch, its restorations the seqno of the boundary, and later events higher ones
+                across rollbacks, where seqno falls. After a row of kind resync positions may be lower. A published
+                event has the (branch, seqno) of its version. A rollback opens a branch at a boundary: its retractions
+                have seqno 0 of that branch, its restorations the seqno of the boundary, and later events higher ones
     event_time  the time when a node of the source wrote the version, by this node's clock: the upper 48 bits of the
                 cas, in nanoseconds since 1970. Like the cas it rises for each key. Versions of different keys compare
                 as exactly as the nodes' clocks agree. A cas that was set from elsewhere (XDCR, a restore) has the other

@@ -85,6 +85,7 @@ class ControlServer:
         except ValueError:
             writer.write(b'{"ok": false, "error": "the request is too long"}\n')
         except ConnectionError:
+            writer.transport.abort()
             with suppress(ConnectionError):  # otherwise asyncio may log the stream's error
                 await writer.wait_closed()
         except asyncio.CancelledError:
