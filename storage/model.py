@@ -325,9 +325,7 @@ class VbucketState(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document as readers get it. `value` is the decompressed body without xattrs; in a `raw` read it is the stored
-    value.
-    """
+    """A document as readers get it. `value`: the decompressed body without xattrs, or with `raw` the stored value."""
 
     # A tuple for speed: a frozen dataclass of these fields takes three times as long to build.
 
@@ -381,9 +379,7 @@ JSON_FIELDS = tuple(each.name for each in DOCUMENT_FIELDS if each.in_json)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The bucket that a data directory mirrors, and its layout. The tree `meta` of each environment must match
-    `mirror.json`.
-    """
+    """The bucket that a data directory mirrors, and its layout; `meta` of each environment has the same."""
 
     cluster_uuid: str
     bucket_name: str

@@ -103,9 +103,7 @@ class VbucketHost(ABC):
     def report(self, status: ins.VbucketStatus, text: str) -> None: ...
 
     def enter(self, event: MachineEvent) -> None:
-        """Hand in an event of the stream, an answer, or the end of a pause. A subclass with a store handles the store's
-        errors here.
-        """
+        """Hand in an event of the stream, an answer, or the end of a pause. A store's errors are handled here."""
         self.handle(event)
 
     # -- life -----------------------------------------------------------------------------------------------------

@@ -81,9 +81,7 @@ def value_parts(document: Document) -> list[bytes]:
 
 
 def document_parts(document: Document) -> list[bytes]:
-    """Return a document's JSON object in parts. Joining them copies the value; for 20 MiB that would hold the
-    interpreter's lock for milliseconds.
-    """
+    """Return a document's JSON object in parts. Joining 20 MiB would hold the GIL for milliseconds."""
     head = dumps(_head(document))
     return [head] if document.kind is Kind.SYSTEM_EVENT else [head[:-1], b",", *value_parts(document), b"}"]
 

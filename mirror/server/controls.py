@@ -97,9 +97,7 @@ class Controls:
 
     @property
     def expirations(self) -> bool:
-        """True if expirations have their own opcode. Without delete times the control succeeds, but has no effect
-        (recorded).
-        """
+        """True if expirations have their own opcode: only with delete times does the control work (recorded)."""
         return self.expiry_opcode and self.delete_times
 
     @property

@@ -194,9 +194,7 @@ class Session(ABC):
         )
 
     def not_my_vbucket(self) -> Reply:
-        """Return the refusal with the map. Leave out the map if the client has it and negotiated to get each map once
-        (SDK RFC 75).
-        """
+        """Return the refusal, with the map unless the client has it and gets each map once (SDK RFC 75)."""
         if self.known_map >= self.map_revision and Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP in self.features:
             return Reply(Status.NOT_MY_VBUCKET)
         return Reply(Status.NOT_MY_VBUCKET, value=self.send_map(with_bucket=True), datatype=JSON)

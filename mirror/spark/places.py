@@ -148,9 +148,7 @@ class ObjectFolder(Folder):
         return ObjectFolder(f"{self.url}/{name}")
 
     def check_access(self) -> None:
-        """Raise ConfigError if there are no AWS credentials: delta-rs would search for ten seconds and raise a page of
-        text.
-        """
+        """Raise ConfigError if there are no AWS credentials: delta-rs would search for ten seconds."""
         if self.url.startswith("s3://") and not _has_aws_credentials():
             raise ConfigError(
                 f"{self.url}: no AWS credentials were found",

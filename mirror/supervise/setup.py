@@ -36,9 +36,7 @@ log = get_logger("supervisor")
 
 class LookUp(Protocol):
     def __call__(self, settings: Settings, bucket_uuid: str | None = None) -> Awaitable[Source]:
-        """Return the source's bucket. With `bucket_uuid`, a map of another bucket counts only if no node has that
-        bucket. Raises ClusterError.
-        """
+        """Return the source's bucket: another than `bucket_uuid` only if no node has that. Raises ClusterError."""
         ...
 
 

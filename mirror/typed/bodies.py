@@ -35,9 +35,7 @@ DEEP_LENGTH = 1_000
 body is halved to single bodies: Arrow may accept this one.
 """
 _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
-"""Numbers that Arrow scales beyond 256 bits: it reads a wrong value or ends the process. A JSON string may spell them
-with escapes.
-"""
+"""Numbers that Arrow scales beyond 256 bits: a wrong value, or a crash. A JSON string may spell them with escapes."""
 _DECIMAL = pa.decimal256(75, 38)
 """The type of decimals before rounding: 75 digits, because a difference needs 76, Arrow's limit."""
 _NO_TIME = r"^0000|[ T][0-9]{2}[^:]|:[0-9.]*[-+](1[89]|2)"
@@ -52,9 +50,7 @@ MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
 @dataclass(frozen=True, slots=True)
 class Reading:
     mode: Mode = "failfast"
-    """`failfast`: a misfit is an error. `permissive`: its fields that do not fit are null. `dropmalformed`: its row is
-    left out.
-    """
+    """`failfast`: a misfit is an error. `permissive`: its bad fields are null. `dropmalformed`: its row is left out."""
     corrupt_record: str = "_corrupt_record"
     """The name of the column for the text of misfits, if the schema has it."""
     time_zone: str | None = None

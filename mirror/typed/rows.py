@@ -228,9 +228,7 @@ class Counts:
 
 
 class Maker:
-    """Makes few large record batches of the rows of many vbuckets. The last `checksum_size` bytes of a row are its
-    checksum.
-    """
+    """Makes few large record batches of many vbuckets' rows, which end with checksums of `checksum_size` bytes."""
 
     def __init__(self, shape: Shape, counts: Counts | None = None, checksum_size: int = 0) -> None:
         self._shape = shape

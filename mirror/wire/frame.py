@@ -200,9 +200,7 @@ def check_shape(frame: Frame, shape: Shape) -> None:
 
 
 def frame_infos(framing: bytes) -> list[tuple[int, bytes]]:
-    """Return the (id, content) pairs in framing extras. If id and length are both escaped, the id's extra byte comes
-    first.
-    """
+    """Return the (id, content) pairs in framing extras. If both are escaped, the id's extra byte comes first."""
     infos = []
     pos, end = 0, len(framing)
     while pos < end:

@@ -126,9 +126,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 def _group_parts(
     view: View, group: int, as_of_ms: int | None, published: dict[int, int], rollbacks: dict[int, int]
 ) -> Iterator[bytes]:
-    """Yield the compacted copy of a group in parts. Add the vbuckets' positions in the same transaction to `published`
-    and `rollbacks`.
-    """
+    """Yield a group's compacted copy in parts; read its positions into `published` and `rollbacks` with it."""
     vbids = view.identity.group_vbids(group)
     if not vbids:
         return

@@ -57,9 +57,7 @@ def share_group(folder: str, gid: int) -> None:
 
 
 def _give(path: str, gid: int, mode: int) -> None:
-    """Set group and mode by path, without opening the file: closing the lock file would release this process's LMDB
-    locks.
-    """
+    """Set group and mode by path: opening and closing the lock file would release this process's LMDB locks."""
     try:
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):

@@ -26,9 +26,7 @@ _PAGE = struct.Struct("=QHHHH")
 """Page number, pad, flags, lower, upper; in a large value's first page the last two fields are its number of pages."""
 _EXTENT = struct.Struct("=12xI")
 _NODE = struct.Struct("=HHHH")
-"""Size of the data, low and high half; flags; size of the key. In a branch page the first three fields are a page
-number.
-"""
+"""Size of the data, low and high half; flags; size of the key. In a branch page the first three are a page number."""
 _META = struct.Struct("=IIQQ48s48sQQ")
 """Magic, data version, address, map size, tree of free pages, main tree, last page, transaction."""
 _TREE = struct.Struct("=IHHQQQQQ")

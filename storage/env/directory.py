@@ -44,9 +44,7 @@ def exists(path: str) -> bool:
 
 
 def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
-    """Make an empty mirror at `path`: environments first, `mirror.json` last. Raises StorageError for an existing
-    mirror.
-    """
+    """Make an empty mirror at `path`: environments first, `mirror.json` last. Raises StorageError if there is one."""
     if exists(path):
         raise StorageError("already holds a mirror", path=path)
     check_unused(path)
@@ -154,9 +152,7 @@ def _fields(identity: Identity) -> dict[str, object]:
 
 
 def check_identity(stored: bytes | None, identity: Identity, group: int, path: str) -> None:
-    """Raise WrongBucket, FormatTooNew or CorruptedError if `stored` (from `meta`) differs from `identity`
-    (`mirror.json`).
-    """
+    """Raise WrongBucket, FormatTooNew or CorruptedError if `stored` (from `meta`) is not that of `identity`."""
     if any(stored == identity_bytes(identity, group, known) for known in FORMATS_READ):
         return
     found = _stored_description(stored, path)

@@ -130,9 +130,7 @@ def storage_error(error: Exception, path: str) -> StorageError:
 
 
 def refuse_unsound_lmdb() -> None:
-    """Raise StorageError if py-lmdb is too old, or does not use its own patched LMDB. Another LMDB crashes on damaged
-    pages.
-    """
+    """Raise StorageError if py-lmdb is too old, or has not its own patched LMDB: another crashes on damaged pages."""
     version = tuple(int(part) for part in lmdb.__version__.split(".")[:2])
     is_patched = bool(lmdb.version(subpatch=True)[3])
     if version < LMDB_VERSION_MIN or not is_patched:
@@ -220,9 +218,7 @@ class Environment:
         self.remapping = False
         """True while the map changes size; no read may begin."""
         self.running: list[None] = []
-        """An entry for each open or beginning read transaction of this process. A thread adds its entry before it
-        checks `remapping`.
-        """
+        """An entry for each read transaction of this process. A thread adds its entry before it checks `remapping`."""
         self._handles: dict[bytes, Any] = {}
         self.history_id = secrets.randbits(64) or 1
         """The history id of the branches and positions that this writer creates."""

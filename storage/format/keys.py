@@ -73,9 +73,7 @@ def encode_collection_id(collection_id: int) -> bytes:
 
 
 def split_key(wire_key: bytes) -> tuple[int, bytes]:
-    """Return collection id and document key of a prefixed key. Raises ValueError if the prefix does not end within 5
-    bytes.
-    """
+    """Return collection id and document key of a prefixed key. Raises ValueError for a prefix of more than 5 bytes."""
     collection_id = shift = 0
     for index, byte in enumerate(wire_key[:5]):
         collection_id |= (byte & 0x7F) << shift

@@ -104,9 +104,7 @@ def key_of(frame: bytes) -> bytes:
 
 
 def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return (prefixed key, reference) for each (row key, frame) of `rows`, in the same order. System events are left
-    out.
-    """
+    """Return (prefixed key, reference) for each (row key, frame) of `rows` in order, without system events."""
     out = []
     for row_key, frame in rows:
         if frame[1] != SYSTEM_EVENT:
@@ -254,9 +252,7 @@ def decompress(value: bytes) -> bytes:
 
 
 def decompress_into(value: bytes | mmap, found: bytes | mmap) -> None:
-    """Decompress Snappy into `found`, which has the claimed length, without the interpreter's lock. Raises
-    CorruptedError.
-    """
+    """Decompress Snappy into `found`, of the claimed length, without the GIL. Raises CorruptedError."""
     try:
         byte_count = cramjam.snappy.decompress_raw_into(value, found)
     except Exception as error:
@@ -414,9 +410,7 @@ class StateRow(NamedTuple):
 
     @classmethod
     def of(cls, state: VbucketState) -> StateRow:
-        """Return the row of a state. `indexed_seqno` becomes the published end: after a crash, key rows above it are
-        made again.
-        """
+        """Return the row of a state. `indexed_seqno` becomes the published end: later key rows are made again."""
         return cls(*_stored_fields(state))
 
 

@@ -93,9 +93,7 @@ def draw_chain_id(txn: Transaction, vbid: int, **fields: int) -> None:
 def load(
     txn: Transaction, vbid: int, known: Mapping[manifests.Key, Manifest] | None = None
 ) -> tuple[VbucketState, manifests.StagingRows]:
-    """Return the state of a vbucket, and the `manifest` rows of its staging branch. `known`: manifests that the caller
-    has already.
-    """
+    """Return a vbucket's state, and the `manifest` rows of its staging branch. `known`: manifests read before."""
     pub, row = txn.pub(vbid), txn.state_row(vbid)
     staging, staged, published = row.staging_branch, row.staged_seqno, row.staging_published_seqno
     serves_staging = staging == pub.branch

@@ -94,9 +94,7 @@ def between(
 
 
 def forget_before(txn: Transaction, vbid: int, links: chain.Chain, key: Key) -> bool:
-    """If the row `key` holds a whole manifest, remove the chain's older rows: no read needs them. Return True if any
-    was removed.
-    """
+    """If row `key` is a whole manifest, remove the chain's older rows, which no read needs. Return True if any was."""
     data = txn.get(keys.DB_MANIFEST, keys.MANIFEST_KEY.pack(vbid, *key))
     if data is None or not records.decode_manifest(data).whole:
         return False

@@ -30,9 +30,7 @@ from storage.model import SEQNO_MAX, BranchReason
 LINKS_MAX = 16
 """A chain with at most this many links below the floor is not merged."""
 ROLLBACKS_KEPT = 16
-"""Number of the newest rollback records that are always kept, for people and for readers that wait for a write
-(`wait`).
-"""
+"""The newest rollback records that are always kept, for people and for readers that wait for a write (`wait`)."""
 
 
 class Pair(NamedTuple):

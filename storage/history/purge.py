@@ -229,9 +229,7 @@ class Purger:
     # -- versions below the floor ---------------------------------------------------------------------------------
 
     def _purge_versions(self, txn: Transaction, vbid: int, links: chain.Chain, purged: int, floor: int) -> int:
-        """Visit a step's rows in (purged, floor]. Remove older versions of their keys, and tombstones. Return the
-        number of removed rows.
-        """
+        """Remove older versions of the keys of a step's rows, and tombstones. Return the number of removed rows."""
         limit = self.step_size.rows
         victims = _Victims(txn, vbid, links, floor)
         boundaries: list[bytes] = []
@@ -384,9 +382,7 @@ class _Victims:
         self._cursor = txn.cursor(self._keys)
 
     def add_replaced_by(self, row_key: bytes, frame: bytes) -> None:
-        """Add the older versions of a row's key. Add the row itself if it is a tombstone and the key's newest version
-        at the floor.
-        """
+        """Add the older versions of a row's key, and the row if it is a tombstone and the newest at the floor."""
         ((wire_key, dup),) = records.key_rows([(row_key, frame)])
         seqno = records.seqno_of(row_key)
         older = chain.recut(self._links, seqno - 1)

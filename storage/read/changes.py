@@ -149,9 +149,7 @@ def legs(reader: VbucketReader, start: Token | None) -> list[tuple[Token | None,
 
 
 def since(reader: VbucketReader, token: Token | None, raw: bool, pieces: Pieces | None = None) -> Iterator[Change]:
-    """Yield the changes from `token` (None: the beginning) to the state served now. A reader may stop anywhere, and
-    continue from the last event's token.
-    """
+    """Yield the changes from `token` (None: the beginning) to now. A reader may go on from any event's token."""
     for start, way in legs(reader, token):
         yield from between(reader, start, way, raw, pieces)
 

@@ -62,9 +62,7 @@ class ReadRun:
     def __init__(self) -> None:
         self._begun: dict[Environment, tuple[Any, int]] = {}
         self._views: dict[Environment, Any] = {}
-        """Transactions whose `get` returns buffers of LMDB's map. They may see a later commit, because rows do not
-        change.
-        """
+        """Transactions whose `get` returns buffers of LMDB's map. They may see a later commit: rows do not change."""
 
     def __enter__(self) -> ReadRun:
         return self
@@ -320,9 +318,7 @@ class PointReads:
         raw: bool = False,
         bytes_max: int,
     ) -> Document | LargeDocument | None:
-        """Return what `get` returns, but a LargeDocument if the value, stored or decompressed, has more than
-        `bytes_max`.
-        """
+        """Return what `get` returns, but a LargeDocument if the stored or decompressed value exceeds `bytes_max`."""
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
         options = _Options(collection, as_of, None, raw)
         with reader.environment.read() as txn:
@@ -340,9 +336,7 @@ class PointReads:
         return self.get(key, collection, raw=True) is not None
 
     def key_at(self, vbid: int, seqno: int) -> bytes | None:
-        """Return the wire key of the row at a seqno of the served history, or None if no document changed there. The
-        value is not read.
-        """
+        """Return the wire key of the row at a seqno of the served history, or None if no document changed there."""
         reader = self.reader(vbid)
         while True:
             with reader.environment.read() as txn:
@@ -424,9 +418,7 @@ def document_or_large(
 def _newest(
     reader: VbucketReader, txn: Transaction, wire_key: bytes, branch: int, seqno: int, links: chain.Chain | None = None
 ) -> bytes | None:
-    """Return the reference to a key's newest version that is visible at (branch, seqno), or None. `links`: the chain
-    there.
-    """
+    """Return the reference to a key's newest version visible at (branch, seqno), or None. `links`: the chain there."""
     cursor = txn.raw.cursor(reader.keys)
     if not cursor.set_key(wire_key):
         reader.check_absent(txn.raw, cursor, wire_key)

@@ -151,9 +151,7 @@ class VbucketReader:
         return chain.recut(self.whole_chain(txn, branch), seqno)
 
     def chain_of_position(self, txn: Transaction, branch: int, seqno: int, history_id: int) -> chain.Chain:
-        """Return the chain up to the position of a token or pin. Raises ViewInvalidated if this mirror does not have
-        the position's history.
-        """
+        """Return the chain up to a token's or pin's position. Raises ViewInvalidated if its history is not here."""
         hint = "start the read again"
         try:
             whole = self.whole_chain(txn, branch)

@@ -125,9 +125,7 @@ class View(PointReads):
             return reader.manifest(txn, validity.served_at(reader, txn, pin, survives_rollback=False).pub.manifest_key)
 
     def manifest_uids(self, unreadable: Unreadable | None = None) -> dict[int, int]:
-        """Return the uid of each vbucket's manifest, by vbid. Fast if no uid changed since the last call. For
-        `unreadable` see `published`.
-        """
+        """Return the uid of each vbucket's manifest, by vbid: fast if none changed. `unreadable`: see `published`."""
         return states.manifest_uids(self.groups, self._known_uids, unreadable)
 
     # -- documents in order (by key: `PointReads`) ----------------------------------------------------------------
@@ -298,9 +296,7 @@ class View(PointReads):
         yield from events.between(reader, start, events.resolve_range(reader, start, end), raw)
 
     def check_way(self, start: Token | None, end: Token) -> int:
-        """Return the seqno up to which both positions share their history. Raises ViewInvalidated if `changes_between`
-        would refuse these positions.
-        """
+        """Return the seqno to which both positions share their history. Raises what `changes_between` raises."""
         return events.resolve_range(self.reader(end.vbid), start, end).after_seqno
 
     def check_since(self, token: Token) -> None:

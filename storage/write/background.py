@@ -44,9 +44,7 @@ class Background:
         return Purger(self.owner.environment, self.owner.vbids, self.window, self.leases)
 
     def step(self) -> bool:
-        """Do one slice of work. Return True if more is waiting. Once a snapshot has all key rows, the next commit
-        publishes it.
-        """
+        """Do one slice of work. Return True if more waits. A commit publishes a snapshot with all key rows."""
         if self.jobs:
             self.index_step(self.jobs[0])
             return bool(self.jobs)

@@ -68,9 +68,7 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
 
 
 def _put_key_rows(txn: Transaction, vbucket: PendingVbucket, rows: Rows) -> int:
-    """Write the missing key rows up to the end of the complete snapshot. Return the bytes of the rows since the last
-    boundary.
-    """
+    """Write the missing key rows of the complete snapshot. Return the bytes of rows since the last boundary."""
     vbid, until = vbucket.vbid, vbucket.indexed_until
     complete = rows if vbucket.complete_count == len(rows) else rows[: vbucket.complete_count]
     key_rows = records.key_rows(complete)

@@ -81,9 +81,7 @@ class HistoryClock:
         stored_wall_ms: int = 0,
         downtime_max_ms: int = 0,
     ) -> None:
-        """Continue from `stored_ms`, which the last writer stored at wall time `stored_wall_ms`. Both 0: begin a new
-        clock.
-        """
+        """Continue from `stored_ms`, stored at wall time `stored_wall_ms` by the last writer. Both 0: a new clock."""
         self._wall_ms = wall_ms
         self._monotonic_ms = monotonic_ms
         now_ms, wall_now_ms = monotonic_ms(), wall_ms()
@@ -301,9 +299,7 @@ class GroupOwner:
         raise storage_error(lmdb.MapFullError("map full"), self.path)
 
     def write_while_opening(self, work: Callable[[Transaction], Any]) -> None:
-        """Run `work` in a write transaction without a check of the fence. Grow a full map: the file may be larger than
-        the map.
-        """
+        """Run `work` in a write transaction without a check of the fence. Grow a full map: the file may exceed it."""
         for _ in range(GROW_TRIES_MAX):
             try:
                 with self.environment.begin(write=True) as txn:

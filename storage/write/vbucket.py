@@ -22,9 +22,7 @@ from storage.write.pending import PendingVbucket
 
 @dataclass(frozen=True, slots=True)
 class RollbackResult:
-    """A rollback, and the position before it. If `boundary_seqno` is 0, no boundary qualified and nothing was
-    changed.
-    """
+    """A rollback, and the position before it. `boundary_seqno` 0: no boundary qualified, nothing was changed."""
 
     boundary_seqno: Seqno
     from_seqno: Seqno

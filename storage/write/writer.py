@@ -100,9 +100,7 @@ class GroupWriter:
             self.owner.reload()
 
     def close(self) -> None:
-        """Commit complete snapshots, sync, and release the group. The rows of open snapshots are dropped, and fetched
-        again later.
-        """
+        """Commit complete snapshots, sync, and release the group. Rows of open snapshots are fetched again later."""
         if self.owner.closed:
             return
         try:
@@ -132,9 +130,7 @@ class GroupWriter:
 
     @property
     def has_pending(self) -> bool:
-        """True if a commit would change the view of readers or the state after a restart. A vbucket with an IndexJob
-        does not count.
-        """
+        """True if a commit would change what readers or a restart see. A vbucket with an IndexJob does not count."""
         return any(
             vbucket.dirty and vbucket.job is None and vbucket.commit_worthy for vbucket in self.vbuckets.values()
         )
@@ -195,9 +191,7 @@ class GroupWriter:
 
     @contained
     def step(self) -> bool:
-        """Do one bounded slice of background work. Return True if more is waiting. `commit` publishes a snapshot whose
-        key rows are complete.
-        """
+        """Do one slice of background work. Return True if more waits. `commit` publishes what has all key rows."""
         self.owner.check_open()
         self.owner.check_file()
         return self.background.step()

@@ -109,9 +109,7 @@ class Connections:
 
 
 def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError | None = None) -> float:
-    """Return the pause before try number `attempt` (0 is the first after a failure). After permanent errors the pause
-    grows to a minute.
-    """
+    """Return the pause before try `attempt` (0: the first after a failure): up to a minute after permanent errors."""
     if error is not None and not error.retryable:
         return delay_s(RetryReason.REFUSED_FOR_NOW, attempt, jitter)
     full_ms = min(settings.retry_delay_min_ms << min(max(attempt, 0), 20), settings.retry_delay_max_ms)

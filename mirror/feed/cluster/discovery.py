@@ -172,9 +172,7 @@ async def _ask_all(
 
 
 def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None:
-    """Raise NotSupported if no node of the map has an address in the requested network, or the required kind of port
-    (TLS or plain).
-    """
+    """Raise NotSupported if no node has an address in the requested network, or no port of the needed kind."""
     tls = access.source.tls
     if not found.network_offered:
         raise NotSupported(

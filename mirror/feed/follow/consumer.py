@@ -170,9 +170,7 @@ class Consumer:
         (self._share_map or self.follow)(found)
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """End mirroring. Without `ends_on_refusal`, close the sessions instead; `check_map` then refuses
-        each new session.
-        """
+        """End mirroring. Without `ends_on_refusal`, close the sessions; `check_map` then refuses new ones."""
         if self._ends_on_refusal:
             self._end(error)
             return

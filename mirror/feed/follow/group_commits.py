@@ -27,9 +27,7 @@ from storage.write.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between checks for background work. A new index job ends the pause, but `GroupOwner.sync_when_idle` may be this
-late.
-"""
+"""Pause between checks for background work, by which `GroupOwner.sync_when_idle` may be late. A new job ends it."""
 STEP_SHARE_S = 0.002
 COMMIT_SHARE = 1 / 2
 """Share of a worker's time for scheduled commits; the rest is for receiving."""

@@ -88,9 +88,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SourceRolledBack:
-    """The source lost all changes above `seqno`; if `seqno` is 0, it lacks some change since the position. The
-    vbucket's read has ended.
-    """
+    """The source lost all changes above `seqno` (0: some change since the position). The vbucket's read has ended."""
 
     vbid: int
     seqno: int

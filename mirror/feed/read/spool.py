@@ -36,9 +36,7 @@ class SpoolFile:
         return self._count * BLOCK_BYTES
 
     def write(self, data: bytes) -> list[tuple[int, int]]:
-        """Put the data into free blocks; return their (number, length), in order. Raises MirrorError when the disk is
-        full.
-        """
+        """Put the data into free blocks; return their (number, length), in order. MirrorError: the disk is full."""
         blocks: list[tuple[int, int]] = []
         try:
             with self._lock:

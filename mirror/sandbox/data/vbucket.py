@@ -242,9 +242,7 @@ class Vbucket:
             self.history_start_seqno = max(self.history_start_seqno, min(below_seqno, self.high_seqno + 1))
 
     def failover(self, lose: int = 0) -> int:
-        """Begin a new history without the last `lose` changes (a group is lost whole); return the seqno where it
-        begins.
-        """
+        """Begin a new history without the last `lose` changes (a group is lost whole); return where it begins."""
         base = max(self.high_seqno - lose, self.forgotten_seqno)
         base = self._group_first.get(base, base + 1) - 1
         if base < self.high_seqno:

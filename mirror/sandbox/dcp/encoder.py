@@ -37,9 +37,7 @@ class ItemEncoder:
         """True if the frame of a mutation without unwanted datatype bits is sent unchanged."""
 
     def shows(self, item: Item) -> bool:
-        """True if the client gets this kind of message: prepares, aborts and modifications of collections need a
-        control.
-        """
+        """True if the client gets this kind of message: some need a control (prepares, aborts, modifications)."""
         kind = item.kind
         if kind == SYSTEM_EVENT:
             return self._controls.flat_events or item.event != SystemEventId.COLLECTION_MODIFY

@@ -37,9 +37,7 @@ class SandboxFilter(ProducerFilter):
         return seqno >= max(high_seqnos.get(id_, 0) for id_ in self.shown)
 
     def passes(self, item: Item) -> bool:
-        """True if a change passes. Call this for each change in the order of seqnos, because system events change the
-        filter.
-        """
+        """True if a change passes. Call this in the order of seqnos, because system events change the filter."""
         if self.hidden is not None and _is_system(item, self.hidden):
             return False
         if item.kind != SYSTEM_EVENT:

@@ -266,9 +266,7 @@ def read_users(path: Path) -> dict[str, Any]:
 
 
 def _as_it_is(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the object as it is. This call of Python code for each object lets other threads run; json.loads alone
-    does not.
-    """
+    """Return the object as it is. This Python call for each object lets other threads run."""
     return found
 
 

@@ -61,9 +61,7 @@ class Watch:
             self._followed.clear()
 
     def look(self) -> int:
-        """Notify followers of vbuckets that changed since the last look, or cannot be read, and return the number of
-        these vbuckets.
-        """
+        """Notify followers of vbuckets that changed since the last look, or cannot be read. Return their number."""
         view = self._view()
         if view is not self._viewed:  # a group was recreated: notify all followers
             self._viewed = view

@@ -150,9 +150,7 @@ class DocumentRequest(NamedTuple):
 
 
 def get_document_now(service: Service, request: Request) -> Response | None:
-    """Answer as `get_document` does, with the same errors. None: the answer must wait or is sent in pieces; call
-    `get_document`.
-    """
+    """Answer like `get_document`. None: call that, because the answer must wait or is sent in pieces."""
     reader = service.reader_or_login(request)
     if isinstance(reader, Credentials):
         return None

@@ -89,9 +89,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_busy = False
         """True if several requests came together: the next requests then wait for turns too."""
         self._wrong: str | None = None
-        """The reason for reading no more; None while reading. It is sent once earlier requests are answered, unless
-        empty.
-        """
+        """Why nothing more is read; None while reading. Sent, unless empty, once earlier requests are answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -149,9 +147,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection if it was idle for the whole timeout. Requests answered at once do not reset the timer,
-        to save time.
-        """
+        """Close the connection if it was idle for the whole timeout. Quick answers do not reset the timer."""
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
             self._watch_idle(left_s)

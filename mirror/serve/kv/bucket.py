@@ -188,9 +188,7 @@ class KvBucket:
     # -- vbuckets
 
     def published(self) -> dict[int, Served]:
-        """Return the served state of each readable vbucket, read once per group. Raises Refused if no group is
-        readable.
-        """
+        """Return the served state of each readable vbucket, read once per group. Raises Refused if none is."""
         return self._of_readable_groups(self.view.published)
 
     def state(self, vbid: int) -> VbucketState:
@@ -248,9 +246,7 @@ class KvBucket:
     # -- the store below
 
     def _of_readable_groups(self, look: Callable[[Unreadable], dict[int, T]]) -> dict[int, T]:
-        """Return the result of `look` by vbid, without unreadable groups; log the error of one. Raises Refused if no
-        group is readable.
-        """
+        """Return the result of `look` by vbid, without unreadable groups (one is logged). Raises Refused if all are."""
         unreadable: Unreadable = {}
         found = look(unreadable)
         if unreadable:

@@ -43,9 +43,7 @@ class LargeAnswers:
         self.failed = failed
 
     def whole(self, found: LargeDocument, reply_with: Callable[[Pieces, int], Reply], *, decompress: bool) -> Later:
-        """Return the answer that `reply_with` makes of the value's pieces and datatype. Each piece is released when it
-        is sent.
-        """
+        """Return what `reply_with` makes of the value's pieces and datatype. A sent piece is released."""
 
         async def read() -> _Held:
             pieces, datatype = await self.reads.pieces(found, decompress=decompress)

@@ -45,9 +45,7 @@ def own_node(addresses: Sequence[Address], held: tuple[int, int] | None = None) 
 
 
 def named_nodes(text: str) -> list[MapNode]:
-    """Return all mirrors of the bucket by the setting `kv_nodes`: `HOST:PORT` or `HOST:PORT=FIRST-LAST`, separated by
-    commas. Raises ConfigError.
-    """
+    """Return the mirrors of `kv_nodes`: `HOST:PORT` or `HOST:PORT=FIRST-LAST`, with commas. Raises ConfigError."""
     parts = [part.partition("=") for part in text.split(",")]
     addresses = parse_addresses(",".join(where for where, _, _ in parts), "kv_nodes")
     found = []

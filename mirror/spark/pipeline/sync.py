@@ -177,9 +177,7 @@ class SyncTarget:
         return done
 
     def catch_up(self, *, due_only: bool) -> None:
-        """Fold deferred batches into `documents`. With `due_only`, do nothing if a batch is in progress or no fold is
-        due.
-        """
+        """Fold deferred batches into `documents`. With `due_only`, only if a fold is due and no batch in progress."""
         if not self._busy.acquire(blocking=not due_only):
             return
         try:

@@ -358,7 +358,5 @@ def gone_collections(before: Manifest, after: Manifest) -> Iterator[tuple[str, s
 
 
 def name_of(names: Mapping[int, str], collection_id: int) -> str:
-    """Return the collection's name, or `?.0x<id>` if none is known: it ended before the kept history or between two
-    batches.
-    """
+    """Return the collection's name; `?.0x<id>` if it ended before the kept history or between two batches."""
     return names.get(collection_id) or f"?.0x{collection_id:x}"

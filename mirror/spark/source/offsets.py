@@ -53,9 +53,7 @@ class Offset:
     names: Mapping[int, str] = field(default_factory=dict)
     """Over a connection: collection id -> name, with dropped collections. The source forgets their names."""
     selection: str = ""
-    """`Options.selection`. A position does not tell which changes were filtered out, so an offset is valid for one
-    selection.
-    """
+    """`Options.selection`. An offset is valid for one selection: it does not tell which changes were left out."""
 
     def of(self, vbid: int) -> At:
         return self.at.get(vbid, BEGINNING)

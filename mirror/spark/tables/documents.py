@@ -89,9 +89,7 @@ class Layout:
     """Arrow schema of the columns from the body. None: only `value` has the body."""
     reading: Reading = PERMISSIVE
     misfits_max: float = MISFITS_MAX
-    """The greatest allowed share of misfits when the whole table is written: at its first load, and when its columns
-    change.
-    """
+    """The greatest share of misfits when the whole table is written: at first, or after a change of columns."""
     overwrite_schema: bool = False
     """True if columns of an existing table may be removed or get other types."""
 
@@ -419,9 +417,7 @@ class DocumentsTable:
         return found
 
     def _vbids_there(self) -> set[int]:
-        """Return the vbuckets that may have rows in the table. The files are read once, because this object is the only
-        writer.
-        """
+        """Return the vbuckets that may have rows in the table. The files are read once: this is the only writer."""
         if self._vbids is None:
             column = f"{self._layout.mark}vbid"
             self._vbids = set()

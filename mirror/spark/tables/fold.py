@@ -40,9 +40,7 @@ class Voids:
 
 
 def fold(events: pa.Table) -> tuple[pa.Table, Voids]:
-    """Return the last event of each key, and the voids of `events`. Events have FOLD_COLUMNS. Those of a vbucket are in
-    order.
-    """
+    """Return the last event of each key, and the voids of `events` (FOLD_COLUMNS, in order for each vbucket)."""
     voids = Voids()
     last: dict[tuple[str, bytes], int] = {}
     kinds = events.column("kind").to_pylist()

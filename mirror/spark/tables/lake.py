@@ -219,9 +219,7 @@ class Lake:
         return f"part-{run_name()}-b{batch_number}"
 
     def has_changes(self, batch: Batch) -> bool:
-        """Return True if `changes` has the batch already. Raises ConfigError for a checkpoint that does not belong to
-        the tables.
-        """
+        """Return True if `changes` has the batch. Raises ConfigError for a checkpoint of other tables."""
         self.changes.update_incremental()
         self._refresh_documents()
         self._check(batch.checkpoint)
@@ -252,9 +250,7 @@ class Lake:
         return self._clock() >= self._due_s or self._waiting_bytes > WAITING_BYTES_MAX
 
     def catch_up(self) -> Applied:
-        """Fold deferred batches. The result counts no events, because `add_changes` counted them. Raises
-        CommitConflict.
-        """
+        """Fold deferred batches. The result counts no events: `add_changes` did. Raises CommitConflict."""
         done = self.done_batch
         if done is None or done == self._folded:
             return NOTHING

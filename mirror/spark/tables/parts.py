@@ -44,9 +44,7 @@ class Part(NamedTuple):
     time_ms: int
 
     def add_action(self, *, new_rows: bool = True) -> AddAction:
-        """Return Delta's action for this part. `new_rows` is False if the rows were in the table before, in other
-        files.
-        """
+        """Return Delta's action for this part. `new_rows`: False if the rows were in other files before."""
         return AddAction(self.name, self.size, {}, self.time_ms, new_rows, self.stats)
 
 
