@@ -449,6 +449,24 @@ def test_a_history_that_ends_below_what_was_seen_is_shown_once_the_source_has_sa
     assert gated.published == 95
 
 
+def test_a_low_high_seqno_does_not_take_the_place_of_a_released_snapshot(gated: GatedVbucket) -> None:
+    """A scope's high seqno is 0 once its collections are dropped. The mirror published 81, and went on serving them."""
+    promoted(gated)
+    gated.snapshot(82, 90, {86: (b"a", b"6"), 90: (b"d", b"7")})
+    gated.actor.persisted(0xB, 90)
+    gated.high_seqno(0)
+    gated.persisted(0xB, 90)
+    assert gated.published == 90
+
+
+def test_a_low_high_seqno_does_not_publish_the_boundary_below_an_open_snapshot(gated: GatedVbucket) -> None:
+    promoted(gated)
+    gated.snapshot(82, 90, {86: (b"a", b"6")})
+    gated.high_seqno(0)
+    gated.persisted(0xB, 90)
+    assert gated.published == 85
+
+
 @pytest.mark.parametrize("flush", [False, True], ids=["in memory", "on the disk"])
 def test_a_crash_in_between_shows_readers_nothing(gated: GatedVbucket, flush: bool) -> None:
     token = promoted(gated)

@@ -57,12 +57,14 @@ class PersistenceGate:
         self._highs = []
 
     def polled(self, high_seqno: int, state: VbucketState) -> None:
-        """Note a polled high seqno. If the source has nothing above the boundary to which a deferred rollback went, no
-        snapshot will follow: hold the boundary like one, so that it can be released.
+        """Note a polled high seqno. If neither the source nor the staging branch has rows above the boundary to which a
+        deferred rollback went, no snapshot will follow: hold the boundary like one, so that it can be released.
         """
         self._highs = [*self._highs, high_seqno][-POLLS_MIN:]
         end_seqno = state.staging_published_seqno
-        if state.rollback_deferred and not self._held and len(self._highs) == POLLS_MIN and high_seqno <= end_seqno:
+        # The high seqno of a filtered stream may be below the staged rows: it leaves out dropped collections.
+        nothing_above = len(self._highs) == POLLS_MIN and max(high_seqno, state.staged_seqno) <= end_seqno
+        if state.rollback_deferred and nothing_above and not self._held:
             self.hold(end_seqno, end_seqno)
 
     def release(self, persisted_seqno: int, state: VbucketState) -> Held | None:
