@@ -42,7 +42,7 @@ class Effect(StrEnum):
 
 
 def takes(effect: Effect, default: T) -> T:
-    """Declare a setting with another effect than `WORKERS`, the default."""
+    """Declare a setting whose effect is not `WORKERS`, the usual one."""
     return field(default=default, metadata={"effect": effect})
 
 
@@ -61,25 +61,28 @@ class Settings:
     workers: Annotated[int, Field(ge=1, le=64, json_schema_extra={"default": "number of cores, at most 4"})] = field(
         default_factory=lambda: min(4, os.cpu_count() or 1), metadata={"effect": Effect.LIVE}
     )
-    """Worker processes, one Python thread each. More than cores are no faster."""
+    """Worker processes, one Python thread each. More workers than cores are no faster."""
     groups: Annotated[int, Field(ge=1, le=256)] = takes(Effect.DIRECTORY, 8)
-    """LMDB environments that share the vbuckets; each worker needs one. Fewer have larger commits."""
+    """LMDB environments that share the vbuckets; each worker needs one. With fewer groups, each
+    commit is larger."""
     vbuckets: str | None = takes(Effect.DIRECTORY, None)
     """Hold only these vbuckets (`0-511`) if several mirrors share a bucket. Unset: all."""
     collections: tuple[str, ...] | None = takes(Effect.DIRECTORY, None)
-    """Mirror only these collections (`scope.collection`, separated by commas), and wait for missing ones. Unset,
-    without `scope`: the directory's selection, else the whole bucket."""
+    """Mirror only these collections (`scope.collection`, separated by commas), and wait for missing ones. If
+    neither this nor `scope` is set: the selection of the data directory; in a new one, the whole bucket."""
     scope: str | None = takes(Effect.DIRECTORY, None)
     """Mirror only this scope."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
-    """Durability of a commit. `safe`: the data, and the meta page within 0.2 s; a power cut may undo a group's
-    last commit, which is fetched again. `full`: both. `unsafe`: nothing; a power cut can damage the file."""
+    """What is on the disk when a commit returns. `safe`: its data; the page that makes it valid follows within 0.2 s,
+    so a power cut may undo a group's last commit, which is fetched again. `full`: both. `unsafe`: nothing; a power cut
+    can damage the file.
+    """
 
     commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 25
     """Longest wait of a complete snapshot for a commit with others; none while commits take less than half of a
     worker's time."""
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
-    """Received rows in a worker's memory, and in an LMDB transaction."""
+    """Limit of the received rows in a worker's memory, and in an LMDB transaction."""
     map_size_bytes: Annotated[int, Field(ge=16 * MIB)] | None = None
     """Address space of each group at open; it grows when full. Unset: the store's default."""
 
@@ -99,10 +102,10 @@ class Settings:
     bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = takes(Effect.RESTART, 0.0)
     """Fail if no node answers for this long after the start. 0: never (`run --until-caught-up`: 60 s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
-    """Interval of requests for the cluster map to every node and host of the source. The mirror leaves a node that does
-    not know of its failover after about this time."""
+    """Interval of requests for the cluster map to every node and host of the source. If a node was
+    failed over and does not know it, the mirror changes to the new node after about this time."""
     seqno_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 1.0
-    """Interval of requests for the source's high seqnos; the greatest age of the lag."""
+    """Interval of requests for the source's high seqnos. The shown lag is at most about this old."""
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
     """A vbucket behind the source, or inside a snapshot, that gets no data for this long is `stalled`; its stream is
     reopened."""
@@ -125,11 +128,12 @@ class Settings:
     plain_allowed: bool = False
     """Allow SASL PLAIN without TLS (the password in clear text) if the server offers nothing else."""
     network: Literal["auto", "default", "external"] = "auto"
-    """Advertised addresses to use. `auto`: the network of the first host of `source`, whose `?network=external` takes
-    precedence."""
+    """Advertised addresses to use. `auto`: those that include the first host of `source`. `?network=external` in
+    `source` overrides this setting."""
     source_hosts: tuple[str, ...] | None = None
     """Hosts that a cluster map may name, separated by commas: names, `*.example.com`, addresses, networks
-    (`10.1.0.0/16`). They get the user's name and a proof of its password. Unset: any; new ones are logged."""
+    (`10.1.0.0/16`). The mirror logs in to them, so they get the user's name and a proof of its password. Unset: any;
+    new ones are logged."""
     dns_server: str | None = None
     """Name server (address and port) for DNS SRV records. Unset: the system's."""
     password_file: Path | None = None
@@ -206,9 +210,9 @@ class Settings:
     history_boundaries: Annotated[int, Field(ge=1)] | None = None
     """Most kept boundaries of a vbucket."""
     history_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Most bytes of rows above the floor of a vbucket."""
+    """Largest size of the rows above a vbucket's floor."""
     lease_max_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.LIVE, 600.0)
-    """Longest time that a lease lasts without renewal; readers request less."""
+    """Longest time between renewals of a lease that a reader may request."""
     lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = takes(Effect.LIVE, 86_400.0)
     """Age at which a lease can no longer be renewed."""
     readers_group: str | None = None

@@ -1,7 +1,7 @@
 """The errors outside of the store and the protocol, as one tree.
 
-An error has a text, a remedy (`hint`), an exit code, and `retryable`. A rollback is a normal event, not an error. This
-module must never import another package of the project.
+An error has a text (`what`), a remedy (`hint`), an exit code, and `retryable`. A rollback is a normal event, not an
+error. This module must never import another package of the project.
 
     MirrorError
     ├── ConfigError                  a setting is wrong (exit 2)

@@ -103,7 +103,7 @@ class VbucketHost(ABC):
     def report(self, status: ins.VbucketStatus, text: str) -> None: ...
 
     def enter(self, event: MachineEvent) -> None:
-        """Hand in an event of the stream, an answer, or the end of a pause. A store's errors are handled here."""
+        """Hand in an event of the stream, an answer, or the end of a pause. Override to handle errors of the store."""
         self.handle(event)
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class VbucketHost(ABC):
     # -- instructions ---------------------------------------------------------------------------------------------
 
     def execute(self, instructions: Sequence[ins.Instruction]) -> None:
-        """Execute instructions of the machine. Raises StorageError, except for refused rows (StagingRefused)."""
+        """Execute instructions of the machine. Raises StorageError; refused rows are an answer instead."""
         for instruction in instructions:
             if self.machine is None:
                 return

@@ -145,8 +145,8 @@ def requested_filter(
     known_keys: frozenset[str] = KEYS,
 ) -> FilterT:
     """Parse a filter; `scopes` and `collections` are the ids that exist for the client. A client without collections
-    gets the default collection and cannot send a filter (docs/protocol.md 2.4). Raises Refused, without a context if
-    `value` is not a filter, as recorded.
+    gets the default collection and cannot send a filter (docs/protocol.md 2.4). Raises Refused. If `value` is not
+    a filter, its context (the error text) is empty, as in recordings of real servers.
     """
     if not has_collections:
         if value:
@@ -177,7 +177,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         self._port = port
         self._wake = asyncio.Event()
         self._stream_ends: deque[bytes] = deque()
-        """STREAM_ENDs to send after the present answer."""
+        """STREAM_ENDs to send after the answer to the current request."""
         self._noop_opaque = NOOP_OPAQUE_FIRST
         self._noop_task: asyncio.Task[None] | None = None
         self._pump_task: asyncio.Task[None] | None = None
@@ -220,7 +220,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
 
     def request_stream(self, request: StreamRequest) -> FailoverLog:
         """Open a stream and return the failover log. The stream sends no message before the caller returns to the event
-        loop. Raises Refused, mostly without a context, as recorded.
+        loop. Raises Refused, mostly with an empty context.
         """
         request = self._check_request(self._with_known_flags(request))
         if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:
@@ -286,8 +286,8 @@ class Producer(ABC, Generic[StreamT, FilterT]):
 
     @abstractmethod
     def _check_request(self, request: StreamRequest) -> StreamRequest:
-        """Return the request to check further. Raises Refused for a vbucket that is not served here, an unsupported
-        flag, or a missing privilege.
+        """Return the request, or a changed one, for the checks that follow. Raises Refused for a vbucket that is not
+        served here, an unsupported flag, or a missing privilege.
         """
 
     @abstractmethod
@@ -314,9 +314,9 @@ class Producer(ABC, Generic[StreamT, FilterT]):
     @abstractmethod
     async def _pump(self) -> None: ...
 
-    def _send(self, data: bytes, uncounted_bytes: int = 0) -> None:
-        """Send messages of streams; flow control counts their bytes and `uncounted_bytes`."""
-        self.window.sent(len(data) + uncounted_bytes)
+    def _send(self, data: bytes, extra_bytes: int = 0) -> None:
+        """Send messages of streams. Flow control counts their bytes, and `extra_bytes` more (docs/protocol.md 2.8)."""
+        self.window.sent(len(data) + extra_bytes)
         self._port.write(data)
 
     def _send_stream_ends(self) -> None:

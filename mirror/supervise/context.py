@@ -1,8 +1,8 @@
 """Values that the parts of one service share: settings, data directory, identity, cluster maps, leases.
 
-Each value has one writer: a reload writes `settings`, the setup `identity` and `maps`, the supervisor `leases` and
-`stopping`. Invariants: `maps` is set if `identity` is; a map's revision is recorded on disk before workers follow the
-map, except if that fails; no map older than the record is followed.
+Each value has one writer: `settings` the reload, `identity` and `maps` the setup, `leases` and `stopping` the
+supervisor. Invariants: `maps` is set if `identity` is; a map's revision is recorded on disk before workers follow the
+map (if the write fails, they follow it nevertheless); no map older than the record is followed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ServiceContext:
     """None until the service has workers."""
     stopping: bool = False
     mirror_troubles: tuple[str, ...] = ()
-    """Contradictions between `kv_nodes` and the mirrors that it names; written by `mirrors`."""
+    """Contradictions between `kv_nodes` and the mirrors that it names. mirrors.py writes them."""
 
     def now_ms(self) -> int:
         return int(self.clock.monotonic() * 1000)

@@ -174,7 +174,7 @@ def _newest(rows: Sequence[VbucketRow], name: Literal["last_rollback_ms", "last_
 def status_document(
     data: Path, identity: Identity | None, health: Health, rows: Sequence[VbucketRow], time_ms: int
 ) -> Status:
-    """Return a status in the shape of cli/JSON.md. Fields that only a service knows are None or empty."""
+    """Return a status in the shape of cli/JSON.md. The other fields that only a service knows are None or empty."""
     return {
         "service": "down",
         "state": health.state,

@@ -4,7 +4,8 @@ Knows the layout of a backup (FORMAT.md, "Backups"); `storage.admin.archive` sto
 - each group is copied in one read transaction, so the rows of a vbucket match its state;
 - the manifest is the last part, so an unfinished backup has none;
 - a restore compares every checksum before it puts a file in place, and writes `mirror.json` last;
-- a restored mirror has a new history id above its published seqnos: there it refuses tokens of the original mirror.
+- in a restored mirror, positions above the published seqnos have a new history id: it refuses tokens that the original
+  mirror issued for later changes.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ def _digest(manifest: dict[str, Any]) -> str:
 def _group_parts(
     view: View, group: int, as_of_ms: int | None, published: dict[int, int], rollbacks: dict[int, int]
 ) -> Iterator[bytes]:
-    """Yield a group's compacted copy in parts; read its positions into `published` and `rollbacks` with it."""
+    """Yield a group's compacted copy in parts. From the same transaction, put each vbucket's served seqno into
+    `published`, and into `rollbacks` the boundary to which a restore must roll it back.
+    """
     vbids = view.identity.group_vbids(group)
     if not vbids:
         return
@@ -175,7 +178,7 @@ def restore(
     """Restore a backup into a mirror at `target`, which must be missing or empty.
 
     The checksums show damage of the backup; `check_rows` also walks over all rows, to show damage of the original.
-    Raises CorruptedError, FormatTooNew, and then leaves `target` as it was.
+    Raises StorageError. After CorruptedError or FormatTooNew, `target` is as before.
     """
     check_target(target)
     work = os.path.join(target, WORK)

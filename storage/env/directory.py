@@ -95,7 +95,7 @@ def _meta(environment: Environment) -> tuple[bytes, bytes]:
 
 
 def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
-    """Return what `mirror.json` should contain, from `stored`, the identity in `meta` of the environment at `path`.
+    """Return what `mirror.json` should contain. `stored` is the identity in the tree `meta`; `path` is for errors.
     Raises CorruptedError.
     """
     try:

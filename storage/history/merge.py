@@ -1,18 +1,19 @@
 """Merges old links of a chain, so that reads do not slow down with each failover.
 
-Knows chains and every tree with branch numbers; the purger decides when to merge. After a rollback, the old branch
-stays on the chain as long as one of its rows is visible. Once the branch lies below the floor, no rollback can go back
-to it. Then its rows can move to its parent, oldest first. The base of the branch rises with the moved rows, and the
-empty branch is removed. A half-merged branch comes first, then the branch with the fewest seqnos. Its parent mostly has
-at least as many seqnos, so both together have at least twice as many as the row's old branch, and a row moves seldom.
+Knows chains and every tree whose keys or values hold branch numbers; the purger decides when to merge. After a
+rollback, the old branch stays on the chain as long as one of its rows is visible. Once the branch lies below the floor,
+no rollback can go back to it. Then its rows can move to its parent, oldest first. The base of the branch rises with the
+moved rows, and the empty branch is removed. A half-merged branch comes first, then the branch with the fewest seqnos.
+Its parent mostly has at least as many seqnos. So each move takes a row to a branch of at least twice the seqnos, and a
+row moves few times.
 
 Invariants:
 - a step is one transaction and leaves the same rows visible at the same seqnos; another process may do the next step;
 - rows move only after the purger has removed the retracted rows of both branches;
-- rows keep their seqnos, so a branch is merged only if its base is not below its parent's base. Otherwise the parent
-  has no visible row, and is merged into its own parent first;
-- a moved row may get the position (branch and seqno) of a lost row of the parent, so these positions get a new history
-  id;
+- rows keep their seqnos, so a branch is merged only if its base is at or above its parent's. If its base lies below, it
+  cuts off all rows of the parent, and the parent is merged into its own parent first;
+- a moved row may get the position (branch and seqno) of a retracted row of the parent, so these positions get a new
+  history id;
 - each step draws a new chain id, so readers load their chains again.
 """
 

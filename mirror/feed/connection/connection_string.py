@@ -29,7 +29,7 @@ _BUCKET = re.compile(r"^[A-Za-z0-9_.%-]{1,100}$")
 _EXAMPLE = "couchbase://user@host/bucket"
 
 Network = Literal["auto", "default", "external"]
-"""The set of advertised addresses to use; `auto`: the set with the first host's address."""
+"""The set of advertised addresses to use; `auto`: the set with the address of the node that sent the first map."""
 
 
 @dataclass(frozen=True, slots=True)

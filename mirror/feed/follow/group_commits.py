@@ -27,7 +27,7 @@ from storage.write.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between checks for background work, by which `GroupOwner.sync_when_idle` may be late. A new job ends it."""
+"""Pause between checks for background work. `GroupOwner.sync_when_idle` may be late by it. A new job ends it early."""
 STEP_SHARE_S = 0.002
 COMMIT_SHARE = 1 / 2
 """Share of a worker's time for scheduled commits; the rest is for receiving."""
@@ -41,14 +41,14 @@ class CommitPace:
     """Times the groups' commits.
 
     Groups commit one at a time, in the order in which they began to wait. A commit of t seconds reserves t /
-    `COMMIT_SHARE` seconds, and the next commit waits until the reserved time has passed. Up to `wait_max_s` of
-    the time in which nothing was reserved is credited to later commits: so the groups of an idle worker commit without
-    a wait. No group waits for longer than `wait_max_s`, even if commits then take more than their share. Only scheduled
+    `COMMIT_SHARE` seconds, and the next commit waits until the reserved time has passed. Time without
+    a reservation counts for later commits, up to `wait_max_s` of it. So after an idle time the next commits do not
+    wait. No group waits for longer than `wait_max_s`, even if commits then take more than their share. Only scheduled
     commits count, not writes that full memory forces.
     """
 
     def __init__(self, wait_max_s: float) -> None:
-        """`wait_max_s` limits a group's wait, and the time that is credited."""
+        """`wait_max_s` limits a group's wait, and the idle time that counts."""
         self._wait_max_s = wait_max_s
         self._paid_at = 0.0
 
@@ -242,7 +242,8 @@ class GroupCommits:
 
     async def work_in_background(self) -> None:
         while True:
-            if any(group.step() for group in self.groups):  # one group at a time: memory holds one snapshot's keys
+            # any() stops at the first group with more work, so memory mostly holds the keys of one snapshot.
+            if any(group.step() for group in self.groups):
                 await asyncio.sleep(STEP_SHARE_S)
                 continue
             self.has_work.clear()

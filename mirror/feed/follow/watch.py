@@ -1,9 +1,9 @@
 """Polls the source's high seqnos from every node, and requests stalled streams again.
 
-A vbucket is stalled while it receives nothing although its source is ahead. The second time in a row, the connection is
-closed. Only a new connection fixes a leaked flow-control window, or a node that answers but does not stream
-(docs/protocol.md 3). A stream that stops inside a snapshot is requested again, too. If the filter leaves out the rest
-of the snapshot, the source sends the snapshot's end only to a new stream (docs/protocol.md 2.7). Invariants:
+A vbucket is stalled if it receives nothing for `stall_timeout_s` although its source is ahead. If it stalls twice in a
+row, its connection is closed. Only a new connection fixes a leaked flow-control window, or a node that answers but does
+not stream (docs/protocol.md 3). A stream that stops inside a snapshot is requested again, too. If the filter leaves out
+the rest of the snapshot, the source sends the snapshot's end only to a new stream (docs/protocol.md 2.7). Invariants:
 - while a connection sends a disk snapshot of one vbucket, the connection's other vbuckets do not count as stalled;
 - if a node does not answer a poll in time, its connection is closed.
 """

@@ -191,9 +191,9 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         """Send a piece with messages of all streams, or a piece of each stream. Return True if anything was sent."""
         self._send_stream_ends()
         busy = False
-        for data, uncounted_bytes in self._one_piece() if self._port.in_turn else self._piece_of_each():
+        for data, extra_bytes in self._one_piece() if self._port.in_turn else self._piece_of_each():
             busy = True
-            self._send(data, uncounted_bytes)
+            self._send(data, extra_bytes)
             await self._port.writable()
             await asyncio.sleep(0)
             self._send_stream_ends()
@@ -250,7 +250,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             free_bytes = self._port.piece_bytes(stream)
             if self.window.window_bytes:
                 free_bytes = min(free_bytes, self.window.window_bytes - self.window.outstanding)
-            frames, uncounted_bytes = stream.frames_sent, stream.uncounted_bytes
+            frames, extra_bytes = stream.frames_sent, stream.extra_bytes
             data = stream.take(free_bytes)
             if data:
                 counters = self._port.bucket.sent[stream.vbid]
@@ -259,7 +259,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             if stream.ended:
                 self._forget(stream)
             if data:
-                yield data, stream.uncounted_bytes - uncounted_bytes
+                yield data, stream.extra_bytes - extra_bytes
 
     def _has_turn(self, stream: ProducerStream, may_stream: bool, sees_system: bool) -> bool:
         """True if the stream may send now. If its user has lost the privilege, the stream is ended."""

@@ -1,8 +1,8 @@
 """One DCP stream from the producer's side: the next message, from disk or memory (kv_engine
 docs/dcp/documentation/concepts.md, docs/protocol.md 2.4, 2.6, 2.7).
 
-Invariants: the seqnos of a stream rise; a complete snapshot has every change that passes the filter; an ended stream
-sends no messages.
+Invariants: the seqnos of a stream rise; a complete snapshot has the newest version of each key that passes the filter;
+an ended stream sends no messages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ProducerStream:
         self.ended = False
         self.frames_sent = 0
         self.bytes_sent = 0
-        self.uncounted_bytes = 0
+        self.extra_bytes = 0
         """Bytes that flow control counts beyond those sent."""
         self.in_snapshot_until = 0
         """The last seqno of the present snapshot; 0 between two snapshots."""
@@ -96,7 +96,7 @@ class ProducerStream:
 
     def add_message(self, out: bytearray) -> int:
         """Append the next message to `out`; return the bytes that flow control counts for it, or 0 if none is ready."""
-        start, uncounted_bytes = len(out), self.uncounted_bytes
+        start, extra_bytes = len(out), self.extra_bytes
         while len(out) == start and not self.ended:
             if not self.in_snapshot_until:
                 if not self._begin(out):
@@ -105,7 +105,7 @@ class ProducerStream:
                 self._finish(out)
         size = len(out) - start
         self.bytes_sent += size
-        return size + self.uncounted_bytes - uncounted_bytes
+        return size + self.extra_bytes - extra_bytes
 
     def take(self, bytes_max: int) -> bytes:
         """Return the next messages, up to the one that reaches `bytes_max`; empty if none is ready."""
@@ -161,8 +161,9 @@ class ProducerStream:
         """True if a backfill from `seqno` on would silently leave out purged deletions.
 
         This happens if the stream was accepted before the purge, and its cursor was dropped later. kv_engine checks the
-        seqno again when it opens the file (DCPBackfillBySeqnoDisk::create), and ends the stream as rolled back. As for
-        a request, a filtered stream misses no deletion if its collections have not changed after `seqno`.
+        seqno again when it opens the file (DCPBackfillBySeqnoDisk::create), and ends the stream as rolled back. The
+        check of a stream request has the same exception: a filtered stream misses no deletion if its collections have
+        not changed after `seqno`.
         """
         purge_seqno = self.vbucket.purge_seqno
         if self._request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES:
@@ -218,7 +219,7 @@ class ProducerStream:
         return True
 
     def _ends_resumed_snapshot(self, last: int) -> bool:
-        """True if the client has a part of a snapshot that ends at or below `last`. The rest is sent even if empty."""
+        """True if the client resumes inside a snapshot that ends by `last`. The rest is then sent even if empty."""
         request = self._request
         is_partial = not self._first_marker_sent and request.start_seqno < request.snap_end_seqno <= last
         return is_partial and self._controls.collections
@@ -234,7 +235,7 @@ class ProducerStream:
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
         """Return the items of a backfill: the newest version of each key as of `last`, even if it is purged meanwhile.
-        With change streams, every version from the start of history on, after a marker of its own.
+        With change streams: below the start of history the newest versions, then a second marker, then every version.
         """
         purge_seqno, history = self.vbucket.purge_seqno, self._history_start(last)
         changes = self.vbucket.changes
@@ -288,7 +289,7 @@ class ProducerStream:
         if not (self._plain and frame[1] == MUTATION and not frame[5] & self._unwanted_datatype):
             frame = self._encoder.encode(item, from_disk=self._from_disk, stream_id=self.stream_id)
             if frame[1] == PREPARE:
-                self.uncounted_bytes += 2  # a prepare is counted two bytes longer than it is (docs/protocol.md 2.8)
+                self.extra_bytes += 2  # a prepare is counted two bytes longer than it is (docs/protocol.md 2.8)
         opaque_at = len(out) + 12
         out += frame
         out[opaque_at : opaque_at + 4] = self._opaque_bytes

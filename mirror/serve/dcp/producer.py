@@ -302,6 +302,6 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         elif self.streams.get((stream.vbid, stream.stream_id)) is stream:
             self._forget(stream)
 
-    def _send(self, data: bytes, uncounted_bytes: int = 0) -> None:
-        super()._send(data, uncounted_bytes)
+    def _send(self, data: bytes, extra_bytes: int = 0) -> None:
+        super()._send(data, extra_bytes)
         self._counters.stream_bytes += len(data)

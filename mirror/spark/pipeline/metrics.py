@@ -43,7 +43,7 @@ class SyncMetrics(Collector):
         self._merged_to = -1
 
     def add(self, figures: BatchFigures | MergeFigures) -> None:
-        """Count a batch or a merge. Two threads report them, so a merge may be reported before its batch."""
+        """Count a batch or a merge. Two threads report them, so a merge may be reported before its last batch."""
         with self._lock:
             if isinstance(figures, BatchFigures):
                 self._counts["batches"] += 1

@@ -1,10 +1,10 @@
 """Fold the events of a batch: find the rows to put into a table of current state, and the rows to remove.
 
-Knows the columns of `changes` (columns.py) and their order; never a table, a file or Spark. A batch holds the events of
-a vbucket in order, and only the last event of each key counts: a mutation or restoration puts the row, any other
-removes it. A dropped or flushed collection and a resync remove all earlier rows of the collection or vbucket, in the
-batch and in the table. Invariants: a key comes out at most once; rows stay in Arrow, so a fold costs the memory of its
-keys and no second copy of its values.
+Knows the columns of `changes` (columns.py) and the order of its events; never a table, a file or Spark. A batch holds
+the events of a vbucket in order, and only the last event of each key counts: a mutation or restoration puts the row,
+any other removes it. A drop or flush removes all earlier rows of the collection in its vbucket, a resync those of the
+vbucket: in the batch and in the table. Invariants: a key comes out at most once; rows stay in Arrow, so a fold costs
+the memory of its keys and of one copy of the last events.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def fold_batches(tables: Iterable[pa.Table]) -> tuple[pa.Table, Voids]:
 
 def fold_files(files: Iterable[Iterable[pa.Table]]) -> Iterator[tuple[pa.Table, Voids]]:
     """Fold files of one batch, each given in pieces. A vbucket's events are contiguous in one file, so memory holds one
-    piece, and the last vbucket of the piece before.
+    piece, and the earlier events of its first vbucket.
     """
     seen: set[int] = set()
     for pieces in files:

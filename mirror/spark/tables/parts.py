@@ -27,7 +27,7 @@ ROW_GROUP_BYTES = 64 * 1024 * 1024
 """Size at which a row group is written: large enough for fast reads, small enough for memory."""
 
 TEXT_BOUND_MAX = 256
-"""Longest text, in characters, that the table's log gets as a file's minimum or maximum of a column."""
+"""A text column with a longer minimum or maximum (in characters) gets no statistics in the table's log."""
 
 PART_BYTES_MAX = 512 * 1024 * 1024
 """Size at which a part is finished."""
@@ -59,7 +59,7 @@ def run_of(name: str) -> str | None:
 
 class PartWriter:
     """Turns Arrow batches into parts: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`. An
-    error removes all files. Without rows there is no file.
+    error removes all files. Without rows there is no file, unless `write_empty` is called.
     """
 
     def __init__(self, folder: str, prefix: str, schema: pa.Schema, *, part_bytes_max: int = PART_BYTES_MAX) -> None:
@@ -196,6 +196,6 @@ def statistics_of(metadata: pq.FileMetaData) -> str:
                 break
         else:
             continue
-        for bounds in known.values():  # a row group has no statistics, or too long ones
+        for bounds in known.values():  # a row group has no statistics, no bounds or too long ones
             bounds.pop(name, None)
     return json.dumps({"numRecords": metadata.num_rows, **known})

@@ -1,7 +1,7 @@
 """The readers' addresses, and the slots of the processes that serve them.
 
-A server has a slot like a worker, but without groups, and with a higher number. Invariants: an address is open from
-before its first process starts until after its last ends, or until a reload drops the address; a reload changes all
+A server has a slot like a worker, but without groups, and with a higher number. Invariants: an address is opened
+before its first process starts, and closed after its last ends or a reload drops it; a reload changes all
 addresses or none; settings of readers restart no worker, and settings of workers no server.
 """
 
@@ -47,7 +47,7 @@ class Listeners:
     def change(self, settings: Settings) -> None:
         """Open new addresses and close those no longer configured; the others stay open throughout.
 
-        Raises ConfigError, without a change, if a new address is taken.
+        Raises ConfigError, without a change, if a setting is wrong or a new address is taken.
         """
         desired = check_servers(settings)
         fresh = self._taken(desired)

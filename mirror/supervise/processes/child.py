@@ -105,7 +105,9 @@ class Child:
             self._process.send_signal(signal.SIGKILL)
 
     async def request(self, command: ProcessCommand, timeout_s: float) -> Reply:
-        """Return the answer to a command. Raises WorkerRefused; SupervisionError if the process dies or hangs."""
+        """Return the answer to a command. Raises WorkerRefused for an error as the answer; SupervisionError if the
+        process dies, hangs, or takes no commands.
+        """
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
             raise SupervisionError(f"worker {self.slot} takes no commands")
         self._request_count += 1
