@@ -283,7 +283,10 @@ def schema(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Print the columns of a sample of documents with types, shares and examples, and the --schema that names them."""
+    """Print the columns of a sample of documents: type, share of documents that have it, example.
+
+    Also print these columns as the --schema of `dcp-mirror pipeline`.
+    """
     need("pyarrow")
     from mirror.sql.schema import sample, type_ddl
 

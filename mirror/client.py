@@ -47,7 +47,9 @@ class ServiceSaidNo(MirrorError):
 
 
 def ask(directory: Path, command: ControlCommand, *, timeout_s: float = TIMEOUT_S) -> Reply | None:
-    """Send a command to the service of `directory`; None if none runs. Raises ServiceSaidNo, SupervisionError."""
+    """Send a command to the service of `directory`. Return its answer, or None if no service runs. Raises
+    ServiceSaidNo, SupervisionError.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(timeout_s)
         try:

@@ -63,8 +63,8 @@ class Settings:
     )
     """Worker processes, one Python thread each. More workers than cores are no faster."""
     groups: Annotated[int, Field(ge=1, le=256)] = takes(Effect.DIRECTORY, 8)
-    """LMDB environments that share the vbuckets; each worker needs one. With fewer groups, each
-    commit is larger."""
+    """LMDB environments that share the vbuckets; each worker needs one. With fewer groups, each commit
+    is larger."""
     vbuckets: str | None = takes(Effect.DIRECTORY, None)
     """Hold only these vbuckets (`0-511`) if several mirrors share a bucket. Unset: all."""
     collections: tuple[str, ...] | None = takes(Effect.DIRECTORY, None)
@@ -73,10 +73,9 @@ class Settings:
     scope: str | None = takes(Effect.DIRECTORY, None)
     """Mirror only this scope."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
-    """What is on the disk when a commit returns. `safe`: its data; the page that makes it valid follows within 0.2 s,
-    so a power cut may undo a group's last commit, which is fetched again. `full`: both. `unsafe`: nothing; a power cut
-    can damage the file.
-    """
+    """Decides what a commit syncs to the disk before it returns. `safe`: its data; the page that makes the data valid
+    follows within 0.2 s, so a power cut may undo a group's last commit, which is fetched again. `full`: both.
+    `unsafe`: nothing; a power cut can damage the file."""
 
     commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 25
     """Longest wait of a complete snapshot for a commit with others; none while commits take less than half of a
@@ -128,7 +127,7 @@ class Settings:
     plain_allowed: bool = False
     """Allow SASL PLAIN without TLS (the password in clear text) if the server offers nothing else."""
     network: Literal["auto", "default", "external"] = "auto"
-    """Advertised addresses to use. `auto`: those that include the first host of `source`. `?network=external` in
+    """Advertised addresses to use. `auto`: those that include the host that answered. `?network=external` in
     `source` overrides this setting."""
     source_hosts: tuple[str, ...] | None = None
     """Hosts that a cluster map may name, separated by commas: names, `*.example.com`, addresses, networks

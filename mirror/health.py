@@ -1,8 +1,8 @@
 """Compute a mirror's state, troubles and readiness from the rows of its status. Pure.
 
 `status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show the result (table:
-docs/operations.md). Invariants: an unknown lag is a trouble; a ready mirror is `following`: every vbucket is published,
-has a stream, and lags less than the limit; a vbucket has at most one trouble, its worst.
+docs/troubleshooting.md). Invariants: an unknown lag is a trouble; a ready mirror is `following`: every vbucket is
+published, has a stream, and lags less than the limit; a vbucket has at most one trouble, its worst.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 RANGES_NAMED = 10
-"""Most ranges of vbuckets that a text lists."""
+"""Limit of the vbucket ranges that a text lists."""
 
 STARTING, UNREACHABLE, DEGRADED, DISK_FULL = "starting", "source unreachable", "degraded", "disk full"
 CATCHING_UP, FOLLOWING, STOPPING, STORED = "catching up", "following", "stopping", "stored"
@@ -135,8 +135,8 @@ def assess(
 
     `held_count` is the number of vbuckets that the mirror holds, None while unknown. `source_error` is the error of
     the last look-up of the source; None if it answered, or before the first. `servers` names the server processes that
-    are silent for `SILENT_S`. `mirrors` has a sentence for each mirror of `kv_nodes` that does not serve what that
-    setting says of it.
+    are silent for `SILENT_S`. `mirrors` has a sentence for each mirror that does not serve the vbuckets that
+    the setting `kv_nodes` gives it.
     """
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)

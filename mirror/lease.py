@@ -38,7 +38,8 @@ class Lease:
     ) -> None:
         """Request the lease. If other processes hold one with `lease_id`, share it.
 
-        Raises ServiceSaidNo if a position is no longer kept.
+        Raises ServiceSaidNo if the service refuses, for instance because a position is no longer kept, and
+        SupervisionError.
         """
         self._directory = Path(path)
         self._positions = [[vbid, branch, seqno] for vbid, (branch, seqno) in sorted(positions.items())]
@@ -99,8 +100,8 @@ def hold(
 ) -> Iterator[Lease]:
     """Keep the history of the mirror at `path` from `positions` (vbid -> branch, seqno) on, while the block runs.
 
-    `status` shows `name`. If this process dies, the lease ends within `seconds`. Raises ServiceSaidNo if a position is
-    no longer kept. If the lease ends early, `lease.lost` is the reason.
+    `status` shows `name`. If this process dies, the lease ends within `seconds`. Raises what `Lease` raises.
+    If the lease ends early, `lease.lost` is the reason.
     """
     lease = Lease(path, positions, name=name, seconds=seconds)
     try:

@@ -255,7 +255,7 @@ class Rollback:
 def purge_seqno_of(local_purge_seqno: int, missing_seqno: int, floor_seqno: int) -> int:
     """Return the purge seqno of a served copy: tombstones up to it may be missing (docs/protocol.md 4.6).
 
-    In states that the first versions stored, `missing_seqno` is SEQNO_MAX (unknown). Then the floor bounds the result.
+    `missing_seqno` may be SEQNO_MAX (unknown, see `VbucketState`). Then the floor bounds the result.
     """
     return max(local_purge_seqno, min(missing_seqno, floor_seqno))
 

@@ -1,8 +1,8 @@
 """Paths into JSON text: find a value, and return the text with a value added, changed or removed.
 
 Knows path syntax (kv_engine docs/SubDocument.md) and JSON text; must never know documents or requests. Invariants: a
-change keeps every other byte of the text, blanks included, as kv_engine does (recording sdk_72_conn2); a failure
-changes nothing and raises a `PathError` with the status for the client.
+change keeps every other byte of the text, also blanks except beside a removed member, as kv_engine does (recording
+sdk_72_conn2); a failure changes nothing and raises a `PathError` with the status for the client.
 """
 
 from __future__ import annotations

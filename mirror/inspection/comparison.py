@@ -6,8 +6,8 @@ caller checks. Per key, the newest versions up to B and up to E are compared. L 
 
 - Both copies are complete up to L. So versions at or below L must be equal, and a key that one copy lacks must be
   absent in the other.
-- The earlier copy cannot have a version above L. The key is `MOVED`: it is compared again after the earlier side has
-  caught up.
+- The earlier copy cannot have a version above L. If the later copy has one, its key is `MOVED`: it is compared again
+  after the earlier side has caught up.
 - Tombstones are purged in time. One that only the mirror has is no difference: the source has purged it or no longer
   sends it. One that only the source has is a missing deletion, except if the mirror's purger has passed it. A
   *document* that only the mirror has is a difference. But if B < E and the source has purged above B, the document's
@@ -104,7 +104,7 @@ class VbucketResult:
     source_documents: int = 0
     source_tombstones: int = 0
     digest: str = ""
-    """Digest of the keys that the first scan compared; equal to `source_digest` if the keys are."""
+    """Digest of the versions that the first scan compared; equal to `source_digest` if they are."""
     source_digest: str = ""
     missing_here: int = 0
     missing_there: int = 0
@@ -135,7 +135,7 @@ class VbucketResult:
         return self.state in ("different", "rollback", "unreadable")
 
     def excuse_purged(self) -> None:
-        """Count documents that only the mirror has as not compared: the source has purged above B."""
+        """The source has purged above B. If B < E, count each document found only in the mirror as `not_compared`."""
         if self.published_seqno < self.source_seqno:
             self.not_compared += self.missing_there
             self.documents -= self.missing_there

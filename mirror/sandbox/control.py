@@ -2,7 +2,7 @@
 
 A request is a line with one JSON object, `{"command": NAME, ...}`. The answer is `{"ok": true, "result": ...}` or
 `{"ok": false, "error": "..."}`. `dcp-mirror sandbox fault --help` lists the commands and their arguments; numbers of
-nodes begin at 0. Invariant: a bad command has no effect, and the connection stays open.
+nodes begin at 0. Invariant: a bad command has no effect, and the connection stays open unless the line is too long.
 """
 
 from __future__ import annotations

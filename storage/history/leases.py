@@ -4,12 +4,12 @@ Knows positions in the vbuckets of one group, and the end of each lease; never t
 branch, seqno) makes these promises until it ends:
 - the floor of the vbucket does not pass the newest kept boundary at or below the position;
 - after a rollback, the floor does not pass the last seqno that the served history shares with the position's history;
-- rows that this rollback retracts are kept, so the position can still be read, and the changes since it listed.
+- rows that this rollback retracts are kept, so reads at the position, and `changes` since it, still work.
 
 After a resync a lease holds nothing, because the new copy shares no history with the position. A lease at seqno 0 holds
-nothing either, because all changes since 0 can always be listed. A lease of an unpublished position (a power cut may
-undo a publish) holds the kept history below the position, and after the publish also the position. If no boundary below
-the position is kept, the next published boundary may lie above this position. Invariants:
+nothing either, because all changes since 0 can always be listed. After a power cut that undid a publish, a lease
+may name an unpublished position. It holds the kept history below the position, and once the position is published
+again, also the position. If no boundary below the position is kept, the first one kept may lie above it. Invariants:
 - a lease is granted only for history that is still kept;
 - a released or expired lease holds nothing.
 """

@@ -44,7 +44,9 @@ class Background:
         return Purger(self.owner.environment, self.owner.vbids, self.window, self.leases)
 
     def step(self) -> bool:
-        """Do one slice of work. Return True if more waits. A commit publishes a snapshot with all key rows."""
+        """Do one slice of work. Return True if more waits. Once a snapshot has all key rows, the next commit publishes
+        it.
+        """
         if self.jobs:
             self.index_step(self.jobs[0])
             return bool(self.jobs)

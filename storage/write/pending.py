@@ -67,7 +67,9 @@ class PendingVbucket:
         self.load(txn)
 
     def load(self, txn: Transaction) -> None:
-        """Begin at the last commit, without pending rows, whose bytes are subtracted from `GroupPending` already."""
+        """Begin at the last commit, without pending rows. The caller has subtracted their bytes from
+        `GroupPending.byte_count`.
+        """
         state, manifest_rows = branches.load(txn, self.vbid)
         self.base = state
         self.staged_seqno: int = state.staged_seqno
@@ -270,7 +272,9 @@ class PendingVbucket:
         return (branch, below[-1]) if below else self.manifest_key
 
     def purged(self, floor_seqno: int, local_purge_seqno: int, moved: tuple[int, int, int] | None) -> None:
-        """Take over the purger's changes. `moved` (branch, parent, seqno): the parent has the rows up to seqno now."""
+        """Take over the purger's changes. `moved` (branch, parent, seqno): rows of the branch up to seqno are now the
+        parent's.
+        """
         self.change(history_floor_seqno=Seqno(floor_seqno), local_purge_seqno=Seqno(local_purge_seqno))
         if moved is not None and self.manifest_key[0] == moved[0] and self.manifest_key[1] <= moved[2]:
             self.manifest_key = (moved[1], self.manifest_key[1])

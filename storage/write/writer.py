@@ -191,7 +191,9 @@ class GroupWriter:
 
     @contained
     def step(self) -> bool:
-        """Do one slice of background work. Return True if more waits. `commit` publishes what has all key rows."""
+        """Do one bounded slice of background work. Return True if more waits. Once a snapshot has all key rows,
+        `commit` publishes it.
+        """
         self.owner.check_open()
         self.owner.check_file()
         return self.background.step()

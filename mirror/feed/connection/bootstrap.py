@@ -226,7 +226,9 @@ async def fetch_high_seqnos(
 
 
 async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
-    """Return {vbid: milliseconds since a mirror lost contact with its source}. Raises ClusterError."""
+    """Return the vbuckets for which a mirror has lost contact with its source: {vbid: milliseconds since}. Raises
+    ClusterError.
+    """
     answer = await link.request(Opcode.STAT, key=CONTACT_STATISTIC, timeout_s=settings.request_timeout_s)
     if answer.status == Status.KEY_ENOENT:  # a mirror without a supervisor lacks this statistic
         return {}

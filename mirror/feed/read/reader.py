@@ -86,9 +86,9 @@ class SourceReader:
 
         `password`: by default from the settings. `collections`: names (`scope.collection`), ids, or the name of one
         scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment. `memory_bytes`
-        limits the rows held in memory; other rows go to a temporary file. `parallel` limits the vbuckets that are read
-        at a time. `tap` gets every byte. `followed`: a bucket, and the oldest revision that its maps may have.
-        Raises ConfigError.
+        limits the rows held in memory; other rows go to a temporary file. `parallel` limits the vbuckets that a read
+        with `until` reads at a time. `tap` gets every byte. `followed`: a bucket, and the oldest revision that its maps
+        may have. Raises ConfigError.
         """
         if memory_bytes < MEMORY_BYTES_MIN or parallel < 1 or timeout_s <= 0:
             raise ConfigError(f"a reader needs memory_bytes from {MEMORY_BYTES_MIN}, parallel and timeout_s above 0")
@@ -286,7 +286,7 @@ class _Core:
         loop = asyncio.get_running_loop()
 
         def on_half_empty() -> None:
-            with contextlib.suppress(RuntimeError):  # the reader may be closed before its last snapshot
+            with contextlib.suppress(RuntimeError):  # a snapshot may be closed after its reader and the loop
                 loop.call_soon_threadsafe(self.connections.release_acks)
 
         reading = self._reading = BoundedRead(

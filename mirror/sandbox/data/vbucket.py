@@ -2,8 +2,9 @@
 
 Invariants:
 - `log` has the versions of the current history in the order of seqnos, without a gap above `forgotten_seqno`;
-- a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above E, so the log up to any seqno is a
-  deduplicated snapshot (kv_engine docs/dcp/documentation/concepts.md);
+- `next_seqno` of a version is the seqno of the version that superseded it, or 0. Of the log up to any seqno E, the
+  versions whose `next_seqno` is 0 or above E are a deduplicated snapshot that ends at E (kv_engine
+  docs/dcp/documentation/concepts.md);
 - no snapshot ends inside a `group` of writes;
 - only a `bounded` vbucket forgets superseded versions.
 """
@@ -54,7 +55,9 @@ class Vbucket:
         """Ids of collections whose superseded versions do not stay."""
         self.log: list[Item] = []
         self.forgotten_seqno = 0
-        """Versions that were superseded up to this seqno are gone, so no snapshot or failover can end below it."""
+        """Versions that a change up to this seqno superseded are gone. So no snapshot can end below it, and no failover
+        can go back below it.
+        """
         self.newest: dict[int, dict[bytes, Item]] = {0: {}}
         """Collection id -> key -> newest version, tombstones included."""
         self.prepared: dict[bytes, Item] = {}
@@ -99,7 +102,7 @@ class Vbucket:
 
     @property
     def document_count(self) -> int:
-        """The number of documents, including expired ones that have no expiration yet."""
+        """The number of documents, including expired ones until their EXPIRATION is written."""
         return sum(not item.deleted for items in self.newest.values() for item in items.values())
 
     def high_completed_seqno(self, as_of_seqno: int) -> int:
@@ -221,7 +224,9 @@ class Vbucket:
         self._checkpoints = deque([self.high_seqno + 1])
 
     def purge(self, below_seqno: int | None = None) -> int:
-        """Compact: forget tombstones up to `below_seqno`, but never the newest change; return the purge seqno."""
+        """Compact: forget tombstones, aborts and drop events up to `below_seqno`, but never the newest change. Return
+        the purge seqno.
+        """
         last = self.high_seqno - 1 if below_seqno is None else min(below_seqno, self.high_seqno - 1)
         if self.history_start_seqno:
             last = min(last, self.history_start_seqno - 1)
@@ -256,7 +261,7 @@ class Vbucket:
     def _forget(self) -> None:
         """Drop the versions that were superseded before the oldest change that checkpoints can hold.
 
-        All system events stay. Of tombstones and aborts the newest stay, as many as checkpoints hold changes. Running
+        All system events stay. At least the newest `_kept_items` tombstones and aborts stay, too. Running
         backfills still read the old list.
         """
         seqno = self.high_seqno - self._kept_items

@@ -1,7 +1,7 @@
 """Encodes versions in the form that a DCP client negotiated (docs/protocol.md 2.2, 2.3, 2.11; recordings 72_h*,
 605_h*).
 
-Invariant: a frame that needs no change is returned as it is, so the usual case costs one test. The caller sets the
+Invariant: a mutation's frame that needs no change is returned as it is, after cheap tests. The caller sets the
 opaque.
 """
 

@@ -3,7 +3,8 @@
 Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md 2.6, 2.7) and the store's
 rows. Must never know sockets, windows or tasks. All snapshots are complete, as in the stream of a replica vbucket.
 Invariants:
-- a snapshot ends at a seqno that the mirror published, and has all rows up to there that pass the filter;
+- a snapshot ends at a published boundary (for a client without collections at the last document up to it), and has all
+  rows up to there that pass the filter;
 - seqnos rise; a snapshot has a key once, in the newest version at its end;
 - everything sent belongs to the history of the client's failover log. The stream ends, and the client requests it
   again, if that log changes, if sent data is retracted, or if a needed tombstone was purged;

@@ -61,7 +61,9 @@ class Watch:
             self._followed.clear()
 
     def look(self) -> int:
-        """Notify followers of vbuckets that changed since the last look, or cannot be read. Return their number."""
+        """Notify the followers of each vbucket that changed since the last look, or that cannot be read. Return the
+        number of these vbuckets.
+        """
         view = self._view()
         if view is not self._viewed:  # a group was recreated: notify all followers
             self._viewed = view

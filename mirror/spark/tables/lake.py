@@ -14,13 +14,14 @@ each event exactly once, for these reasons:
 3. A batch begins only when the batch before is in `changes`. So after a crash only the newest batch may be missing in
    `changes`, and is written then. `documents` is never ahead, and may be some batches behind. The files of these
    batches keep their names until one commit folds them all, in order. A batch that changes no document leaves no mark
-   in `documents`; folding it again has no effect. Compaction changes file names, so before a compaction every table
-   gets the mark.
+   in `documents`; folding it again has no effect. A fold finds a batch's files by the number in their names, and
+   compaction changes names. So before a compaction every table gets the newest batch's mark.
 4. There is a second guard: a merge changes a row only if the event's (at_branch, at_seqno) is above the row's. This
    position rises for each key even across rollbacks, where seqno falls. So a batch folded twice would have no second
    effect. The guard does not work after a resync of a vbucket, where positions may begin again.
 5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint would
-   skip or repeat events, and so would an older copy, in which a batch's number means other offsets. Both are refused.
+   skip or repeat events. So would an older copy of the right one, in which a batch's number means other offsets. Both
+   are refused.
 
 The cost of `documents`: a merge rewrites every file in which it changes a row, because delta-rs writes no deletion
 vectors. If changes are spread over all keys, each merge writes the whole table. So merges wait: on average they write
@@ -274,7 +275,7 @@ class Lake:
             names = self._files_of(table.folded_to, number)
             if collection is not None:
                 names = [name for name in names if self._concerns(name, collection)]
-            if not names:  # nothing new, or compacted batches that changed no document
+            if not names:  # no new file has events of this table
                 table.skip_to(number)
                 continue
             applied = table.fold(self.changes_folder, names, number, marks)
@@ -290,8 +291,8 @@ class Lake:
         return done
 
     def _make_missing(self, number: int) -> None:
-        """Make a table for each collection that gets its first documents. Files with its events were not folded before,
-        so they still have the names of their batches.
+        """Make a table for each collection that gets its first documents. These are in batches that are not folded yet,
+        whose files still have the batches' names.
         """
         for name in self._files_of(min((each.folded_to for each in self._tables.values()), default=-1), number):
             with opened(self.changes_folder, [name]) as (file,):
