@@ -202,7 +202,7 @@ def _decimal_reader(kind: Any) -> Reader:
             found = _EXACT.quantize(_EXACT.create_decimal(text), step)
         except DecimalException:
             raise Misfit(f"{_shown(value)} has too many digits for {kind}") from None
-        if abs(found.scaleb(kind.scale, _EXACT)) >= limit:
+        if found.scaleb(kind.scale, _EXACT).copy_abs() >= limit:
             raise Misfit(f"{_shown(value)} has too many digits for {kind}")
         return found
 
