@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.seeds import seed_from
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def seed(record_property: Any) -> int:
     """The seed of everything that is random in a test; CRASH_SEED repeats one."""
-    chosen = int(os.environ.get("CRASH_SEED") or secrets.randbelow(2**31))
+    chosen = seed_from("CRASH_SEED")
     record_property("seed", chosen)
     return chosen
 

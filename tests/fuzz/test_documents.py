@@ -6,11 +6,12 @@ DCP_MIRROR_FUZZ=10000000 pytest -m long -s tests/fuzz/test_documents.py
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 
 import pytest
+
+from tests.seeds import seed_from
 
 EXECUTIONS_LONG = 1_000_000
 ONCE_FATAL = ('{"v":1e-999999999}', '{"v":"1e-2000000"}', '{"v":"1\\u0065-999999999"}', '{"v":"1e\\u002d999999999"}')
@@ -25,7 +26,8 @@ for kind, text in ((kind, text) for kind in kinds for text in sys.argv[1:]):
 """
 
 
-def run(executions: int, seed: int) -> str:
+def run(executions: int) -> str:
+    seed = seed_from("DCP_MIRROR_FUZZ_SEED")
     command = [sys.executable, "-m", "tests.fuzz.documents", str(executions), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = "\n".join([*done.stdout.splitlines()[-1:], done.stderr[-4000:]])
@@ -40,13 +42,12 @@ def test_small_numbers_end_no_process() -> None:
 
 @pytest.mark.parametrize("executions", [3_000, pytest.param(20_000, marks=[pytest.mark.ci])])
 def test_documents_are_read_in_one_way(executions: int) -> None:
-    assert run(executions, secrets.randbelow(2**31)).startswith("done")
+    assert run(executions).startswith("done")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(24 * 3600)
 def test_documents_are_read_in_one_way_for_a_long_time(capsys: pytest.CaptureFixture[str]) -> None:
-    seed = int(os.environ.get("DCP_MIRROR_FUZZ_SEED") or secrets.randbelow(2**31))
-    said = run(int(os.environ.get("DCP_MIRROR_FUZZ", EXECUTIONS_LONG)), seed)
+    said = run(int(os.environ.get("DCP_MIRROR_FUZZ", EXECUTIONS_LONG)))
     with capsys.disabled():
         sys.stdout.write(said)

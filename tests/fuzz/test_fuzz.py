@@ -10,7 +10,6 @@ A finding is added to `tests/fuzz/corpus/<target>/` (as text, in hex) with its f
 from __future__ import annotations
 
 import os
-import secrets
 import tracemalloc
 from random import Random
 from time import process_time
@@ -20,7 +19,9 @@ import pytest
 from tests.fuzz import corpus
 from tests.fuzz.mutator import mutate
 from tests.fuzz.targets import TARGETS
+from tests.seeds import seed_from
 
+SEED = "DCP_MIRROR_FUZZ_SEED"
 EXECUTIONS = 2_000
 EXECUTIONS_LONG = 1_000_000
 SECONDS_MAX = 5.0
@@ -62,12 +63,11 @@ def test_samples_and_what_was_found_are_read_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_broken_bytes_are_refused(name: str) -> None:
-    run(name, EXECUTIONS, secrets.randbelow(2**31))
+    run(name, EXECUTIONS, seed_from(SEED))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(24 * 3600)
 @pytest.mark.parametrize("name", TARGETS)
 def test_broken_bytes_are_refused_for_a_long_time(name: str) -> None:
-    seed = int(os.environ.get("DCP_MIRROR_FUZZ_SEED") or secrets.randbelow(2**31))
-    run(name, int(os.environ.get("DCP_MIRROR_FUZZ", EXECUTIONS_LONG)), seed)
+    run(name, int(os.environ.get("DCP_MIRROR_FUZZ", EXECUTIONS_LONG)), seed_from(SEED))

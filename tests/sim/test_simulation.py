@@ -14,14 +14,13 @@ run of the default suite, everything that is frequent.
 from __future__ import annotations
 
 import os
-import secrets
 from collections import Counter
 from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import settings
 
+from tests.seeds import seed_from
 from tests.sim.simulate import live_through
 
 STEPS_DEFAULT = 10_000
@@ -158,8 +157,7 @@ def run(steps_min: int, must_happen: tuple[str, ...], record_property: Remember)
         steps = int(os.environ.get("DCP_MIRROR_SIM_STEPS", STEPS_OF_A_WORLD))
         live_through(int(replayed), steps, Counter())
         return
-    drawn = 1 if settings().derandomize else secrets.randbelow(2**31)  # in .ci/run the same worlds each time
-    first_seed = int(os.environ.get("DCP_MIRROR_SIM_RUN") or drawn)
+    first_seed = seed_from("DCP_MIRROR_SIM_RUN")
     print(f"DCP_MIRROR_SIM_RUN={first_seed}")  # noqa: T201 - shown with a failure
     steps, worlds, counts = simulate(first_seed, steps_min)
     reported = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))

@@ -9,7 +9,6 @@ behind them: what each ends with equals the model, or it was refused.
 from __future__ import annotations
 
 import os
-import secrets
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -21,6 +20,7 @@ import pytest
 from storage.admin.check import check
 from storage.history import branches, chain, index, merge, purge, removal
 from storage.read import bulk, large, scan, vbucket_reader
+from tests.seeds import seed_from
 from tests.storage.test_writer import TO_THE_END, VBIDS, Store
 
 STEPS_OF_A_WORLD = 400
@@ -116,7 +116,7 @@ def run(steps_min: int, record_property: Callable[[str, object], None]) -> None:
     if replayed := os.environ.get("DCP_MIRROR_READERS_SEED"):
         live_through(int(replayed), STEPS_OF_A_WORLD, counts)
         return
-    first_seed = int(os.environ.get("DCP_MIRROR_READERS_RUN") or secrets.randbelow(2**31))
+    first_seed = seed_from("DCP_MIRROR_READERS_RUN")
     seeds = Random(first_seed)
     worlds = steps_min // STEPS_OF_A_WORLD
     for _ in range(worlds):
