@@ -11,6 +11,7 @@ lacks (map, variant). Invariants: each body gives one row, in order; Arrow and v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -36,6 +37,8 @@ body is halved to single bodies: Arrow may accept this one.
 """
 _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
 """Numbers that Arrow scales beyond 256 bits: a wrong value, or a crash. A JSON string may spell them with escapes."""
+_NEGATIVE_ZERO = r"-0[],}\s]"
+"""The integer -0, which Arrow reads as the double -0.0, and values.py, as from_json, as 0.0."""
 _DECIMAL = pa.decimal256(75, 38)
 """The type of decimals before rounding: 75 digits, because a difference needs 76, Arrow's limit."""
 _NO_TIME = r"^0000|[ T][0-9]{2}[^:]|:[0-9.]*[-+](1[89]|2)"
@@ -213,7 +216,7 @@ class _ArrowReader:
         cannot continue in the next one, because a line end in a string is an error, and so is `{` after an inner
         object.
         """
-        if self._has_decimals and pc.any(pc.match_substring_regex(objects, _LARGE_NUMBER)).as_py():
+        if self._has_decimals and _any_matches(objects, _LARGE_NUMBER):
             raise pa.ArrowInvalid("a number that is too large")
         lines = pc.binary_replace_slice(objects, _BEHIND_ALL, _BEHIND_ALL, _LINE_END)
         lines.view(pa.string()).validate(full=True)  # Arrow's reader accepts bytes that are not UTF-8
@@ -222,10 +225,10 @@ class _ArrowReader:
         table = pj.read_json(pa.BufferReader(text), read_options=options, parse_options=self._options)
         if table.num_rows != len(objects):  # a body with more than one JSON value in it
             raise pa.ArrowInvalid(f"{table.num_rows - len(objects) + 1} JSON values in one body")
-        return [
-            self._converted(column.combine_chunks(), field.type)
-            for column, field in zip(table.columns, self._schema, strict=True)
-        ]
+        columns = [column.combine_chunks() for column in table.columns]
+        if any(map(_has_negative_zero, columns)) and _any_matches(objects, _NEGATIVE_ZERO):
+            raise pa.ArrowInvalid("an integer -0")
+        return [self._converted(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
 
     def _readable(self, kind: Any) -> Any:
         """Return a type that Arrow's JSON reader can make and `_converted` turns into `kind`."""
@@ -253,7 +256,7 @@ class _ArrowReader:
             return pa.ListArray.from_arrays(found.offsets, values, kind, mask=found.is_null())
         if pa.types.is_decimal(kind):
             return _rounded(found, kind)
-        if found.type == pa.string() and pc.any(pc.match_substring_regex(found, _NO_TIME)).as_py():
+        if found.type == pa.string() and _any_matches(found, _NO_TIME):
             raise pa.ArrowInvalid("no time, or a time that is to be looked at")
         if pa.types.is_timestamp(kind) and kind.tz is not None:
             return self._times(found).cast(kind)
@@ -272,6 +275,17 @@ def _contains(kind: Any, what: Any) -> bool:
     if what(kind):
         return True
     return any(_contains(kind.field(at).type, what) for at in range(kind.num_fields))
+
+
+def _any_matches(texts: Any, pattern: str) -> bool:
+    return bool(pc.any(pc.match_substring_regex(texts, pattern)).as_py())
+
+
+def _has_negative_zero(found: Any) -> bool:
+    if pa.types.is_struct(found.type) or pa.types.is_list(found.type):
+        inner = found.flatten()
+        return any(map(_has_negative_zero, inner if pa.types.is_struct(found.type) else [inner]))
+    return bool(pa.types.is_floating(found.type) and pc.min(pc.divide(1.0, found)).as_py() == -math.inf)
 
 
 def _one_by_one(kind: Any) -> bool:

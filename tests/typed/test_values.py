@@ -26,7 +26,7 @@ VALUES: dict[str, list[str]] = {
     "bigint": ["9223372036854775807", "9223372036854775808", "false"],
     "float": ["1", "0.1", "1e39", '"NaN"', '"x"', "true"],
     "double": ["1", "1.25e-3", "1e999", '"INF"', '"Inf"', '"nan"', '"-INF"', '"+Infinity"', '"infinity"', "+INF",
-               "INF", "-INF", "+NaN", "NaN", "-Infinity", '"Infinity"', '"+INF"', '"1.5"', '""', "[1]"],
+               "INF", "-INF", "-0", "-0.0", "+NaN", "NaN", "-Infinity", '"Infinity"', '"+INF"', '"1.5"', '""', "[1]"],
     "boolean": ["true", "false", "0", '"true"'],
     "string": ['"x"', '""', "5", "true", "[1, 2]", '{"b": {"c": [null, "\\u00e9"]}, "a": 1}', '"\\u00e9 \\n"',
                "null", "1e3", "1.10", "1E-7", "12345678.5", "0.1234567890123456789", "-0.0", "-0",
