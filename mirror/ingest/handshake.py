@@ -92,7 +92,7 @@ def requested(machine: MachineState, event: ev.StreamRequested, _out: list[Instr
 
 
 def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruction]) -> Phase:
-    if machine.is_stale(event.opaque):
+    if event.opaque != machine.opaque:
         return machine.phase
     machine.handshake = HandshakeState()
     features, stored = machine.features, machine.stored
@@ -114,7 +114,7 @@ def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruct
 
 
 def refused(machine: MachineState, event: ev.StreamRefused, out: list[Instruction]) -> Phase:
-    if machine.is_stale(event.opaque):
+    if event.opaque != machine.opaque:
         return machine.phase
     machine.opaque = None
     reaction = on_refusal(event.status)
@@ -128,7 +128,7 @@ def refused(machine: MachineState, event: ev.StreamRefused, out: list[Instructio
 
 
 def rolled_back_by_source(machine: MachineState, event: ev.StreamRollback, out: list[Instruction]) -> Phase:
-    if machine.is_stale(event.opaque):
+    if event.opaque != machine.opaque:
         return machine.phase
     machine.opaque = None
     return _go_back(machine, event.seqno, f"the source answered ROLLBACK to {event.seqno}", out)

@@ -34,7 +34,6 @@ class VbucketMachine(MachineState):
         """Take one event; return the instructions that follow, in order."""
         move = TRANSITIONS[self.phase].get(type(event))
         if move is None:
-            self.shown.ignored_count += 1
             return []
         out: list[Instruction] = []
         phase = move.decide(self, event, out)
@@ -45,7 +44,6 @@ class VbucketMachine(MachineState):
     def handle_run(self, opaque: int, rows: list[ev.Row], byte_count: int) -> list[Instruction]:
         """Take consecutive data frames of one stream, in stored form (see wire.scan.Run)."""
         if opaque != self.opaque or self.phase is not Phase.STREAMING or not rows:
-            self.shown.ignored_count += 1
             return []
         out: list[Instruction] = []
         self.phase = streaming.run(self, rows, byte_count, out)

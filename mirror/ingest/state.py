@@ -59,8 +59,6 @@ class Shown:
     text: str = "not started"
     failing_text: str | None = None
     """The source's last protocol violation; None after the next publish."""
-    violation_count: int = 0
-    ignored_count: int = 0
 
 
 @dataclass(slots=True)
@@ -114,12 +112,6 @@ class MachineState:
         if changed != self.stored:
             self.stored = changed
             out.append(SaveFacts(facts))
-
-    def is_stale(self, opaque: int) -> bool:
-        if opaque == self.opaque:
-            return False
-        self.shown.ignored_count += 1
-        return True
 
     def report(self, status: VbucketStatus, text: str, out: list[Instruction]) -> None:
         if (status, text) != (self.shown.status, self.shown.text):

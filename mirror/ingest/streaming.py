@@ -65,7 +65,6 @@ def run(machine: MachineState, rows: list[ev.Row], byte_count: int, out: list[In
 
 def message(machine: MachineState, event: StreamEvent, out: list[Instruction]) -> Phase:
     if event.opaque != machine.opaque:
-        machine.shown.ignored_count += 1
         return Phase.STREAMING
     if machine.marker_purge_seqno:
         _save_purge_seqno(machine, out)
@@ -101,7 +100,7 @@ def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
 
 
 def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Phase:
-    if machine.is_stale(event.opaque):
+    if event.opaque != machine.opaque:
         return Phase.STREAMING
     # A stream that was requested without an end cannot reach one: OK is then handled like the other codes.
     regular = event.reason == StreamEndReason.OK and machine.features.end_seqno != SEQNO_MAX
@@ -148,7 +147,7 @@ def _perhaps_empty(machine: MachineState, out: list[Instruction]) -> None:
 
 
 def key_refused(machine: MachineState, event: ev.KeyRefused, out: list[Instruction]) -> Phase:
-    return Phase.STREAMING if machine.is_stale(event.opaque) else violated(machine, event.text, out)
+    return Phase.STREAMING if event.opaque != machine.opaque else violated(machine, event.text, out)
 
 
 def staging_refused(machine: MachineState, event: ev.StagingRefused, out: list[Instruction]) -> Phase:
@@ -159,7 +158,6 @@ def staging_refused(machine: MachineState, event: ev.StagingRefused, out: list[I
 def violated(machine: MachineState, text: str, out: list[Instruction]) -> Phase:
     """Drop the open snapshot, and request the stream again later. Complete snapshots stay."""
     shown = machine.shown
-    shown.violation_count += 1
     shown.failing_text = (
         f"the source broke the protocol in vb {machine.vbid}: {text}; the open snapshot is dropped and requested "
         "again. If it repeats, report it with this line"

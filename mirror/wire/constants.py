@@ -22,8 +22,6 @@ DCP_NAME_LENGTH_MAX = 200
 FAILOVER_LOG_LENGTH_MAX = 4096
 """Entries of the longest accepted failover log. Servers keep 25 by default."""
 
-NO_END_SEQNO = 2**64 - 1
-
 
 class Magic(IntEnum):
     REQUEST = 0x80

@@ -30,8 +30,6 @@ class ProtocolError(Exception):
         self.vbid = vbid
         self.status = int(status)
         """The status of a server's answer, if the faulty message is a request."""
-        self.opaque: int | None = None
-        """The opaque of the faulty request, if known."""
         super().__init__(detail)
 
     def __str__(self) -> str:

@@ -30,7 +30,6 @@ from mirror.wire.buffer import FrameBuffer
 from mirror.wire.codec_dcp import decode, decode_failover_log, encode_all_vb_seqnos, encode_failover_log, to_frame
 from mirror.wire.constants import (
     BODY_LENGTH_MAX,
-    NO_END_SEQNO,
     ControlKey,
     Datatype,
     Feature,
@@ -42,7 +41,7 @@ from mirror.wire.errors import ProtocolError
 from mirror.wire.flow_control import ProducerWindow, counted_size
 from mirror.wire.frame import Frame, encode
 from mirror.wire.sasl import ScramServer
-from storage.model import FailoverLog
+from storage.model import SEQNO_MAX, FailoverLog
 from tests.feed.harness import Mirror
 from tests.recordings import Passed, passed
 
@@ -403,7 +402,7 @@ class _Producer:
                 source.last_end[vbid] = max(source.last_end.get(vbid, 0), marker.end_seqno)
         ended = any(message.opcode == Opcode.DCP_STREAM_END for message in messages)
         is_there = max(exchange.end_seqno, request.start_seqno) >= request.end_seqno
-        if not ended and request.end_seqno != NO_END_SEQNO and is_there:
+        if not ended and request.end_seqno != SEQNO_MAX and is_there:
             messages.append(to_frame(ev.StreamEnd(vbid, StreamEndReason.OK)))
         for message in messages:
             noop = message.opcode == Opcode.DCP_NOOP

@@ -22,11 +22,11 @@ from mirror.ingest.offset import StreamOffset
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
 from mirror.wire.codec_dcp import encode_failover_log
-from mirror.wire.constants import NO_END_SEQNO, Feature, Opcode, Status, StreamEndReason
+from mirror.wire.constants import Feature, Opcode, Status, StreamEndReason
 from mirror.wire.flow_control import ProducerWindow, counted_size
 from mirror.wire.frame import Frame, decode, encode, request, response
 from mirror.wire.scan import Row
-from storage.model import FailoverLog, Seqno, Vbuuid
+from storage.model import SEQNO_MAX, FailoverLog, Seqno, Vbuuid
 from tests.feed.scripted_node import Answer, ScriptedNode, refuse, silent
 from tests.feed.test_bootstrap import access_to, first
 
@@ -105,7 +105,7 @@ async def streaming(
 
 def stream_request(start: int = 0, purge_seqno: int | None = None) -> RequestStream:
     offset = StreamOffset.between_snapshots(Seqno(start), Vbuuid(99))
-    return RequestStream(offset, NO_END_SEQNO, purge_seqno)
+    return RequestStream(offset, SEQNO_MAX, purge_seqno)
 
 
 def mutation(seqno: int, value: bytes = b"{}", key: bytes = b"\0key", stream_id: int | None = None) -> ev.Mutation:
@@ -239,7 +239,7 @@ async def test_stream_request_says_where_to_begin_and_what_it_is_filtered_by(tmp
         await owner.until(lambda: bool(node.received_requests(Opcode.DCP_STREAM_REQ)))
         (frame,) = node.received_requests(Opcode.DCP_STREAM_REQ)
         value = b'{"collections":["8","a"],"purge_seqno":"%d"}' % 2**63
-        sent = ev.StreamRequest(VBID, 0x10, 17, NO_END_SEQNO, 99, 17, 17, value)
+        sent = ev.StreamRequest(VBID, 0x10, 17, SEQNO_MAX, 99, 17, 17, value)
         assert encode_event(sent, opaque=frame.opaque) == encode(frame)
 
 

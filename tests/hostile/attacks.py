@@ -19,8 +19,9 @@ from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
-from mirror.wire.constants import NO_END_SEQNO, DcpOpenFlag, Opcode
+from mirror.wire.constants import DcpOpenFlag, Opcode
 from storage.format.keys import vbid_of
+from storage.model import SEQNO_MAX
 from tests.hostile.site import LARGE_BYTES, Http, Kv, Site
 from tests.oracle import kv_client
 from tests.serve.kv_rig import ALL_FEATURES
@@ -337,7 +338,7 @@ def streams_opened_and_closed(site: Site) -> None:
         client.ask(codec_dcp.to_frame(ev.DcpOpen(secrets.token_hex(8).encode(), int(DcpOpenFlag.PRODUCER))))
         for _ in range(100):
             for vbid in set(range(16)) - {vbid_of(b"large", 16)}:
-                request = ev.StreamRequest(vbid, 0, 0, NO_END_SEQNO, 0, 0, 0, opaque=vbid)
+                request = ev.StreamRequest(vbid, 0, 0, SEQNO_MAX, 0, 0, 0, opaque=vbid)
                 client.send(codec_dcp.to_frame(request), codec_dcp.to_frame(ev.CloseStream(vbid, opaque=vbid)))
             client.line.setblocking(False)
             with contextlib.suppress(BlockingIOError):

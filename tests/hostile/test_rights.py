@@ -19,9 +19,10 @@ from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import ScanLimits
-from mirror.wire.constants import NO_END_SEQNO, Feature, Opcode, Status
+from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.sasl import ScramClient
 from storage.format.keys import vbid_of
+from storage.model import SEQNO_MAX
 from tests.crash.service import LIMIT_S, until
 from tests.hostile.site import BOB, PASSWORD, USER, Http, Kv, Site, attacked, write_users
 from tests.oracle import kv_client
@@ -233,7 +234,7 @@ def test_no_filter_of_a_stream_shows_another_collection(value: bytes, site: Site
     client = kv(site.dcp, user=BOB)
     client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR]))
     assert client.ask(codec_kv.select_bucket(b"orders")).status == 0
-    request = ev.StreamRequest(VBID, 0, 0, NO_END_SEQNO, 0, 0, 0, value, opaque=7)
+    request = ev.StreamRequest(VBID, 0, 0, SEQNO_MAX, 0, 0, 0, value, opaque=7)
     for event in (ev.DcpOpen(b"bob", 1, opaque=1), ev.DcpControl(b"enable_noop", b"true", opaque=2), request):
         client.line.sendall(codec_dcp.encode(event))
     while (answer := client.receive()).opaque != 7:

@@ -25,11 +25,11 @@ from mirror.serve.access.auth import FileUsers, entry_of, new_salt_key
 from mirror.wire import codec_dcp, codec_kv, xattr
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.constants import NO_END_SEQNO, Datatype, DcpOpenFlag, Feature, Opcode, StreamRequestFlag
+from mirror.wire.constants import Datatype, DcpOpenFlag, Feature, Opcode, StreamRequestFlag
 from mirror.wire.frame import Frame
 from storage.format import records
 from storage.format.keys import vbid_of
-from storage.model import Collection, Seqno, SnapshotRange
+from storage.model import SEQNO_MAX, Collection, Seqno, SnapshotRange
 from tests.hostile.site import LARGE_BYTES, PASSWORD, USER, Http, Kv
 from tests.hostile.steps import STEP_MAX_S, slowness, timed
 from tests.oracle import kv_client
@@ -204,7 +204,7 @@ def dcp_streams(ports: Ports) -> None:
     flags = int(DcpOpenFlag.PRODUCER)
     assert client.ask(codec_dcp.to_frame(ev.DcpOpen(b"steps", flags))).status == 0
     for vbid in range(VBUCKETS):
-        client.send(codec_dcp.to_frame(ev.StreamRequest(vbid, 0, 0, NO_END_SEQNO, 0, 0, 0, opaque=vbid)))
+        client.send(codec_dcp.to_frame(ev.StreamRequest(vbid, 0, 0, SEQNO_MAX, 0, 0, 0, opaque=vbid)))
     answered = 0
     while answered < VBUCKETS:
         answered += client.receive().opcode == Opcode.DCP_STREAM_REQ
@@ -218,7 +218,7 @@ def large_dcp_stream(features: Iterable[int], flags: DcpOpenFlag) -> Callable[[P
         assert client.ask(codec_dcp.to_frame(ev.DcpOpen(b"large", int(DcpOpenFlag.PRODUCER | flags)))).status == 0
         assert client.ask(codec_dcp.to_frame(ev.DcpControl(b"enable_noop", b"true"))).status == 0
         flag = int(StreamRequestFlag.TO_LATEST)
-        client.send(codec_dcp.to_frame(ev.StreamRequest(LARGE_VBID, flag, 1, NO_END_SEQNO, 77, 1, 1)))
+        client.send(codec_dcp.to_frame(ev.StreamRequest(LARGE_VBID, flag, 1, SEQNO_MAX, 77, 1, 1)))
         counted = dict.fromkeys((Opcode.DCP_MUTATION, Opcode.DCP_STREAM_END), 0)
         while not counted[Opcode.DCP_STREAM_END]:
             opcode = Opcode(client.receive().opcode)

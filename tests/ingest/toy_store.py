@@ -269,6 +269,10 @@ class Rig:
         self._durable = store.served.seqno
         self._acks_due: list[tuple[int, int]] = []
 
+    @property
+    def violation_count(self) -> int:
+        return sum("broke the protocol" in each.text for each in self.reports)
+
     def restart(self) -> None:
         """Restart the process: only the store remains."""
         self.machine = VbucketMachine(self.store.vbid, self.store.state())

@@ -21,7 +21,7 @@ from mirror.server.errors import Refused
 from mirror.server.producer import judge
 from mirror.wire import codec_dcp
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.constants import NO_END_SEQNO, DcpOpenFlag, MarkerVersion, StreamEndReason
+from mirror.wire.constants import DcpOpenFlag, MarkerVersion, StreamEndReason
 from mirror.wire.events import (
     CollectionCreated,
     CollectionDropped,
@@ -322,9 +322,7 @@ class Client:
                 self._forget_part()
                 start = snap_start = snap_end = self.boundary.seqno
             purge_seqno = marker.purge_seqno if marker is not None and middle and marker.purge_seqno else None
-            request = StreamRequest(
-                0, 0, start, NO_END_SEQNO, self.log.vbuuid_at(start), snap_start, snap_end, opaque=7
-            )
+            request = StreamRequest(0, 0, start, SEQNO_MAX, self.log.vbuuid_at(start), snap_start, snap_end, opaque=7)
             stream_filter = ServedFilter(collections=self.collections, purge_seqno=purge_seqno)
             history = published_history(served)
             answer = judge(request, history, stream_filter.purge_seqno)

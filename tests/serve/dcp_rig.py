@@ -10,11 +10,11 @@ from mirror.serve.dcp.server import DcpServer
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.constants import NO_END_SEQNO, DcpOpenFlag, Feature, Opcode
+from mirror.wire.constants import DcpOpenFlag, Feature, Opcode
 from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import Frame
 from mirror.wire.system_events import encode_system_event
-from storage.model import Collection, Manifest, ManifestUid, Seqno, SnapshotRange
+from storage.model import SEQNO_MAX, Collection, Manifest, ManifestUid, Seqno, SnapshotRange
 from tests.serve.kv_rig import PASSWORD, USER, WAIT_S, Client, Hosted, Store
 
 ALL = (Feature.XATTR, Feature.XERROR, Feature.SELECT_BUCKET, Feature.SNAPPY, Feature.JSON, Feature.COLLECTIONS)
@@ -124,7 +124,7 @@ class DcpClient(Client):
         vbid: int,
         start: int = 0,
         *,
-        end: int = NO_END_SEQNO,
+        end: int = SEQNO_MAX,
         vbuuid: int = 0,
         snap: tuple[int, int] | None = None,
         flags: int = 0,

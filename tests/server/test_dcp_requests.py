@@ -12,9 +12,9 @@ import pytest
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
-from mirror.wire.constants import NO_END_SEQNO, Opcode, Status, StreamRequestFlag, VbucketRole
+from mirror.wire.constants import Opcode, Status, StreamRequestFlag, VbucketRole
 from mirror.wire.frame import Frame
-from storage.model import FailoverLog
+from storage.model import SEQNO_MAX, FailoverLog
 from tests.recordings import frames
 from tests.sandbox.client import Client
 from tests.sandbox.recorded import STREAM, answers, fill, seqno_of, stream_of
@@ -331,7 +331,7 @@ async def test_a_backfill_is_the_recorded_one_byte_for_byte(name: str) -> None:
     assert client.frames == expected
 
 
-def request(start: int, vbuuid: int, flags: int = 0, end: int = NO_END_SEQNO) -> ev.StreamRequest:
+def request(start: int, vbuuid: int, flags: int = 0, end: int = SEQNO_MAX) -> ev.StreamRequest:
     return ev.StreamRequest(0, flags, start, end, vbuuid, start, start, opaque=7)
 
 

@@ -21,4 +21,4 @@ def test_only_what_the_peer_did_is_worth_another_try(kind: type[ProtocolError], 
     assert isinstance(error, ProtocolError)
     assert error.retryable is retryable
     assert error.hint
-    assert (error.op, error.vbid, error.status, error.opaque) == (1, 2, Status.UNKNOWN_COMMAND, None)
+    assert (error.op, error.vbid, error.status) == (1, 2, Status.UNKNOWN_COMMAND)

@@ -40,7 +40,10 @@ class SyncMetrics(Collector):
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._rows = dict.fromkeys(("inserted", "updated", "deleted"), 0)
         self._gauges: dict[str, float] = {}
-        self._merged_to = -1
+        self._waiting: dict[int, int] = {}
+        """Batch -> its events, of batches after `_merged_to`."""
+        self._merged_to: int | None = None
+        """The last merged batch. None before the process's first merge: batches of earlier processes may wait, too."""
 
     def add(self, figures: BatchFigures | MergeFigures) -> None:
         """Count a batch or a merge. Two threads report them, so a merge may be reported before its last batch."""
@@ -51,10 +54,8 @@ class SyncMetrics(Collector):
                 self._gauges["last_batch_timestamp_seconds"] = time()
                 if figures.lag_seqnos is not None:
                     self._gauges["lag_seqnos"] = figures.lag_seqnos
-                waiting = self._gauges.get("waiting_events", 0)
-                if figures.batch > self._merged_to:
-                    waiting += figures.events
-                self._gauges["waiting_events"] = waiting
+                if self._merged_to is None or figures.batch > self._merged_to:
+                    self._waiting[figures.batch] = figures.events
                 return
             self._counts["merges"] += 1
             self._counts["misfits"] += figures.misfits
@@ -62,11 +63,14 @@ class SyncMetrics(Collector):
             for change in self._rows:
                 self._rows[change] += getattr(figures, change)
             self._merged_to = figures.batch
-            self._gauges |= {"waiting_events": 0, "last_merge_timestamp_seconds": time()}
+            self._waiting = {batch: events for batch, events in self._waiting.items() if batch > figures.batch}
+            self._gauges["last_merge_timestamp_seconds"] = time()
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             counts, rows, gauges = dict(self._counts), dict(self._rows), dict(self._gauges)
+            if self._merged_to is not None:
+                gauges["waiting_events"] = sum(self._waiting.values())
         for name, count in counts.items():
             yield CounterMetricFamily(f"dcp_mirror_sync_{name}", _COUNTERS[name], value=count)
         changed = CounterMetricFamily(
