@@ -37,13 +37,18 @@ def add(
     file: FileOption,
     read: Annotated[
         list[str] | None,
-        typer.Option("--read", metavar="PATTERN", help="*, scope.* or scope.collection; can be repeated."),
+        typer.Option(
+            "--read",
+            metavar="PATTERN",
+            help="*, scope.* or scope.collection; can be repeated. Default: *; a known user keeps its own.",
+        ),
     ] = None,
 ) -> None:
     """Add a user, or change a password. The password is typed in or read from stdin."""
     document = _load(file)
     document.setdefault("salt_key", new_salt_key())
-    document.setdefault("users", {})[name] = entry_of(_password(name), read or EVERYTHING)
+    users = document.setdefault("users", {})
+    users[name] = entry_of(_password(name), read or users.get(name, {}).get("read", EVERYTHING))
     _save(file, document)
 
 

@@ -27,6 +27,8 @@ def test_users_are_added_changed_listed_and_removed(tmp_path: Path) -> None:
     assert json.loads(listed.out) == {"users": {"ann": ["*"], "bob": ["a.*", "b.c"]}, "anonymous": None}
     assert user("list", "-f", str(file)).out == "ann  *\nbob  a.* b.c\n"
     assert user("add", "ann", "-f", str(file), password="three").code == 0
+    assert user("add", "bob", "-f", str(file), password="four").code == 0
+    assert FileUsers(file).check("bob", "four") == Reader("bob", frozenset({"a.*", "b.c"})), "no further right"
     assert user("remove", "bob", "-f", str(file)).code == 0
     users = FileUsers(file)
     assert users.check("ann", "secret one") is None
