@@ -1,7 +1,7 @@
 """Owners and modes of files: refuse files that other users can change, and create private ones.
 
 Invariants: a service trusts no file or directory that another user owns or may write (sshd's rule; root is trusted); a
-new file with documents has mode 0600.
+new file with documents has mode 0600, or the mode of the file that it replaces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from storage.errors import StorageError
 
 
 def refuse_files_of_others(settings: Settings, config: Path | None) -> None:
-    """Raise ConfigError if another user owns or may write a file of the settings."""
+    """Raise ConfigError if another user owns or may write the settings file, or a users, password, key or CA file."""
     password = PasswordSource.of(settings)
     secret = None if password.folder is None else password.folder / "password"
     for what, setting, path in (
@@ -30,6 +30,8 @@ def refuse_files_of_others(settings: Settings, config: Path | None) -> None:
         ("the password file", "secrets_dir", secret),
         ("the key", "listen_tls_key_file", settings.listen_tls_key_file or settings.listen_tls_cert_file),
         ("the key", "tls_client_key_file", settings.tls_client_key_file or settings.tls_client_cert_file),
+        ("the authority's certificate", "tls_ca_file", settings.tls_ca_file),
+        ("the authority's certificate", "listen_tls_client_ca_file", settings.listen_tls_client_ca_file),
     ):
         if path is not None:
             refuse_others(path, what, setting)

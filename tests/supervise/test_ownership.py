@@ -12,7 +12,10 @@ from mirror.errors import ConfigError
 from mirror.ownership import refuse_files_of_others, refuse_others
 from tests.cli.conftest import call_here
 
-NAMED = ("users_file", "password_file", "listen_tls_key_file", "tls_client_key_file")
+NAMED = (
+    *("users_file", "password_file", "listen_tls_key_file", "tls_client_key_file"),
+    *("tls_ca_file", "listen_tls_client_ca_file"),
+)
 
 
 @pytest.fixture
