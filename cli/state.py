@@ -12,8 +12,9 @@ from cli.exits import CommandEnded
 from mirror.errors import ExitCode
 from mirror.messages import Reply
 from storage.admin import check as storage_check
+from storage.errors import StorageError
 from storage.history.extent import History
-from storage.model import Boundary, VbucketState
+from storage.model import Boundary, Identity, VbucketState
 from storage.read.view import open_view
 
 
@@ -60,12 +61,23 @@ def state(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Show the stored state of each vbucket: histories, positions, boundaries."""
+    """Show the stored state of each readable vbucket: histories, positions, boundaries. Exit code 3 if one is not."""
     path = str(options.data_directory(data, config))
+    rows, unreadable = [], None
     with open_view(path) as view:
-        states = view.states() if vbid is None else [view.state(vbid)]
-        rows = [state_object(each, view.boundaries(each.vbid), view.history(each.vbid)) for each in states]
+        for each in view.vbids if vbid is None else (vbid,):
+            try:
+                rows.append(state_object(view.state(each), view.boundaries(each), view.history(each)))
+            except StorageError as error:
+                unreadable = unreadable or error
         identity = view.identity
+    if rows or not unreadable:
+        _show(path, identity, rows, as_json=as_json)
+    if unreadable:
+        raise unreadable
+
+
+def _show(path: str, identity: Identity, rows: list[Reply], *, as_json: bool) -> None:
     if as_json:
         output.print_json(
             {"data": path, "bucket": identity.bucket_name, "bucket_uuid": identity.bucket_uuid, "vbuckets": rows}

@@ -93,7 +93,9 @@ REFUSALS: dict[int, Reaction] = {
     ),
     Status.ENOMEM: Reaction(Action.RETRY, "the source is short of memory and starts no backfills; asking again", _BUSY),
     Status.EBUSY: Reaction(Action.RETRY, "the source is busy; asking again", _BUSY),
-    Status.ETMPFAIL: Reaction(Action.RETRY, "the source is warming up or filling this vbucket; asking again", _BUSY),
+    Status.ETMPFAIL: Reaction(
+        Action.RETRY, "the source is warming up, fills this vbucket or cannot read it; asking again", _BUSY
+    ),
     Status.NOT_INITIALIZED: Reaction(Action.RETRY, "the source is not initialised yet; asking again", _BUSY),
     Status.BUCKET_PAUSED: Reaction(Action.RETRY, "the bucket is paused; asking again", _BUSY),
     Status.NOT_SUPPORTED: Reaction(

@@ -156,7 +156,7 @@ def totals(rows: Sequence[VbucketRow]) -> Status:
         "resync_count": summed(row["resync_count"] for row in rows),
         "last_resync_ms": _newest(rows, "last_resync_ms"),
         "requested_again_bytes": summed(row["requested_again_bytes"] for row in rows),
-        "stale": sum(bool(row["stale"]) for row in rows),
+        "stale": summed(row["stale"] for row in rows),
         "boundaries": summed(row["boundaries"] for row in rows),
         "versions": summed(row["versions"] for row in rows),
         "row_bytes": summed(row["row_bytes"] for row in rows),

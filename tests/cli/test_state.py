@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import call
@@ -33,6 +34,20 @@ def test_one_vbucket_and_a_table(mirrored: Path) -> None:
     table = call("state", "--data", mirrored).out.splitlines()
     assert table[0].split()[:4] == ["vbid", "branch", "vbuuid", "published"]
     assert len(table) == 17
+
+
+def test_vbuckets_that_can_be_read_are_shown_next_to_a_lost_group(mirrored: Path, tmp_path: Path) -> None:
+    data = copytree(mirrored, tmp_path / "data")
+    (data / "group-0002" / "data.mdb").write_bytes(b"garbage" * 1000)
+    found = call("state", "--data", data)
+    assert found.code == 3
+    assert "group-0002" in found.err
+    shown = [int(line.split()[0]) for line in found.out.splitlines()[1:]]
+    assert shown == [vbid for vbid in range(16) if vbid % 4 != 2]
+    listed = call("state", "--data", data, "--json")
+    assert (listed.code, [row["vbid"] for row in listed.json["vbuckets"]]) == (3, shown)
+    alone = call("state", "--data", data, "--vbid", "2", "--json")
+    assert (alone.code, alone.out) == (3, "")
 
 
 def test_a_vbucket_that_is_not_there(mirrored: Path) -> None:
