@@ -51,9 +51,8 @@ def size(value: float | None) -> str:
 
 
 def lag_text(sums: Mapping[str, Any]) -> str:
-    """Return the total lag. If it is unknown, return the time since it was known for every vbucket."""
     if sums["lag_seqnos"] is None:
-        return DASH if sums.get("lag_s") is None else f"unknown, last contact {duration(sums['lag_s'])} ago"
+        return DASH if sums.get("lag_s") is None else f"unknown seqnos, {duration(sums['lag_s'])}"
     return f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}"
 
 
