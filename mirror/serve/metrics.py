@@ -26,7 +26,7 @@ STATES = (
     "starting", "waiting", "requesting", "backfilling", "streaming", "rolling-back", "resyncing", "refused",
     "no-active-node", "stalled", "failing", "finished", "damaged", "stored",
 )  # fmt: skip
-"""The states of vbuckets in cli/JSON.md. Alerts need a series for each, even at 0."""
+"""The states of vbuckets (docs/troubleshooting.md). Alerts need a series for each, even at 0."""
 
 Report = dict[str, Any]
 
@@ -169,7 +169,7 @@ def families(report: Report) -> Iterator[Metric]:
 
 
 def _holders(report: Report) -> Iterator[Metric]:
-    """Yield numbers of leases and long transactions. Their names are not for every reader."""
+    """Yield numbers of leases and long transactions. The names of leases are not for every reader."""
     leases, readers = report["leases"], report["readers"]
     yield _one("leases", "Readers that hold history.", len(leases))
     yield _one("lease_vbuckets", "Vbuckets that leases hold, summed.", sum(each["vbuckets"] for each in leases))

@@ -1,8 +1,8 @@
 """Documents and events as JSON, in the shapes that `cli/JSON.md` promises, for the command line and for HTTP alike.
 
 Knows the store's nouns and JSON; never a request, a terminal or a file. Invariants: no data is lost: a key that is not
-UTF-8, or a value that is not JSON, is base64 in another member; a JSON value keeps its stored bytes, with every digit;
-one object is one line.
+UTF-8, or a value that is not JSON, is base64 in another member; a JSON value keeps its stored bytes, with every digit,
+but its line ends become spaces; one object is one line.
 """
 
 from __future__ import annotations

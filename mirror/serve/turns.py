@@ -44,7 +44,7 @@ class Turns:
 
 
 class Budget:
-    """A bound on the memory of one process's answers. Each counts from before it is made until its reader took it."""
+    """A bound on the memory of a process's answers. An answer counts from before it is made until it was taken."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max

@@ -55,7 +55,7 @@ class ConfigNode:
     external_host: str | None = None
     """The alternate address `external`."""
     answers: bool = False
-    """True for the node that sends this answer."""
+    """True to mark this node as the one that sends the answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """A DCP client's settings, negotiated by HELLO, DCP_OPEN and DCP_CONTROL, and the form of documents that they select.
 
 Names, values and statuses are those of docs/protocol.md 2.2, 2.3 and 2.11, checked against recorded engines. A name
-outside of `Abilities.controls`, or an invalid value, is EINVAL and changes nothing. A control that the server's other
-abilities exclude is NOT_SUPPORTED. This module does not know streams or tasks.
+outside of `Abilities.controls`, or an invalid value, is EINVAL and changes nothing. A control that no server here has,
+or that other abilities or controls exclude, is NOT_SUPPORTED. This module does not know streams or tasks.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Controls:
 
     @property
     def expirations(self) -> bool:
-        """True if expirations have their own opcode: only with delete times does the control work (recorded)."""
+        """True if expirations have their own opcode. The control works only with delete times (recorded)."""
         return self.expiry_opcode and self.delete_times
 
     @property
@@ -272,7 +272,7 @@ class DocumentShape:
         return value, datatype
 
     def tombstone(self, opcode: int, seqnos: bytes, time: bytes) -> tuple[int, bytes]:
-        """Return opcode and extras of a deletion or expiration. `seqnos`: the first 16 bytes; `time`: 4 bytes."""
+        """Return opcode and extras of a deletion or expiration. `seqnos`: both seqnos, 16 bytes; `time`: 4 bytes."""
         if opcode == EXPIRATION and self._controls.expirations:
             return EXPIRATION, seqnos + time
         return DELETION, seqnos + (time + _UNUSED if self._controls.delete_times else _NO_METADATA)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | Later | None:
-    """Return the answer; None if the request gets none. If OutOfPlace is raised, hang up."""
+    """Return the answer; None if the request gets none. Raises OutOfPlace: hang up."""
     operation = operations.get(frame.opcode)
     if not session.logged_in and not (operation and operation.before_login):
         return Reply(Status.EACCESS)

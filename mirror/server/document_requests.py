@@ -1,8 +1,8 @@
 """Answers to requests that read documents: get and its variants, metadata, and paths inside of documents.
 
-The answers are those of kv_engine (docs/BinaryProtocol.md, docs/SubDocument.md; the recording sdk_72_conn2). A value is
-sent only with datatype bits that the client negotiated, and never with its xattrs; quiet forms do not answer if there
-is no document; the answer to several paths has one status for all, and each path's status in the body.
+The answers are those of kv_engine (its docs/BinaryProtocol.md and docs/SubDocument.md; the recording sdk_72_conn2). A
+value is sent only with datatype bits that the client negotiated, and never with its xattrs; quiet forms do not answer
+if there is no document; the answer to several paths has one status for all, and each path's status in the body.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from storage.model import Document
 SessionT = TypeVar("SessionT", bound=Session)
 
 LARGE_BYTES = 64 * 1024
-"""Limit of a document's bytes times the paths for a lookup in one step. Above, other clients have turns."""
+"""Limit in bytes of a lookup in one step (document times paths), and of values sent in one piece. Above it, other
+clients have turns."""
 
 PIECE_BYTES = 256 * 1024
 """Bytes of a large answer written at a time."""
@@ -183,7 +184,7 @@ def _find_for_lookup(session: DocumentSession, frame: Frame, flags: int) -> Docu
 
 
 def check_path_order(flags: list[int]) -> None:
-    """Raise Refused if a path of the body comes before one of xattrs."""
+    """Raise Refused if a path in the body comes before a path in xattrs."""
     attributes = [bool(flag & XATTR_PATH) for flag in flags]
     if attributes != sorted(attributes, reverse=True):
         raise Refused(Status.SUBDOC_INVALID_XATTR_ORDER)

@@ -43,7 +43,7 @@ class ProducerPort(Protocol):
         """Send now, or when the client takes data."""
 
     async def writable(self) -> None:
-        """Return when the client has taken the written bytes."""
+        """Return as soon as the client takes data."""
 
     def hang_up(self) -> None: ...
 
@@ -72,7 +72,7 @@ class StreamHistory:
 
 
 def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | None) -> ProducerAnswer:
-    """Apply the producer's rollback rule (`ingest.rollback`); `purge_seqno`: sent by the client."""
+    """Apply the producer's rollback rule (`ingest.rollback`). The client sent `purge_seqno`."""
     return producer_answer(
         request.start_seqno,
         request.snap_start_seqno,
@@ -146,7 +146,7 @@ def requested_filter(
 ) -> FilterT:
     """Parse a filter; `scopes` and `collections` are the ids that exist for the client. A client without collections
     gets the default collection and cannot send a filter (docs/protocol.md 2.4). Raises Refused. If `value` is not
-    a filter, its context (the error text) is empty, as in recordings of real servers.
+    a filter, the context of this error is empty, as in recordings of real servers.
     """
     if not has_collections:
         if value:

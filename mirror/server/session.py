@@ -84,7 +84,7 @@ class Later:
     barrier: bool = False
     """True if the client's next requests wait for this answer, even with unordered execution."""
     done: Callable[[], None] = lambda: None
-    """Called once, after the answer was written completely or cancelled."""
+    """Called once, when an answer that was begun is complete or cancelled."""
 
 
 def certified_name(certificate: Mapping[str, Any]) -> str | None:
@@ -243,7 +243,7 @@ class Session(ABC):
         return b"".join([*(self.encode(request, each, duration_us) for each in reply.before), answer])
 
     def error_reference(self) -> str:
-        """Return an id by which an error can be found in the log."""
+        """Return a new id of an error, for clients. It is not logged."""
         return str(uuid.uuid4())
 
     # -- policy: login
@@ -317,7 +317,7 @@ class Session(ABC):
 
     @abstractmethod
     def vbucket_history(self, vbid: int) -> VbucketHistory:
-        """Raises Refused for a vbucket that is not served here."""
+        """Raises Refused for a vbucket that is not served here now."""
 
     @abstractmethod
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:

@@ -2,11 +2,11 @@
 
 Knows listening sockets, peers, deadlines and the limit of open files; never a protocol. A connection counts from its
 accept, before a TLS handshake costs memory. Invariants:
-- at most `connections_max` connections are open; at most `pending_max` of them are pending (without a login). A further
-  connection closes the oldest pending one of the peer with most pending ones; while its login is being checked, younger
-  ones go first. So clients without a login keep nobody out, and never replace a client with a login;
-- a connection without a login is closed after `login_timeout_s`, even in its TLS handshake;
-- another machine, or another user of a Unix socket, has at most `connections_per_peer_max` connections;
+- at most `reader_connections_max` connections are open; at most `pending_max` of them are pending (without a login). A
+  further connection closes the oldest pending one of the peer with most pending ones, preferably one whose login is not
+  being checked. So clients without a login keep nobody out, and never replace a client with a login;
+- a connection without a login is closed after `reader_login_timeout_s`, even in its TLS handshake;
+- another machine, or another user of a Unix socket, has at most `reader_connections_per_peer_max` connections;
 - a TLS handshake begins after the client's first bytes, and never for a client that has hung up. Handshakes take turns
   (`turns`) like large work, one peer after the other;
 - after a failure to accept, the process logs one line a minute, retries a second later, and never ends.
@@ -39,11 +39,11 @@ LOG_INTERVAL_S = 60.0
 PENDING_SHARE = 4
 """One in this many of a process's connections may be pending."""
 PENDING_MIN = 16
-"""Pending connections that are always allowed, if `connections_max` allows as many."""
+"""Pending connections that are always allowed, if `reader_connections_max` allows as many."""
 REFUSALS_MAX = 64
 """Limit of connections kept open to send a refusal; further ones are closed without a refusal."""
 DESCRIPTORS_RESERVED = 128
-"""Open files besides clients' sockets: the store, the log, the connection to the supervisor."""
+"""Open files besides those of clients and groups: the log, the connection to the supervisor."""
 DESCRIPTORS_PER_GROUP = 3
 
 LOCAL = "local"
@@ -150,9 +150,9 @@ class Admission:
         self.handshakes = Handshakes(turns)
         self.accepted_count = 0
         self.rejected_count = 0
-        """Connections closed on accept because there were too many."""
+        """Connections refused on accept because there were too many."""
         self.evicted_count = 0
-        """Pending connections that were closed."""
+        """Pending connections closed for newer ones or by timeout."""
         self._open: set[Slot] = set()
         self._refused: set[Slot] = set()
         self._by_peer: Counter[str] = Counter()
@@ -165,12 +165,12 @@ class Admission:
 
     @property
     def pending_max(self) -> int:
-        """The limit of pending connections; the others are reserved for users."""
+        """The limit of pending connections; other connections are reserved for clients with a login."""
         connections_max = self.settings.reader_connections_max
         return max(connections_max // PENDING_SHARE, min(connections_max, PENDING_MIN))
 
     def admit(self, peer: str, *, answers: bool = False) -> Slot | None:
-        """Return the slot of a new connection, or None to close it. With `answers`, some refused ones get a slot."""
+        """Return a new connection's slot; None: close it. With `answers`, up to `REFUSALS_MAX` refused ones get one."""
         settings = self.settings
         if peer != LOCAL and self._by_peer[peer] >= settings.reader_connections_per_peer_max:
             admitted = self._evict(peer)
@@ -197,7 +197,7 @@ class Admission:
         return slot
 
     def _evict(self, peer: str | None) -> bool:
-        """Close a peer's oldest pending connection, preferably one without a login check. Return False if none."""
+        """Close a peer's oldest pending connection, preferably one without a login check. Return False without one."""
         slots = self._pending.get(peer or "", {})
         oldest = next((slot for slot in slots if not slot.logging_in), next(iter(slots), None))
         if oldest is None:

@@ -6,7 +6,7 @@ users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {
 again; an invalid one leaves the old users. Invariants:
 - without a users file, the mirror's own user at the source and everybody on this machine may read everything;
 - with a file, readers without a login read only the collections of `anonymous`, and only on this machine;
-- a challenge does not show if the user exists: salt, iterations and work look like a known user's (`decoy`).
+- a challenge does not show whether the user exists: salt, iterations and work look like a known user's (`decoy`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ READ_AT_ONCE_BYTES_MAX = 64 * 1024
 
 EVERYTHING = frozenset(("*",))
 RIGHTS_CHANGED = "the rights of this user were changed"
-"""Refuses a request whose reader's rights changed after it began."""
+"""The text that refuses a request if its reader's rights changed after the request began."""
 
 log = get_logger("auth")
 
@@ -114,8 +114,8 @@ class UsersFile:
 
 class FileUsers:
     def __init__(self, path: Path, secret: bytes | None = None) -> None:
-        """Read the file. Salts derive from `secret` if the file has no key. They are public, so salts made of user data
-        would help to guess a password. Raises ConfigError.
+        """Read the file. Unknown users' salts derive from its `salt_key`, else from `secret`. Clients see these salts;
+        made of user data, they would help to guess a password. Raises ConfigError.
         """
         self._path = path
         self._stamp = file_stamp(path)
@@ -222,7 +222,7 @@ def _in_event_loop() -> bool:
 
 
 def users_of(settings: Settings, secret: bytes | None = None) -> Users:
-    """Return the users that the settings name. `secret`: see the two classes."""
+    """Return the users that the settings name. `secret` is for `SourceUser` or `FileUsers`."""
     if settings.users_file is not None:
         return FileUsers(settings.users_file, secret)
     name = parse(settings.source).user if settings.source is not None else None

@@ -2,10 +2,10 @@
 
 Knows users, peers and their recent failures; never a protocol or a socket. Invariants:
 - PBKDF2 runs in a thread of its own, so users who are logged in do not wait;
-- failures of a user or peer delay only refusals, up to `DELAY_MAX_S`, never a right password;
+- failures of a user or peer delay only refusals, up to `DELAY_MAX_S`; a right password waits only in the queue below;
 - peers with `PEER_FAILURES_FREE` failures (guessing peers) share a queue with one check in `PACE_S`, so they gain no
   time by hanging up before the refusal;
-- a password that was proven to this process is checked again only for guessing peers, over HTTP only until their
+- a password proven to this process is checked again only for a guessing peer, and over HTTP only until the peer's
   connection has logged in;
 - an attempt of a closed connection is not checked;
 - failures are log events, one line a minute at most;
@@ -45,7 +45,7 @@ PACE_S = 0.01
 FORGET_S = 5.0
 """Time in which one failure is forgotten."""
 REMEMBERED_MAX = 4096
-"""Users and peers whose failures are kept; the oldest are forgotten first."""
+"""Limit of users, and of peers, whose failures are kept; the oldest are forgotten first."""
 NAME_LENGTH_MAX = 64
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Logins:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="login", initializer=_step_back)
         self._by_user, self._by_peer = Failures(USER_FAILURES_FREE), Failures(PEER_FAILURES_FREE)
         self._line = asyncio.Lock()
-        """Held by the guessing peers' attempt that is checked next."""
+        """Held by the next attempt of a guessing peer while it waits for `PACE_S`."""
         self._events = Periodic("warning", "logins failed")
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ from mirror.wire.constants import CONTACT_STATISTIC, DcpOpenFlag, Feature, Magic
 from mirror.wire.frame import Frame
 
 ANSWERS_BYTES_MAX = 1024 * 1024
-"""Limit of answers held for a client that takes none; above it, the connection stops reading."""
+"""Bytes of answers held for a client that takes none; above this, the connection stops reading."""
 
 OPEN_FLAGS = int(
     DcpOpenFlag.PRODUCER
@@ -46,8 +46,8 @@ OPEN_FLAGS = int(
 )
 
 ABILITIES = Abilities(ALL_CONTROLS - {ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION})
-"""No change streams, and no durable writes. A granted control takes effect, or is a permission that this producer does
-not use."""
+"""The mirror has no change streams or durable writes. A granted control takes effect, or is a permission that this
+producer does not use."""
 
 OPERATIONS: dict[int, Operation[KvSession]] = {**kv_connection.OPERATIONS, **dcp_requests.OPERATIONS}
 

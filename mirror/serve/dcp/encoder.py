@@ -50,7 +50,7 @@ class RowEncoder:
         self._filter = stream_filter
         self._stream_id = stream_filter.stream_id
         self.manifest = Manifest.initial()
-        """The manifest at the snapshot's end: it shows which system events a later one replaced."""
+        """The manifest at the snapshot's end: it shows which system events later ones replaced."""
         self.unwanted_datatype = self._shape.unwanted_datatype
         self.plain = self._shape.plain and self._stream_id is None
         """True if a mutation without unwanted datatype bits is sent as it is stored."""

@@ -1,7 +1,7 @@
 """The filter of a DCP stream, which selects changes of a vbucket.
 
-Knows manifests and rights; must never know seqnos of streams, snapshots or connections. Invariants: a scope's
-collections are those in the manifest of the snapshot's end; only collections that the reader may read pass.
+Knows manifests and rights; must never know streams' seqnos, snapshots or connections. Invariants: a scope's collections
+are those in the manifest of the snapshot's end; only collections that the reader may read pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from storage.model import Manifest
 
 class ServedFilter(ProducerFilter):
     def begins(self, manifest: Manifest) -> dict[int, int] | None:
-        """Return the collections that pass as of a manifest (id -> seqno below the collection's rows); None: all."""
+        """Return the collections that pass as of a manifest (id -> seqno of the collection's begin); None: all."""
         if self.all:
             return None
         return {
@@ -27,7 +27,7 @@ class ServedFilter(ProducerFilter):
 
 
 def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> bool:
-    """Return True if `manifest`, of the event's seqno or above, shows that a later event replaced it. Servers keep one
+    """Return True if `manifest`, of this event's seqno or above, shows that a later event replaced it. Servers keep one
     event of a key (docs/protocol.md 2.11.7): begin, flush and end of a collection share a key, and so do creation and
     drop of a scope. Changed settings have their own key, but end with the collection or its flush.
     """
@@ -56,7 +56,7 @@ def parse(
 
 
 def check_reader(found: ServedFilter, manifest: Manifest, reader: Reader) -> None:
-    """Raise Refused if the filter selects more than the reader may read, later collections of a scope included."""
+    """Raise Refused if the reader may not read all selected collections, including later ones of a selected scope."""
     if reader.reads_all:
         return
     if found.scope_id is not None:

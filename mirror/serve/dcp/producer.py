@@ -1,6 +1,6 @@
 """The mirror's DCP producer: decides on stream requests by published seqnos, and sends its streams in turns.
 
-`mirror.server.producer` has the rules of requests, flow control and noops. Here:
+`mirror.server.producer` has the rules of requests, flow control and noops. This module adds:
 - requests are checked against the source's failover log, cut at the published seqno, so a client cannot resume on data
   that the mirror does not have yet;
 - streams take turns of bounded size, and a waiting stream holds no rows. First snapshots are sent one after the other,
@@ -75,8 +75,9 @@ def published_history(served: ServedState) -> PublishedHistory:
 
 
 def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory, seqno: int) -> int:
-    """Return the seqno to roll back to. It is below `seqno`, the rule's result, if the client has rows that the source
-    lost (docs/protocol.md 4.2). Raises Refused if the client is only ahead of the published seqno (4.8); StorageError.
+    """Return the seqno to roll back to. It may be below `seqno`, the rule's result, if the client has rows that the
+    source lost (docs/protocol.md 4.2). Raises StorageError, and Refused if the client is only ahead of the published
+    seqno (4.8).
     """
     is_inside = request.start_seqno > request.snap_start_seqno
     held_seqno = request.snap_end_seqno if is_inside else request.start_seqno

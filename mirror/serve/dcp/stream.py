@@ -34,10 +34,10 @@ DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
 MEMORY = int(SnapshotFlag.MEMORY | SnapshotFlag.CHECKPOINT)
 
 BACKLOG_OF_DISK = 10_000
-"""A stream's first snapshot, and snapshots of more seqnos, are marked as disk snapshots."""
+"""Snapshots of more seqnos than this are marked as disk snapshots, and so is a stream's first snapshot."""
 
 PIECE_BYTES = 256 * 1024
-"""Limit of rows read in one transaction, and of messages sent in one turn."""
+"""Limit in bytes of rows read in one transaction, and of messages sent in one turn."""
 
 PIECES_PER_TURN = 4
 """A turn ends after this many pieces without a row that passes the filter."""
@@ -67,7 +67,7 @@ class DcpStream:
             self.end_seqno = min(self.end_seqno, served.pub.seqno)
         self.ended = False
         self.waiting = False
-        """True until the mirror publishes more: there is no message to send."""
+        """True if there is no message to send until the mirror publishes more."""
         self.snapshot_count = 0
         self.row_count = 0
         self._view = view
@@ -81,7 +81,7 @@ class DcpStream:
         self._minds_tombstones = not request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
         self._shared_seqno = request.start_seqno
         """The client's data belongs to the served history if this seqno does. If the client resumes inside a snapshot,
-        this is the snapshot's end. The snapshot left out superseded rows, so their successors must still be valid.
+        this is the snapshot's end: the rows whose older versions the snapshot left out must still be valid.
         """
         if request.start_seqno != request.snap_start_seqno:
             self._shared_seqno = request.snap_end_seqno
@@ -107,7 +107,7 @@ class DcpStream:
         return not self._level and (self.snapshot_count == 0 or (self.snapshot_count == 1 and self._pinned is not None))
 
     def take(self, bytes_max: int) -> bytes:
-        """Return the next messages, up to the one that reaches the limit; empty if there is nothing to send now."""
+        """Return the next messages, up to the one that reaches the limit; empty if `waiting`, or if `large` is next."""
         out = bytearray()
         self.waiting, self._served, self._ends = False, None, []
         pieces, snapshots_max = 0, self.snapshot_count + SNAPSHOTS_PER_TURN
@@ -128,7 +128,7 @@ class DcpStream:
         return bytes(out)
 
     async def encode_large(self, found: LargeDocument, reads: LargeReads) -> tuple[bytes, Pieces]:
-        """Read `large`; return its message up to the value, and the value in pieces. Raises StorageError."""
+        """Read a large mutation; return its message up to the value, and the value in pieces. Raises StorageError."""
         head, pieces = await self._encoder.encode_large(found, reads)
         return b"".join((head[:6], self.vbid.to_bytes(2), head[8:12], self.opaque.to_bytes(4), head[16:])), pieces
 

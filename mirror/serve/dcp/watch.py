@@ -82,7 +82,7 @@ class Watch:
                 failed = error
                 self._retry_at[group] = now + FAILED_DELAY_S
                 found += [each for each in self._followers if each % group_count == group]
-        if failed is not None:  # of several lost groups one is logged
+        if failed is not None:  # log only one of several unreadable groups
             log.error("store-unreadable", error=str(failed))
         for vbid in found:
             for news in tuple(self._followers.get(vbid, ())):

@@ -164,7 +164,7 @@ async def get_livez(request: Request) -> Response:
 
 
 async def get_readyz(request: Request) -> Response:
-    """Ready: every vbucket is published and the lag is below its limit. Only readers of everything get the reasons."""
+    """Ready: `mirror.health` finds no reason against it. Only readers of everything get the reasons in detail."""
     service: Service = request.state.service
     try:
         reads_all = (await service.reader(request)).reads_all
@@ -237,7 +237,7 @@ def _page(name: str, media_type: str) -> Callable[[Request], Any]:
 
 
 class GuardedApp:
-    """Counts requests, answers unexpected errors, and refuses an answer if rights changed before it."""
+    """Counts requests, turns errors into problems, and refuses an answer if its reader's rights changed meanwhile."""
 
     def __init__(self, app: ASGIApp, document: Route, service: Service) -> None:
         """`document` is the route of a document in `app`."""
@@ -246,8 +246,8 @@ class GuardedApp:
         self._service = service
 
     def answer_now(self, scope: Scope) -> Response | None:
-        """Answer a GET of a document without a task, routing or ASGI messages: most requests are such. None: call the
-        application, for other requests and for answers that must wait or are sent in pieces.
+        """Answer a GET of a document, the most frequent request, without a task, routing or ASGI messages. None: call
+        the application, for other requests and for answers that must wait or are sent in pieces.
         """
         found = self._document.path_regex.match(scope["path"]) if scope["method"] == "GET" else None
         if found is None:

@@ -1,9 +1,9 @@
 """Changes as server-sent events: everything published after a position, in order, until the client leaves.
 
-Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. Every event has its token. A stream
-of one vbucket sends an id with each event, and is resumed exactly after that event. A stream of several sends an id
-after each batch, so a client that resumes may get events twice. A rollback comes as `rollback`, `retraction` and
-`restoration` events. Invariants:
+Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. Every change has its token. A stream
+of one vbucket sends an id with each change, and is resumed exactly after that change. A stream of several vbuckets
+sends an id after each batch, so a client that resumes may get changes twice. A rollback comes as `rollback`,
+`retraction` and `restoration` events. Invariants:
 - a stream that cannot go on without a gap sends `reset` and ends;
 - after an error a stream sends `problem` (browsers have an `error` of their own) and ends, and can be resumed;
 - memory is bounded for any number of streams, even if clients do not read them: one thread reads one batch at a time; a
@@ -227,7 +227,7 @@ class ChangeStream:
             service.watch.leave()
 
     async def _beats(self, awaited: asyncio.Future[None]) -> AsyncGenerator[bytes, None]:
-        """Generate heartbeats until `awaited` is done. Raises Problem if the process stops before."""
+        """Generate heartbeats until `awaited` is done. Raises Problem if the process stops, or the rights change."""
         service = self._service
         beat_s = service.clock.monotonic() + service.heartbeat_s
         while not awaited.done():

@@ -57,11 +57,11 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Limit of the values in one multi-get: three of the largest documents."""
 PAGE_BYTES_MAX = 8 * 1024 * 1024
 PAGE_STEPS_MAX = 64
-"""Limit of transactions for one page. With many tombstones a page ends early and empty, with a token for the next."""
+"""Limit of transactions for one page. Among many tombstones a page ends early, perhaps empty, with a token for more."""
 IF_NONE_MATCH_LENGTH_MAX = 4096
 """Limit of the header's characters; a longer header is ignored."""
 PRIVATE = ((b"cache-control", b"no-cache"), (b"x-content-type-options", b"nosniff"))
-"""Clients revalidate each time by ETag, and never take a stored document for a web page."""
+"""Headers that make clients revalidate each time by ETag, and never take a document for a web page."""
 JSON = b"application/json"
 
 
@@ -216,7 +216,7 @@ async def scan_documents(request: Request) -> Response:
         if extra := [name for name in first if parameters.all(name)]:
             raise Problem("bad-request", f"{extra[0]} with page", hint="a page's token holds the first parameters")
         page = Page.parse(text, view.identity.vbucket_count)
-        service.judge(reader, collection, ())  # checks a name; `judge_pin` checks the token's id
+        service.judge(reader, collection, ())  # checks a name; `judge_pin` checks the id in the token
         known = collection_id(view.manifest_of(page.pin), collection) if isinstance(collection, str) else collection
         if known != page.collection_id:
             raise Problem("bad-request", "this page's token is of another collection")

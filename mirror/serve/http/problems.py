@@ -1,8 +1,8 @@
 """RFC 9457 problem details: one shape for every error over HTTP.
 
-Knows status codes, the store's errors and words; never a route or a request. Invariants: every error is
-`application/problem+json` with `type`, `title`, `status`, `detail` and perhaps a `hint` for a remedy; paths and
-tracebacks are never sent; `Retry-After` marks temporary problems.
+Knows status codes, the store's errors and hints; never a request. Invariants: every error is `application/problem+json`
+with `type`, `title`, `status`, `detail` and perhaps a `hint` for a remedy; paths and tracebacks are never sent; every
+503 has `Retry-After`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TITLES: dict[str, tuple[int, str]] = {
     "query-timeout": (504, "The query took too long"),
     "not-published-in-time": (504, "The write was not published within the deadline"),
 }
-"""Name -> status and title. The OpenAPI description lists them from here."""
+"""Name -> status and title. The OpenAPI description lists these."""
 
 
 class Problem(Exception):
@@ -113,7 +113,6 @@ def of_storage(error: StorageError) -> Problem:
 
 
 def internal() -> Problem:
-    """Return the problem for a defect of the program."""
     return Problem("internal", "internal error; the log of the service has details")
 
 

@@ -29,21 +29,21 @@ from mirror.serve.http.problems import Problem
 from mirror.serve.turns import Turns
 
 HEAD_BYTES_MAX = 256 * 1024
-"""Limit of request line and headers. A position of 1,024 vbuckets takes some 10 KiB."""
+"""Limit of request line and headers. `Last-Event-ID` takes some 10 KiB for 1,024 vbuckets."""
 HEADERS_MAX = 100
 """Limit of a request's headers. Browsers and proxies send some thirty."""
 FRAMING_BYTES_MAX = HEAD_BYTES_MAX
-"""Limit of a chunked body's other bytes (chunk sizes, extensions, trailers) since the last byte of data."""
+"""Limit of bytes of framing (chunk sizes, extensions, trailers) since a chunked body's last byte of data."""
 SLICE_BYTES = 4 * 1024
 """Bytes parsed at a time. Requests of a parsed slice wait as objects, those of later slices as bytes."""
 PARSE_S = 0.001
-"""Time for parsing slices in one turn. Chunks of one byte are slow to parse."""
+"""Time for parsing slices before other connections have a turn. Chunks of one byte are slow to parse."""
 WITH_MORE = frozenset((b"content-length", b"expect", b"transfer-encoding", b"upgrade"))
 """Headers of requests that may have a body or an upgrade."""
 LINGER_S = 2.0
 """Time for which a refused client's input is discarded. Closing at once would lose the refusal."""
 REQUEST_TIMEOUT_S = 20.0
-"""Time for a whole request, from the opening of the connection or the request's first byte."""
+"""Time for a request's head, from its first byte or the opening of the connection. `BODY_TIMEOUT_S` limits the body."""
 TURNED_AWAY = (
     b"HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 1\r\n"
     b"Cache-Control: no-store\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
@@ -79,8 +79,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answered_now = False
         self._idle_since_s = 0.0
         self._answer_now: Callable[[Any], Response | None] | None = None
-        """Set while the first request of received data is parsed. Only that request can be answered at once; others
-        wait for a turn."""
+        """Set while the first request of received data is parsed. Only that request can be answered at once; later
+        ones wait for a turn."""
         self._is_only_head = False
         self._head_bytes = self._framing_bytes = 0
         self._unparsed = b""
@@ -89,7 +89,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_busy = False
         """True if several requests came together: the next requests then wait for turns too."""
         self._wrong: str | None = None
-        """Why nothing more is read; None while reading. Sent, unless empty, once earlier requests are answered."""
+        """Why reading has stopped; None while reading. The client gets this text, unless it is empty, once earlier
+        requests are answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -147,7 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection if it was idle for the whole timeout. Quick answers do not reset the timer."""
+        """Close the connection if it was idle for the whole timeout, else wait on: `answer_now` restarts no timer."""
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
             self._watch_idle(left_s)

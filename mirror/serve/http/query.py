@@ -33,7 +33,7 @@ class QueryAnswer(Response):
         self._request, self._queries, self._query = request, queries, query
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the query, and send its answer. Raises Problem before anything was sent."""
+        """Run the query, and send its answer. Raises Problem only before anything was sent."""
         timeout_s = self._queries.settings.sql_timeout_s
         began = False
         try:

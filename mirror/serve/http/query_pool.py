@@ -26,12 +26,10 @@ ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ")
 SMALL_HEAPS = {"MALLOC_ARENA_MAX": "2", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 """Environment variables that keep reserved memory small, because the memory limit counts it."""
 END_S = 5.0
-"""Time for a process to end by itself."""
+"""Time for a process to end by itself; then it is killed."""
 
 
 class QueryChild:
-    """A query process and the socket to it."""
-
     def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.process, self.reader, self.writer = process, reader, writer
         self._unread: int | None = 0

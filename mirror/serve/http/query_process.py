@@ -1,8 +1,8 @@
 """A process that answers one query after the other for an HTTP process, over a socket on its stdin.
 
 The HTTP process sends a line of JSON for a query, and gets a line of JSON for its answer, then the answer's bytes.
-Invariants: an answer is sent once it is complete; the process ends, and releases its lease, when the HTTP process hangs
-up or ends; the kernel limits the memory of this process, too.
+Invariants: an answer is sent once it is complete; when the HTTP process hangs up or ends, this process releases its
+lease, or lets it expire, and ends; the kernel limits the memory of this process, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ABOVE_LIMIT_BYTES = 768 * 1024 * 1024
 NICENESS = 5
 """Ingest and point reads come first."""
 LEAVE_TRIES, LEAVE_TRY_S = 60, 0.05
-"""Time for an abandoned query to end by itself; the planner does not notice an interrupt."""
+"""Interrupts of an abandoned query before the process ends, and seconds after each. The planner ignores them."""
 
 JsonObject = dict[str, Any]
 

@@ -41,7 +41,7 @@ PARAMETERS_MAX = 2_048
 """Limit of parameters in a URL: one for each vbucket of a bucket, and all others."""
 TOKENS_MAX = 64
 NAME_LENGTH_MAX = 251 * 2 + 1
-"""scope.collection, each of 251 bytes."""
+"""Characters of scope.collection, 251 for each name."""
 
 
 def _bad(detail: str, hint: str = "") -> Problem:

@@ -32,7 +32,7 @@ from mirror.serve.listener import Address
 from storage.errors import StorageError
 
 SWITCH_INTERVAL_S = 0.0005
-"""Time that a bulk read's thread runs before the event loop may. Python's 5 ms are as long as some requests."""
+"""Time after which a bulk read's thread lets the event loop run. Python's 5 ms are as long as some requests."""
 DRAIN_S = 5.0
 """Time for answers in progress when the process stops."""
 
@@ -48,7 +48,7 @@ class HttpServer:
         name: str = "http-0",
         users: Users | None = None,
     ) -> None:
-        """`stored` makes a status from the store alone; `name` identifies this process in the metrics."""
+        """`stored` and `name`: as for `Service`."""
         self.service = Service(settings, stored, clock, name=name, users=users)
         app = make_app(self.service)
         self.gate = Gate(settings.reader_send_timeout_s, answer_now=app.answer_now, turns=self.service.turns)

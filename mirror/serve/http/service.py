@@ -2,8 +2,8 @@
 
 Knows the open view, users, budgets and problems; never a route's own parameters. Invariants:
 - a collection is read only after the reader's right to its name was checked;
-- in a vbucket that was never published, or is being resynced, a document is "not available now", never "absent". A
-  vbucket known to be empty counts as published;
+- in a vbucket that was never published, or is being resynced (with `resync_reads = unavailable`), a document is "not
+  available now", never "absent". A vbucket known to be empty counts as published;
 - a read with tokens answers only if their writes are still published after it, so a rollback meanwhile cannot give an
   older value.
 """
@@ -126,7 +126,7 @@ class LargeAnswer(Response):
     def __init__(
         self, service: Service, found: LargeDocument, *, raw: bool, headers: Callable[[int], list[Header]]
     ) -> None:
-        """`headers` makes headers for a datatype. Raises Problem if answers hold too much memory."""
+        """`headers` makes the headers for the sent datatype. Raises Problem if answers hold too much memory."""
         super().__init__(None, 200)
         self._service, self._found, self._raw, self._headers_of = service, found, raw, headers
         self._taken = held_bytes(found, decompress=not raw)
@@ -392,7 +392,7 @@ def _may_not_read(reader: Reader) -> Problem:
 
 def refuse_websites(request: Request) -> None:
     """Refuse requests that a website can make its visitor's browser send: cross-site requests that are not links to the
-    status page, and requests without a login for another host than this machine. Raises Problem.
+    status page, and requests without a login that reach a local listener by a foreign host name. Raises Problem.
     """
     if header(request, b"sec-fetch-site") == "cross-site" and not (
         header(request, b"sec-fetch-mode") == "navigate" and request.url.path == "/"

@@ -31,7 +31,7 @@ SAMPLES_MAX = 180
 ROLLBACKS_SHOWN = 50
 PAST_SHOWN = 20
 TOGETHER_MS = 5_000
-"""Rollbacks this close to each other are one entry of `past`; so are resyncs."""
+"""Rollbacks this close to each other form one entry of `past`, and so do resyncs."""
 
 SHOWN_TO_ALL = frozenset((
     "service", "state", "since_ms", "uptime_s", "time_ms", "bucket", "bucket_uuid", "cluster_uuid",
@@ -134,7 +134,7 @@ class StatusReporter:
         self._reads: tuple[float, dict[str, int]] | None = None
 
     async def report(self) -> Report:
-        """Return the status, a second old at most. Raises StorageError before there is a mirror."""
+        """Return the status, a second old at most. Raises StorageError if neither service nor store has one."""
         async with self._reading:
             kept = self._report
             if kept is None or self._clock.monotonic() - self._report_s >= FRESH_S:

@@ -36,7 +36,7 @@ MANIFEST_FRESH_S = 0.5
 finding and decoding it takes 12 ms for 1,000 collections; decoding all manifests would take 4 s."""
 
 VISIBLE_MAX = 32
-"""Limit of kept `VisibleManifest` objects, one for each set of rights."""
+"""Limit of kept `VisibleManifest` objects, one for each set of rights. One more drops the others."""
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class KvBucket:
     def find(
         self, wire_key: bytes, vbid: int | None, reader: Reader, *, deletions: bool = False
     ) -> Document | LargeDocument | None:
-        """Return a document by its wire key, or None. `vbid`: the vbucket that the client names. Raises Refused."""
+        """Return a document by its wire key; None if it is not in `vbid`, which the client names. Raises Refused."""
         try:
             found = self.view.find(wire_key, deletions=deletions, large_bytes=LARGE_BYTES)
         except NotHeld as error:
@@ -188,7 +188,7 @@ class KvBucket:
     # -- vbuckets
 
     def published(self) -> dict[int, Served]:
-        """Return the served state of each readable vbucket, read once per group. Raises Refused if none is."""
+        """Return the served state of each readable vbucket, read once per group. Raises Refused if none is readable."""
         return self._of_readable_groups(self.view.published)
 
     def state(self, vbid: int) -> VbucketState:
@@ -198,7 +198,7 @@ class KvBucket:
             return self.view.state(vbid)
 
     def served_state(self, vbid: int) -> VbucketState:
-        """Return a vbucket's state. Raises Refused while the vbucket is being filled or resynced."""
+        """Return a vbucket's state. Raises Refused while it is being filled, or resynced without stale reads."""
         state = self.state(vbid)
         resyncing = state.staging_branch != state.branch and not self._stale_allowed
         if resyncing or not state.failover_log:
@@ -271,7 +271,7 @@ class KvBucket:
         return Refused(Status.ETMPFAIL, "the store cannot be read")
 
     def reopen_if_replaced(self) -> bool:
-        """Open the mirror again after a damaged group was recreated."""
+        """Open the mirror again, and return True, after a damaged group was recreated."""
         now = directory.group_files(self._data, self.view.identity.group_count)
         if now == self._files or (0, 0) in now:
             return False

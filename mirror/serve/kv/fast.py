@@ -31,7 +31,7 @@ _header_of = HEADER.unpack_from
 _plain_head = struct.Struct(HEADER.format + "I").pack
 
 BYTES_MAX = 64 * 1024
-"""Answers are written together up to this size."""
+"""Answers are gathered up to this size, and then written together."""
 
 
 class Counters:
@@ -47,7 +47,7 @@ def answer_gets(
 ) -> tuple[int, int, int]:
     """Append to `out` the answers to plain GETs from `pos` on, up to a request for the general path, `count_max`,
     `BYTES_MAX` or the end of the turn. Return the position of the next request, the number of answers and their bytes.
-    Each group is read in one transaction. All have ended on return, so later answers are of no older state.
+    Each group is read in one transaction. All transactions end before the return, so later answers show no older state.
     """
     reader = session.reader
     if reader is None or not reader.reads_all:

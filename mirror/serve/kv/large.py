@@ -43,7 +43,7 @@ class LargeAnswers:
         self.failed = failed
 
     def whole(self, found: LargeDocument, reply_with: Callable[[Pieces, int], Reply], *, decompress: bool) -> Later:
-        """Return what `reply_with` makes of the value's pieces and datatype. A sent piece is released."""
+        """Return the answer that `reply_with` makes of the value's pieces and datatype. A sent piece is released."""
 
         async def read() -> _Held:
             pieces, datatype = await self.reads.pieces(found, decompress=decompress)
@@ -52,7 +52,7 @@ class LargeAnswers:
         return self._answer(read, held_bytes(found, decompress=decompress))
 
     def lookup(self, found: LargeDocument, steps: Callable[[bytes, Buffer], Steps]) -> Later:
-        """Return the last value of `steps`, which get the xattr section and the body."""
+        """Return as answer the last value of `steps`, a function of the xattr section and the body."""
 
         async def read() -> _Held:
             section, body = await self.reads.body(found)

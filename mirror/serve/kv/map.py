@@ -2,8 +2,8 @@
 
 Knows the terse configuration of GET_CLUSTER_CONFIG (kv_engine docs/BinaryProtocol.md, recordings sdk_72_*); must never
 know connections or documents. All mirrors of a vbucket answer for it. The map names one as its active node, in
-rotation, and the others as replicas. A vbucket without a mirror has no node. Invariants: every process of a service has
-the same map; its revision rises with each start of the service and each change of the list of mirrors.
+rotation, and the others as replicas. A vbucket without a mirror has no node. Invariants: all KV processes of a service
+have the same map; its revision rises with each start of the service and each change of the list of mirrors.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _wrong(what: str, hint: str) -> ConfigError:
 
 class ServedMap:
     def __init__(self, identity: Identity, nodes: Sequence[MapNode], rev: int) -> None:
-        """`rev` must rise with each start of the service."""
+        """`rev` must rise with each start of the service and each change of `nodes`."""
         self.revision = (EPOCH, rev)
         self._identity = identity
         self._nodes = list(nodes)

@@ -1,8 +1,8 @@
 """A client's range scan or sample: its request, and its state between requests.
 
 Knows the JSON of RANGE_SCAN_CREATE (kv_engine docs/range_scans/range_scan_create.md); must never know sessions or how
-documents are read. Invariants: a request with other JSON is refused; a scan keeps a few numbers and keys, never
-documents.
+documents are read. Invariants: a request without a required field, or with a mistyped one, is refused; a scan
+keeps a few numbers and keys, never documents.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ScanBounds:
     xattrs: bool
     start: bytes
     end: bytes | None
-    """The first key beyond the range."""
+    """The first key beyond the range; None: no end."""
     samples: int | None
     seed: int
     requirements: Requirements | None

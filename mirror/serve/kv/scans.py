@@ -33,7 +33,7 @@ from storage.read.large import LargeDocument
 SCANS_MAX = 64
 """Limit of open scans of one connection, a kilobyte each. More are answered `busy`; SDKs then wait."""
 LIFETIME_S = 180.0
-"""The engine's own limit (`range_scan_max_lifetime`)."""
+"""kv_engine's own limit (`range_scan_max_lifetime`)."""
 PAGE_ITEMS = 1000
 PAGE_BYTES = 256 * 1024
 """Limit of one answer, unless its first document is larger. SDKs request less."""
@@ -102,7 +102,7 @@ def _begun(session: KvSession, vbid: int, bounds: ScanBounds, begun_s: float) ->
 
 
 def _peek(bucket: KvBucket, scan: Scan) -> None:
-    """Raise Refused if the range holds no document."""
+    """Raise Refused if the range ends within `PEEKS` without a document."""
     position, bounds = scan.position, scan.bounds
     for limit in PEEKS:
         found, large, position = bucket.page(scan.pin, bounds.collection_id, position, bounds.end, limit, PAGE_BYTES)
@@ -113,8 +113,8 @@ def _peek(bucket: KvBucket, scan: Scan) -> None:
 
 
 def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
-    """Return a function that selects a sample's keys, always the same for a seed. A CRC would not do, because all keys
-    of a vbucket share CRC bits.
+    """Return a function that selects a sample's keys, for a seed always the same keys. A CRC would not do, because all
+    keys of a vbucket share CRC bits.
     """
     secret, limit = seed.to_bytes(8), int(share * 2**64)
     return lambda key: int.from_bytes(blake2b(key, digest_size=8, key=secret).digest()) < limit

@@ -2,7 +2,8 @@
 
 Knows the event loop and the connections; must never know requests. `admission` decides who may connect. Invariants:
 - a connection is closed if its client sends nothing, or takes no answers, for too long;
-- if all unsent bytes together exceed the limit, the connection with most of them is closed, so memory is bounded;
+- if the unsent bytes of paused clients exceed the limit, the connection with most of them is closed, so memory is
+  bounded;
 - a stop closes the listeners, then gives clients a moment to take their answers.
 """
 
@@ -31,9 +32,10 @@ from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 
 SWEEP_S = 0.5
-"""A changed users file takes up to three sweeps: one starts to read it, one applies it, one drops removed users."""
+"""Seconds between sweeps. A changed users file takes up to three: one starts to read it, one applies it, one drops
+removed users."""
 CROWDED_SEND_TIMEOUT_S = 3.0
-"""Time without taking answers after which a client is dropped, while others wait for memory."""
+"""A client that takes no answers for this long is dropped while others wait for memory."""
 REPLACED_CHECK_S = 5.0
 
 log = get_logger("kv")
@@ -58,7 +60,7 @@ class KvServer:
         self.turns = Turns()
         self.connections: set[KvConnection] = set()
         self.dropped_count = 0
-        """Clients dropped for silence or for not taking their answers."""
+        """Clients dropped for silence, unsent answers, or a removed user."""
         self.bucket = bucket
         self._users = users
         self._map = cluster_map
@@ -97,7 +99,6 @@ class KvServer:
         self._logins.close()
 
     def status(self) -> dict[str, int]:
-        """Return counters, and the number of open connections."""
         counters = self.counters
         return {
             "kv_connections": len(self.connections),

@@ -1,7 +1,8 @@
 """A client of the mirror's KV or DCP port: its login, features and answers about the bucket.
 
-`mirror.server` has the protocol, this module the policy of a mirror. Current and persisted seqno are both the published
-seqno: readable, and undone by a crash only as far as the sync setting allows. This module does not know sockets.
+`mirror.server` has the protocol, this module the policy of a mirror. On a KV port, current and persisted seqno are both
+the published seqno: readable, and undone by a crash only as far as the setting `sync` allows. This module does not know
+sockets.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class KvSession(DocumentSession):
         reader: Reader | None = None,
         peer: str = LOCAL,
     ) -> None:
-        """`plain_allowed`: SASL PLAIN is safe: the connection is local or encrypted. `reader`: the reader before a
+        """`plain_allowed`: SASL PLAIN is safe, because the connection is local or encrypted. `reader`: the one before a
         login. `peer`: as for `Admission`.
         """
         super().__init__()
@@ -198,7 +199,7 @@ class KvSession(DocumentSession):
     # -- documents
 
     def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document:
-        """Return the request's document. After SELECT_BUCKET its vbucket must be the one that the client names."""
+        """Return the request's document. After SELECT_BUCKET, it must be in the vbucket that the client names."""
         vbid = None
         if self.bucket_selected:
             vbid = frame.vbucket
@@ -252,10 +253,10 @@ class KvSession(DocumentSession):
 
 
 def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:
-    """Yield None after each step of bounded work, then the answer. It leaves out vbuckets that are not active at a
-    server (kv_engine, getAllVBucketSequenceNumbers): here those without a complete first snapshot, and those being
-    resynced. It leaves out vbuckets without the collection too. With seqno 0 they would look empty, and a client that
-    reads up to the present would miss them.
+    """Yield None after each step of bounded work, then the answer. A server's answer leaves out vbuckets that are not
+    active (kv_engine, getAllVBucketSequenceNumbers): here those without a complete first snapshot, and those being
+    resynced. Vbuckets without the collection are left out, too. With seqno 0 all these would look empty, and a client
+    that reads up to the present would miss them.
     """
     seqnos = []
     ends_s = perf_counter() + STEP_S
@@ -263,7 +264,7 @@ def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Repl
         if published.pub.is_stale:
             continue
         newest = int(published.pub.seqno)
-        if collection_id is not None or not newest:  # these two cases read the vbucket
+        if collection_id is not None or not newest:  # only these cases read the vbucket
             if perf_counter() > ends_s:
                 yield None
                 ends_s = perf_counter() + STEP_S
