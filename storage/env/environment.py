@@ -125,8 +125,10 @@ def storage_error(error: Exception, path: str) -> StorageError:
             hint="run `dcp-mirror check`; set the group's folder aside and start again: that group is filled again",
         )
     hint = "run `dcp-mirror check`; a group that is damaged is filled again once its folder is set aside"
-    text = f"{type(error).__name__}: {error}"
-    return StorageError(text, path=path, hint=hint if isinstance(error, lmdb.Error) else "")
+    reason = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
+    return StorageError(
+        f"{type(error).__name__}: {reason}", path=path, hint=hint if isinstance(error, lmdb.Error) else ""
+    )
 
 
 def refuse_unsound_lmdb() -> None:

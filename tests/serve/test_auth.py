@@ -159,6 +159,12 @@ def test_a_missing_file_and_a_pipe_in_its_place_are_clear_errors(tmp_path: Path)
         FileUsers(tmp_path / "users.json")
 
 
+def test_a_file_that_is_too_long_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "USERS_FILE_BYTES_MAX", 10)
+    with pytest.raises(ConfigError, match="has more than 10 bytes"):
+        FileUsers(written(tmp_path / "users.json", {"users": {}}))
+
+
 def test_without_a_file_the_sources_user_reads_and_so_does_this_machine() -> None:
     password: list[str | None] = ["secret"]
     users = SourceUser("ann", lambda: password[0])

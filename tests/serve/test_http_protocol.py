@@ -225,6 +225,7 @@ def test_what_is_no_request_is_refused_with_the_reason(site: Site, sent: bytes, 
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"urn:dcp-mirror:bad-request" in answer
     assert said in answer
+    assert b"retry-after" not in answer.lower(), "the same request fails again"
     eventually_now(lambda: connections(site) == 0)
     site.get("/livez")
 

@@ -300,6 +300,21 @@ async def test_a_scan_that_is_being_continued_is_busy(client: Client) -> None:
     ]
 
 
+async def test_a_scan_ends_at_a_document_that_cannot_be_unpacked(store: Store, client: Client) -> None:
+    store.put(b"bad", b"\xff\xff", 60, datatype=values.SNAPPY | values.XATTR)
+    name = await begin(client, between(b"bad", b"bad"))
+    assert (await client.ask(go_on(name))).status == Status.EINTERNAL
+    assert (await client.ask(go_on(name))).status == Status.KEY_ENOENT
+
+
+async def test_a_page_that_was_refused_can_be_requested_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = await begin(client, between())
+    with monkeypatch.context() as patch:
+        patch.setattr("mirror.serve.kv.connection.LATER_MAX", 0)
+        assert (await client.ask(go_on(name))).status == Status.EBUSY
+    assert (await client.ask(go_on(name))).status == Status.RANGE_SCAN_COMPLETE
+
+
 async def test_an_empty_collection_has_no_sample(store: Store, client: Client) -> None:
     store.collections(50, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)))
     assert (await client.ask(create({"sampling": {"samples": 3}, "collection": "8"}))).status == Status.KEY_ENOENT

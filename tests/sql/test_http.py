@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import signal
@@ -25,7 +26,7 @@ import pytest
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.serve.access.auth import entry_of, new_salt_key
-from mirror.serve.http.query_pool import QueryChild
+from mirror.serve.http.query_pool import Queries, QueryChild
 from mirror.supervise.listeners import addresses
 from mirror.supervise.listeners.addresses import check_servers
 from storage.model import Collection, Seqno
@@ -253,6 +254,26 @@ async def test_a_process_that_is_killed_with_its_query_unread_leaves_no_tracebac
     await asyncio.sleep(0.01)  # the transport is let go of
     gc.collect()
     assert not untaken_errors
+
+
+async def test_a_client_that_leaves_while_its_process_cannot_start_leaves_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = asyncio.Event()
+
+    async def fails(memory_bytes: int) -> QueryChild:
+        await left.wait()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(QueryChild, "start", fails)
+    queries = Queries(validated({"sql_processes": 1}))
+    client = asyncio.create_task(queries.take())
+    await asyncio.sleep(0)
+    client.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client
+    left.set()
+    await asyncio.wait_for(queries.close(), 10)
 
 
 @pytest.fixture(scope="module")

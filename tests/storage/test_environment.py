@@ -40,6 +40,8 @@ from tests.storage.rig import Clock, open_writer, publish
         (lmdb.ReadersFullError("x"), Locked, "reader slots"),
         (lmdb.LockError("mdb_txn_begin: Resource temporarily unavailable"), Locked, "same PID"),
         (OSError(errno.ENXIO, "No such device"), StorageError, "No such device"),
+        (OSError(errno.EMFILE, "Too many open files", "/somewhere/data.mdb"), StorageError, "Too many open files"),
+        (lmdb.Error("/somewhere: No such file or directory"), StorageError, "Error: No such file"),
         (lmdb.BadTxnError("mdb_get: MDB_BAD_TXN"), CorruptedError, "is damaged or is none: mdb_get: MDB_BAD_TXN"),
     ],
 )
@@ -48,6 +50,7 @@ def test_errors_of_the_system_get_our_names(error: Exception, kind: type[Storage
     assert type(ours) is kind
     assert text in str(ours)
     assert str(ours).startswith("/somewhere: ")
+    assert "/somewhere" not in ours.message, "it is sent to clients"
 
 
 _NOT_DAMAGE = {

@@ -255,7 +255,9 @@ def read_users(path: Path) -> dict[str, Any]:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise _bad(path, "is not a file")
             data = file.read(USERS_FILE_BYTES_MAX + 1)
-        document = json.loads(data, object_hook=_as_it_is) if len(data) <= USERS_FILE_BYTES_MAX else None
+        if len(data) > USERS_FILE_BYTES_MAX:
+            raise _bad(path, f"has more than {USERS_FILE_BYTES_MAX:,} bytes")
+        document = json.loads(data, object_hook=_as_it_is)
     except OSError as error:
         raise _bad(path, f"cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from time import perf_counter
 from typing import Any
 
@@ -44,11 +45,16 @@ LINGER_S = 2.0
 """Time for which a refused client's input is discarded. Closing at once would lose the refusal."""
 REQUEST_TIMEOUT_S = 20.0
 """Time for a request's head, from its first byte or the opening of the connection. `BODY_TIMEOUT_S` limits the body."""
-TURNED_AWAY = (
-    b"HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 1\r\n"
-    b"Cache-Control: no-store\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
-)
-BUSY = bytes(Problem("too-busy", "too many connections to this process").response().body)
+
+
+def last_answer(problem: Problem) -> bytes:
+    response = problem.response()
+    headers = b"".join(b"%s: %s\r\n" % each for each in response.raw_headers)
+    status = HTTPStatus(response.status_code)
+    return f"HTTP/1.1 {status} {status.phrase}\r\n".encode() + headers + b"connection: close\r\n\r\n" + response.body
+
+
+BUSY = last_answer(Problem("too-busy", "too many connections to this process"))
 
 logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
 
@@ -97,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.app_state["transport"] = transport
         self._slot.abort = transport.abort
         if self._slot.refused:
-            self._turn_away(b"503 Service Unavailable", BUSY)
+            self._turn_away(BUSY)
             return
         self._wait_for_request()
 
@@ -309,13 +315,13 @@ class BoundedProtocol(HttpToolsProtocol):
             if self.cycle.response_started or self.pipeline:
                 self.transport.abort()
                 return
-        body = Problem("bad-request", msg, hint=f"request line and headers: {HEAD_BYTES_MAX} bytes at most").response()
-        self._turn_away(b"400 Bad Request", bytes(body.body))
+        hint = f"request line and headers: {HEAD_BYTES_MAX} bytes at most"
+        self._turn_away(last_answer(Problem("bad-request", msg, hint=hint)))
 
-    def _turn_away(self, status: bytes, body: bytes) -> None:
+    def _turn_away(self, answer: bytes) -> None:
         self._refused = True
         self._stop_waiting()
-        self.transport.write(TURNED_AWAY % (status, len(body), body))
+        self.transport.write(answer)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_S, self._too_slow)

@@ -110,11 +110,17 @@ class Queries:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:  # keep the new process for the next query
-            starting.add_done_callback(lambda started: self.give_back(started.result()))
+            starting.add_done_callback(self._keep)
             raise
         except OSError:
             self._places.release()
             raise
+
+    def _keep(self, started: asyncio.Task[QueryChild]) -> None:
+        if started.cancelled() or started.exception() is not None:
+            self._places.release()
+        else:
+            self.give_back(started.result())
 
     def give_back(self, child: QueryChild) -> None:
         """Keep the process if it is idle; else end it, and then free its place."""

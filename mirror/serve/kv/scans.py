@@ -130,9 +130,6 @@ def _create(session: KvSession, frame: Frame) -> Later:
 def _continue(session: KvSession, frame: Frame) -> Later:
     limits = codec_kv.decode_scan_continue(frame.extras)
     scan = _open_scan(session, limits.uuid, frame.vbucket)
-    if scan.continuing:
-        raise Refused(Status.EBUSY, "the scan is being continued")
-    scan.continuing = True
     page = _page(
         session,
         scan,
@@ -143,13 +140,16 @@ def _continue(session: KvSession, frame: Frame) -> Later:
     def step() -> Reply | Later | None:
         if session.scans.get(limits.uuid) is not scan:
             raise Refused(Status.RANGE_SCAN_CANCELLED)
+        if scan.page not in (None, page):
+            raise Refused(Status.EBUSY, "the scan is being continued")
+        scan.page = page
         try:
             reply = next(page)
-        except Refused:
+        except Exception:
             del session.scans[limits.uuid]
             raise
         if reply is not None:
-            scan.continuing = False
+            scan.page = None
             if not scan.position:
                 del session.scans[limits.uuid]
         return reply
@@ -162,7 +162,7 @@ def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
     if scan is None or scan.pin.vbid != vbid or scan.ends_s <= session.bucket.clock.monotonic():
         session.scans.pop(name, None)
         raise Refused(Status.KEY_ENOENT)
-    if scan.reader is not session.reader:
+    if scan.reader != session.reader:
         raise Refused(Status.EACCESS, "the scan is another user's")
     return scan
 
