@@ -3,7 +3,8 @@
 A cursor file has a token for each vbucket, one a line. Invariants:
 - the token of the last printed line resumes after that line;
 - with --follow each event is printed once, rollbacks included;
-- a cursor file is replaced (fsync, rename) after its events were flushed, so a kill may repeat events but loses none.
+- events are flushed before a cursor file with their tokens replaces the old one (fsync, rename), so a kill may repeat
+  events but loses none.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def tokens_from(texts: Iterable[str]) -> dict[int, Token]:
 
 
 def start(view: View, vbid: int | None, since: list[str], file: Path | None) -> tuple[list[int], dict[int, Token]]:
-    """Return the vbuckets to print and the tokens after which to begin. Raises ConfigError."""
+    """Return the vbuckets to print and the tokens after which to begin. Raises ConfigError, StorageError."""
     every = list(view.vbids) if vbid is None else [vbid]
     if file is not None and file.exists():
         return every, {each: token for each, token in load_cursor(file).items() if each in every}
@@ -111,7 +112,7 @@ class Pump:
                 for change in self._view.changes(vbid, since=self.tokens.get(vbid)):
                     if self.done and not in_step:
                         return
-                    in_step = change.token == self.tokens.get(vbid)  # the next call would begin with the rollback again
+                    in_step = change.token == self.tokens.get(vbid)  # a resume here would repeat the rollback
                     if self._is_selected(change, collection_id):
                         print_change(change, as_json=self._as_json)
                         if self._left is not None:

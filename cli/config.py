@@ -44,7 +44,7 @@ A change takes effect at SIGHUP (`systemctl reload`), which restarts the workers
 
 LINE_LENGTH = 120
 BOOLEAN, PLAIN = "`true` or `false`", ("text", "path")
-"""Values that docs/settings.md leaves out."""
+"""Descriptions of values that docs/settings.md leaves out."""
 USUAL = Effect.WORKERS
 """The effect that docs/settings.md leaves out."""
 

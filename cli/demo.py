@@ -30,12 +30,12 @@ from storage.read.view import open_view
 LOOK_INTERVAL_S = 0.5
 PLAIN_INTERVAL_S = 3.0
 STEP_TIMEOUT_S = 90.0
-"""Longest time of a step. A longer step ends the demo with an error."""
+"""Longest wait for a condition. A longer wait makes the demo fail."""
 DEFAULT_LENGTH_S = 30.0
-"""Time of all steps without --seconds. Afterwards the mirror runs until Ctrl-C."""
+"""The `length_s` of the story without --seconds. Afterwards the mirror runs until Ctrl-C."""
 QUESTION = "SELECT customer.city, count(*) AS orders, sum(total) AS total FROM documents GROUP BY ALL ORDER BY total"
 LOST_CHANGES = 20
-"""Changes that each vbucket of the failed node loses: fewer if its boundaries do not reach back so far."""
+"""Changes that each vbucket of the failed node loses; fewer if one of them keeps less history."""
 
 
 class Story:

@@ -1,9 +1,8 @@
 """Turns an error into one clear line and an exit code, for all commands.
 
 Exit codes: 0 done; 1 failed while running; 2 wrong usage or configuration; 3 the mirror's data is damaged or belongs to
-another bucket; 4 the source refused; 5 the requested document or user does not exist; 130 interrupted. Invariants: a
-user's mistake is one line on stderr, never a traceback; a bug too is one line, which says how to get the traceback
-(`DCP_MIRROR_LOG_LEVEL=debug`).
+another bucket; 4 the source refused; 5 the requested document or user does not exist; 130 interrupted. Invariant: each
+error, even a bug, is one line on stderr; `DCP_MIRROR_LOG_LEVEL=debug` adds a traceback, and the line of a bug says so.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def lines(view: View, pin: Pin, names: dict[int, str], *, xattrs: bool) -> Itera
 
 
 def with_xattrs(raw: Document) -> bytes:
-    """Return a document as JSON with the member `xattrs`, or with the stored value if that cannot be decoded."""
+    """Return a document as JSON with the member `xattrs`, or without it if the stored value cannot be decoded."""
     try:
         value, datatype = values.inflate(raw.value, raw.datatype)
         found, body = values.split(value, datatype)

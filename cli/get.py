@@ -1,7 +1,7 @@
-"""`get` and `scan`: one document, or documents in key order, at the newest or an older boundary.
+"""`get`: one document; `scan`: documents by vbucket, collection and key. Both read the newest or an older boundary.
 
-Invariants: stdout of `get` holds only the value, byte for byte, and the boundary goes to stderr; `scan` prints rows as
-it reads them, so memory does not grow with the bucket.
+Invariants: without --json and --meta, stdout of `get` holds only the value, byte for byte (plus a newline on a
+terminal); the boundary goes to stderr; `scan` prints rows as it reads them, so memory does not grow with the bucket.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`init`: try a source and write its settings file; with `--systemd`, also the files of the unit.
 
-Invariants: nothing is written before the source was tried; an existing file is overwritten only on request; the
-password is not in the settings file, but in a file of its own with mode 0600.
+Invariants: without --no-check, the source is tried before anything is written; an existing file is overwritten only on
+request; the password is not in the settings file, but in a file of its own with mode 0600.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from mirror.log import set_up_logs
 
 UNIT = "dcp-mirror@.service"
 UNIT_PATH = ("/opt/dcp-mirror/bin", "/usr/local/bin", "/usr/bin", "/bin")
-"""Directories to search for the unit's program."""
+"""The PATH in the unit file."""
 WIDTH = 100
 ATTEMPTS_MAX = 3
-"""Attempts with a typed password. Few, because sources may lock a user after several."""
+"""Limit of attempts with a typed password: sources may lock a user after several."""
 
 
 def init(
@@ -169,7 +169,7 @@ def toml_value(value: Any) -> str:
 
 
 def unit_files(root: Path) -> dict[Path, tuple[str, int]]:
-    """Return (text, mode) by path of the unit, its user and its directories. Raises ConfigError."""
+    """Return path -> (text, mode) of the files for the unit, its user, directories and PATH. Raises ConfigError."""
     places = (Path(__file__).parents[1] / "systemd", Path(sysconfig.get_path("data"), "share/doc/dcp-mirror/systemd"))
     folder = next((place for place in places if (place / UNIT).exists()), None)
     if folder is None:

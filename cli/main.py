@@ -121,8 +121,8 @@ def options(
 
 
 def application(named: str) -> typer.Typer:
-    """Return the application. Only the named command is imported; the others have only a line of help. With "" all are
-    imported, for a process that forks a child for each command.
+    """Return the application. Only the command `named` is imported; the others have only a line of help. If `named` is
+    "", all are imported, for a process that forks a child for each command.
     """
     app = typer.Typer(
         name="dcp-mirror",
@@ -140,7 +140,7 @@ def application(named: str) -> typer.Typer:
                 _mount(app, name)
             else:
                 app.command(name, help=line)(_not_imported)
-    gc.freeze()  # spares the garbage collection at exit, a tenth of a second
+    gc.freeze()  # prevents a garbage collection at exit, which takes a tenth of a second
     return app
 
 

@@ -27,7 +27,7 @@ def one_of(*values: str) -> Callable[[], list[str]]:
 
 
 def optional(*names: str, metavar: str | None = None, **facts: Any) -> Any:
-    """Declare an option without a default in the help. Shells complete the values of a metavar such as `safe|full`."""
+    """Declare an option whose default the help omits. Shells complete the values of a metavar such as `safe|full`."""
     if metavar is not None and "|" in metavar and metavar.islower():
         facts.setdefault("autocompletion", one_of(*metavar.split("|")))
     return typer.Option(*names, metavar=metavar, **{"show_default": False} | facts)
@@ -117,9 +117,9 @@ def settings_from(flags: Values, *, config: Path | None = None, pairs: list[str]
 
 
 def with_source(loaded: LoadedSettings) -> Settings:
-    """Return the settings. Without a source, take that of the service running on the data directory.
+    """Return the settings. If they have no source, add the source settings of the service on the data directory.
 
-    Raises ConfigError if there is no such service.
+    Raises ConfigError if no service runs there, and what `client.ask` raises.
     """
     settings = loaded.settings
     if settings.source is not None:

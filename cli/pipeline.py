@@ -3,7 +3,7 @@
 Knows the command line, the progress, and where tasks run: on this machine's cores or in Spark. Invariants:
 - packages of the extra `spark` are imported only when a command runs, and the error about a missing one has a remedy;
 - progress goes to stderr;
-- after Ctrl-C or an error the targets are as they were.
+- after Ctrl-C or an error no incomplete target looks complete.
 
 `spark-submit .../cli/pipeline.py export ...` runs the same command in the session of spark-submit.
 """
@@ -387,7 +387,7 @@ def sync(
     """Keep two Delta tables: TO/documents with current documents, TO/changes with each event once. Resumes where it
     ended.
 
-    With --schema, documents has columns from the body. Columns added later are filled in all rows.
+    With --schema, TO/documents has columns from the body. Columns added later are filled in all rows.
     """
     need("pyspark", "pyarrow", "deltalake")
     source_options = {

@@ -1,7 +1,7 @@
 """`record`: a DCP session's frames in a file.
 
-Invariants: a recording can be read even if it ended abruptly; an existing file is never overwritten, and an empty one
-is removed.
+Invariants: a recording can be read even if it ended abruptly; an existing file is never overwritten; after an error, a
+new file without frames is removed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def record(
     pairs: options.SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Record a DCP session from the beginning: every frame in both directions with its time, without logins.
+    """Record a DCP session from the beginning: every frame in both directions with its time, without passwords.
 
     The file contains the documents: keep it as secret as the bucket.
     """

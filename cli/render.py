@@ -40,14 +40,14 @@ BUSY_STATES = {
 PLAIN_INTERVAL_S = 2.0
 TASK_INTERVAL_S = 5.0
 TROUBLES_MAX = 8
-"""Limit of the errors in a summary, worst first."""
+"""Limit of the errors that a status shows, worst first."""
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 
 LEASES_SHOWN = 3
 SELDOM_CHANGES = frozenset({"mirrored", "data", "history", "held"})
-"""Facts that are left out on a small terminal; `status` shows them."""
+"""Facts that `top` leaves out on a small terminal; `status` shows them."""
 
 
 def state_text(state: str) -> Text:
@@ -407,7 +407,7 @@ class Screen:
         self.show(line, line)
 
     def show(self, view: RenderableType, line: str) -> None:
-        """Show `view` on a terminal; elsewhere print `line`, at most every few seconds."""
+        """Show `view` on a terminal; elsewhere print `line`, but not more often than `plain_interval_s`."""
         if self._live is not None:
             self._live.update(view, refresh=True)
             return
@@ -463,7 +463,7 @@ class Bar:
 
 
 def show(view: RenderableType) -> None:
-    """Print `view` on stdout. A pipe gets no padding and 160 columns, or COLUMNS."""
+    """Print `view` on stdout. A pipe gets no padding, and COLUMNS (default: 160) columns."""
     if stdout.is_terminal:
         stdout.print(view)
         return

@@ -30,7 +30,7 @@ from storage.write.writer import GroupWriter, WriterOptions
 
 
 def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) -> Reply:
-    """Roll back as the owner of the vbucket's group. Raises Locked, NoSuchBoundary."""
+    """Roll back as the owner of the vbucket's group. Raises StorageError, such as Locked or NoSuchBoundary."""
     identity = directory.load(str(path))
     group = vbid % identity.group_count
     writer = GroupWriter(
@@ -52,7 +52,7 @@ def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) 
 
 
 def undone(view: View, vbid: int, result: Reply) -> Iterator[tuple[str, Document]]:
-    """Return the retractions and restorations of a finished rollback."""
+    """Yield the retractions and restorations of a finished rollback."""
     for change in view.changes(vbid, since=view.token(vbid, result["from_branch"], result["from_seqno"])):
         if change.kind not in ("rollback", "retraction", "restoration"):
             return  # a running service has streamed it since

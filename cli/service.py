@@ -1,4 +1,4 @@
-"""`stop` and `reload`: SIGTERM and SIGHUP to a service without its process id; `assets`: files to monitor it.
+"""`stop`, `reload`: act on a service as SIGTERM and SIGHUP do, without its process id; `assets`: files to monitor it.
 
 Invariants: `stop` exits with 0 only if no service runs on the directory any more; `assets` never overwrites a file with
 other content.

@@ -1,8 +1,8 @@
 """`sql`: queries of a mirror, one as an argument or many in a shell; `schema`: the columns of its documents.
 
-Knows the terminal, threads and files; `mirror.sql` answers. Invariants: a query runs in a thread of its own, so Ctrl-C
-cancels only the query; stdout has only the answer, errors and progress go to stderr; a file gets its name once it is
-complete.
+Knows the terminal, threads and files; `mirror.sql` answers. Invariants: a query runs in a thread of its own, so in the
+shell Ctrl-C cancels only the query; outside the shell stdout has only the answer; errors and progress go to stderr; a
+file gets its name once it is complete.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOOK_S = 0.1
 HELP = "\\d: tables   \\d TABLE: its columns   Ctrl-C: cancel   Ctrl-D: end"
 WORD = re.compile(r"[\w.]+")
 AHEAD = 2
-"""Batches that the query's thread reads ahead of the output."""
+"""Limit of the batches that the query's thread reads ahead of the output."""
 SCHEMA_HEADERS = ("column", "type", "share", "example")
 
 Write = Callable[[Any], object]
@@ -51,7 +51,7 @@ need = partial(options.need, "sql needs", "sql")
 
 
 class Running:
-    """A query in a thread of its own; `batches` starts it."""
+    """A query in a thread of its own; `batches` starts the thread."""
 
     def __init__(self, session: Session, query: str) -> None:
         self._session = session

@@ -132,7 +132,7 @@ class Stage:
 
     @staticmethod
     def kill_worker(pid: int) -> None:
-        """Send SIGKILL, as the kernel does when it is out of memory."""
+        """Send SIGKILL, as the kernel does when memory runs out."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

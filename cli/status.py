@@ -33,7 +33,7 @@ from storage.read.view import View, open_view
 READY_INTERVAL_S = 0.2
 EVENTS_INTERVAL_S = 0.5
 COUNT_SEQNOS_MAX = 2_000_000
-"""If more seqnos are to be walked, which takes seconds, documents are counted only with --count."""
+"""Limit of the seqnos to walk for a count. A longer walk takes seconds, and only `status --count` makes one."""
 
 
 class DocumentCounter:
@@ -91,7 +91,7 @@ def current_status(data: Path) -> Status:
 
 
 def ready_status(data: Path, timeout_s: float | None) -> Status:
-    """Return the status once the mirror is ready, or the last status after `timeout_s`."""
+    """Return the status once the mirror is ready. After `timeout_s` return the last status, or raise NotAMirror."""
     until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(NotAMirror):  # the service has not made it yet
@@ -163,7 +163,7 @@ def top(
 def keys() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits some seconds for one key of the terminal and returns the key, or "" without one.
 
-    The terminal is restored at the end. No key is read if stdin is no terminal or belongs to another process group.
+    The terminal is restored at the end. No key is read if stdin is no terminal or this process is in the background.
     """
     descriptor, before = -1, None
     with contextlib.suppress(OSError, ValueError, termios.error):

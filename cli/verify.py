@@ -48,7 +48,7 @@ COUNTED = (
     "behind_seqnos",
 )
 REPAIRED = ("different", "unreadable")
-"""States that a repair fixes. The other states end by themselves if the service streams."""
+"""States that a repair fixes. `rollback`, `behind` and `unfinished` end by themselves while the service streams."""
 
 
 def verify(
@@ -124,7 +124,9 @@ def verify(
 
 
 def selected(path: Path, url: str, settings: Settings) -> list[str] | None:
-    """Return the mirrored part of the bucket that still exists at the source; None for all. Raises MirrorError."""
+    """Return the selected parts that the source still has, or None (the whole bucket) if there are none. Raises
+    MirrorError, StorageError.
+    """
     selection = Selection.parse(directory.load(str(path)).selection)
     if selection.scope is None and not selection.collections:
         return None

@@ -13,13 +13,13 @@
 A `View` reads: it returns `Document` and `Change`. `Token` is a position in the changes, `Time` a moment for `as_of`,
 and `MutationToken` names a write to wait for. A mirror is read only.
 
-Every error that a reader can meet is a `StorageError`. Its text has the place, the problem and the remedy. If
-`retryable` is true, the same call may succeed later:
+Reads raise a `StorageError`, mostly one of those below; SQL and Arrow also raise a `mirror.errors.MirrorError`. The
+text has the place, the problem and the remedy. If `retryable` is true, the same call may succeed later:
 
     StorageError
     |-- NotAMirror         there is no mirror at this path
-    |-- ReadOnly           this user may not write the lock file in which LMDB registers readers
-    |-- Full               no space left for that lock file
+    |-- ReadOnly           this user lacks a permission; a reader must write LMDB's lock file
+    |-- Full               no space left for LMDB's lock file (retryable)
     |-- CorruptedError     stored bytes contradict the format: `dcp-mirror check`
     |-- FormatTooNew       written by another version of the format
     |-- WrongBucket        a group's folder belongs to another mirror
@@ -27,8 +27,8 @@ Every error that a reader can meet is a `StorageError`. Its text has the place, 
     |-- UnknownCollection  no collection of that name
     |-- NoSuchBoundary     `as_of` is before the kept history
     |-- AnswerTooLarge     the documents are larger than the caller's `bytes_max`
-    |-- Unavailable        the vbucket is resynced (retryable)
-    |-- ViewInvalidated    a rollback or the purger passed the position: start again (retryable)
+    |-- Unavailable        the vbucket is being resynced (retryable)
+    |-- ViewInvalidated    a rollback, a resync or the purger passed the position: start again (retryable)
     |-- NotPublished       a write was not published in time (retryable)
     |-- WriteLost          a failover has undone a write: it will never come
     `-- Closed             the view was closed, or opened before a fork

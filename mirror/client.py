@@ -19,9 +19,9 @@ from mirror.messages import ControlCommand, Reply, encode
 
 SOCKET_NAME = "control.sock"
 TIMEOUT_S = 35.0
-"""Slightly more than the service's own limit for a command."""
+"""Limit of each wait: slightly more than the service's own limit for a command."""
 ANSWER_LENGTH_MAX = 256 * 1024 * 1024
-"""Ten times the size of a status of 65,536 vbuckets."""
+"""Bytes of the longest answer: five times a status of 65,536 vbuckets."""
 
 
 @contextmanager
@@ -47,8 +47,8 @@ class ServiceSaidNo(MirrorError):
 
 
 def ask(directory: Path, command: ControlCommand, *, timeout_s: float = TIMEOUT_S) -> Reply | None:
-    """Send a command to the service of `directory`. Return its answer, or None if no service runs. Raises
-    ServiceSaidNo, SupervisionError.
+    """Send a command to the service of `directory`. Return its answer, or None if no service runs or it goes away.
+    Raises ServiceSaidNo, SupervisionError.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(timeout_s)

@@ -1,4 +1,4 @@
-"""Settings: every limit of the program with its reason. A `Settings` object is frozen.
+"""The settings, each with its bounds and meaning. A `Settings` object is frozen.
 
 `mirror.config_reader` reads and checks settings. This module does not import pydantic, because workers get checked
 settings and start in half the time without it. The password is no setting: `PasswordSource` reads it whenever it is
@@ -271,7 +271,7 @@ def vbucket_range(text: str, setting: str) -> tuple[int, int]:
 
 
 def from_wire(values: Mapping[str, Any]) -> Settings:
-    """Return the settings another process sent as `to_wire(settings)`."""
+    """Return the settings that another process sent as `to_wire(settings)`."""
     kinds = {each.name: str(each.type) for each in fields(Settings)}
     given = dict(values)
     for name, value in given.items():
@@ -331,7 +331,7 @@ class PasswordSource:
         return None if found is None else f"file {found[0]}"
 
     def read(self) -> str | None:
-        """Return the current password; None if none is set. Raises ConfigError if a file cannot be read."""
+        """Return the current password; None if none is set. Raises ConfigError if its file is unreadable or invalid."""
         from_environment = os.environ.get("DCP_MIRROR_PASSWORD")
         if from_environment is not None:
             return from_environment

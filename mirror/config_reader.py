@@ -1,4 +1,4 @@
-"""Read and check settings. Flags take precedence over `DCP_MIRROR_*` variables, then a TOML file, then defaults.
+"""Read and check settings: flags override `DCP_MIRROR_*` variables, and variables override a TOML file.
 
 A bad value raises a `ConfigError` that names the setting and the remedy.
 """
@@ -125,7 +125,7 @@ class Description:
     values: str
     """The type with unit and bounds, or the allowed values."""
     default: str | None
-    """None if not set."""
+    """None: unset."""
 
 
 def describe() -> list[Description]:
@@ -173,7 +173,7 @@ def _values(name: str, field: FieldInfo) -> str:
 
 
 def _written(value: Any) -> str | None:
-    """Return the value as a settings file writes it."""
+    """Return the value as text that `--set` takes."""
     if value is None or isinstance(value, str):
         return value
     return str(value).lower() if isinstance(value, bool) else f"{value:.15g}"
@@ -269,6 +269,5 @@ def _shown(value: Any) -> str:
 
 
 def nearest(name: str) -> str:
-    """Return a hint for an unknown name."""
     near = get_close_matches(name, NAMES, n=1)
     return f"did you mean {near[0]}?" if near else "`dcp-mirror config show` lists all settings"

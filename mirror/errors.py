@@ -1,4 +1,4 @@
-"""The errors outside of the store and the protocol, as one tree.
+"""The errors outside of the store and the protocol, as one tree; some modules derive their own.
 
 An error has a text (`what`), a remedy (`hint`), an exit code, and `retryable`. A rollback is a normal event, not an
 error. This module must never import another package of the project.
@@ -18,7 +18,7 @@ error. This module must never import another package of the project.
     │   └── BucketChanged            the source is not the bucket that the data came from (exit 3)
     ├── QueryFailed                  SQL that cannot be answered (exit 2)
     │   └── QueryCancelled           the query was cancelled (exit 130)
-    └── SupervisionError             workers, their pipes, their locks (exit 1)
+    └── SupervisionError             the service's processes, pipes, locks, sockets (exit 1)
 
 Invariants: `what` is one sentence without a trailing newline and never holds a secret; `hint` says what to do.
 """
@@ -141,7 +141,7 @@ class BucketChanged(ClusterError):
 
 
 class QueryFailed(MirrorError):
-    """SQL that cannot be answered; `what` is the first line of DuckDB's error."""
+    """SQL that cannot be answered. Of an error of DuckDB, `what` has the first line."""
 
     exit_code = ExitCode.USAGE
 

@@ -2,7 +2,7 @@
 
 `status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show the result (table:
 docs/troubleshooting.md). Invariants: an unknown lag is a trouble; a ready mirror is `following`: every vbucket is
-published, has a stream, and lags less than the limit; a vbucket has at most one trouble, its worst.
+published, has contact with the source, and lags at most the limit; a vbucket has at most one trouble, its worst.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BROKEN = {
     "stalled": "stalled: the source has more and sends nothing",
     "failing": "failing: the source breaks the protocol in them",
 }
-"""States from which a vbucket does not recover by itself -> the words for it in texts. Worst first."""
+"""States of a vbucket that make the mirror `degraded` -> the words for the vbucket in texts."""
 
 WITHOUT_CONTACT = "without contact to the source"
 REPORTED = (BROKEN["damaged"], WITHOUT_CONTACT)
@@ -37,10 +37,10 @@ UNHEARD = "servers do not report"
 MISLED = "clients are led to a mirror that does not answer for its vbuckets"
 
 HELD_UP_S = 1.0
-"""A vbucket that waits longer after an error is a trouble; shorter waits are normal retries."""
+"""A vbucket that waits after an error is a trouble if its lag is longer; shorter waits are normal retries."""
 
 HEARD_S = 2.0
-"""The lag of a vbucket is unknown if its worker sent no heartbeat for this long. Workers send one every 0.5 s."""
+"""If a worker sent no heartbeat for longer, the lag of its vbuckets is unknown. Workers send one every 0.5 s."""
 
 SILENT_S = 3.0
 """A process without a heartbeat for this long is a trouble."""
@@ -101,7 +101,7 @@ class Trouble:
 class Health:
     state: str
     troubles: tuple[Trouble, ...] = ()
-    """The reasons why the mirror is not ready, worst first."""
+    """The reasons why the mirror is not ready, worst state first."""
 
     @property
     def ready(self) -> bool:
@@ -117,7 +117,7 @@ class Health:
 
 
 def heard(row: Row) -> bool:
-    """Return True if the worker's report on this vbucket is at most `HEARD_S` old."""
+    """Return True if the last heartbeat of the vbucket's worker is at most `HEARD_S` old, or no worker runs."""
     return (row["report_age_s"] or 0) <= HEARD_S
 
 
@@ -134,9 +134,8 @@ def assess(
     """Compute the health from the vbuckets' rows (cli/JSON.md) and `groups`, the workers' reports of their groups.
 
     `held_count` is the number of vbuckets that the mirror holds, None while unknown. `source_error` is the error of
-    the last look-up of the source; None if it answered, or before the first. `servers` names the server processes that
-    are silent for `SILENT_S`. `mirrors` has a sentence for each mirror that does not serve the vbuckets that
-    the setting `kv_nodes` gives it.
+    the last look-up of the source; None if the source answered, or before the first look-up. `servers` names the server
+    processes that are silent for `SILENT_S`. `mirrors` has a sentence for each mirror that contradicts `kv_nodes`.
     """
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)
@@ -197,7 +196,7 @@ def _late(row: Row, limit_s: float) -> bool:
 
 
 def _collected(rows: Sequence[Row], found: Sequence[tuple[Row, tuple[str, str] | None]]) -> tuple[Trouble, ...]:
-    """Join vbuckets with the same trouble; the worst trouble comes first."""
+    """Join vbuckets with the same trouble. Sort troubles by state, worst first, then by number of vbuckets."""
     together: dict[tuple[str, str], list[Row]] = {}
     for row, trouble in found:
         if trouble is not None:

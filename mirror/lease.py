@@ -1,8 +1,8 @@
 """Leases: the service keeps a mirror's history from a reader's positions on, while a job of unknown length runs.
 
 The service grants a lease for some seconds, and a thread of this module renews it. Without a service nothing is purged;
-the thread finds a service that starts later. Invariants: the positions are held until `release`; if not, `lost` says
-why; no lease exceeds the service's limits.
+if a service starts later, the thread requests the lease then. Invariants: the positions are held until `release`; if
+not, `lost` says why; no lease exceeds the service's limits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Lease:
         """Request the lease. If other processes hold one with `lease_id`, share it.
 
         Raises ServiceSaidNo if the service refuses, for instance because a position is no longer kept, and
-        SupervisionError.
+        SupervisionError if the service does not answer this user.
         """
         self._directory = Path(path)
         self._positions = [[vbid, branch, seqno] for vbid, (branch, seqno) in sorted(positions.items())]
@@ -90,7 +90,7 @@ class Lease:
             return
         try:
             ask(self._directory, ReleaseLease(self.id))
-        except MirrorError:  # it ends by itself, because nobody renews it
+        except MirrorError:  # the lease ends by itself, because nobody renews it
             return
 
 

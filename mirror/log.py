@@ -1,8 +1,8 @@
 """Logs of every process: structlog writes each message to stderr as a line of text or JSON.
 
-Nothing is logged to standard output, because commands print data there. Only level debug logs an exception with its
-traceback; other levels log its text, which names the remedy. structlog would import rich for tracebacks. This module
-prevents that: it draws none, and rich takes a fifth of a worker's start.
+Nothing is logged to standard output, because commands print data there. Only an internal error is logged with its
+traceback; the text of other errors names the remedy. structlog would import rich to draw tracebacks. This module
+prevents that, because the import takes a fifth of a worker's start.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A message travels as an object with `op` and a key for each field: a line of JSON on the control socket, msgpack on a
 pipe. Invariants:
-- an unknown `op`, a missing field, or a field of another type is an error that names it;
+- an unknown `op`, a missing field, or a field of the wrong type is an error that names it;
 - unknown keys are ignored, because client and service may have different versions;
 - values inside a report are not checked, because both ends of a pipe run the same program.
 """
@@ -23,6 +23,8 @@ from mirror.errors import ConfigError, SupervisionError
 
 @dataclass(frozen=True, slots=True)
 class Ping:
+    """Answer: `pid`."""
+
     op: ClassVar[str] = "ping"
 
 
@@ -35,7 +37,7 @@ class GetSource:
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """A service answers `status` in the shape of cli/JSON.md, a process a `ProcessReport`."""
+    """A service answers `status` in the shape of cli/JSON.md, a process answers a `ProcessReport`."""
 
     op: ClassVar[str] = "status"
 
@@ -97,7 +99,7 @@ class HoldPositions:
 
 @dataclass(frozen=True, slots=True)
 class UseKvNodes:
-    """To a KV process: the current mirrors of the bucket."""
+    """To a KV process: `kv_nodes` of the settings, and the revision of its cluster map."""
 
     op: ClassVar[str] = "map"
     kv_nodes: str | None
@@ -110,7 +112,7 @@ class NoteContact:
 
     op: ClassVar[str] = "contact"
     lost: list[list[int]]
-    """[vbid, milliseconds] each."""
+    """[vbid, milliseconds since the last contact] each."""
 
 
 ControlCommand = (
@@ -149,7 +151,7 @@ class StartServer:
     settings: Values
     kind: str
     revision: int
-    """Revision of the cluster map that a KV server gives its clients."""
+    """Revision of the cluster map that a KV or DCP server gives its clients."""
     login_secret: str
     listeners: list[list[Any]]
     """[address, inherited descriptor or None] each."""
@@ -206,7 +208,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """The reason why the process exits after this message."""
+    """The reason why the process exits, or why the supervisor kills it."""
 
     op: ClassVar[str] = "failed"
     message: str
@@ -258,7 +260,7 @@ class ProcessReport(TypedDict, total=False):
 
 Status = dict[str, Any]
 Reply = dict[str, Any]
-"""The answer to a command. The command's docstring names the keys."""
+"""The answer to a command. The command's docstring names the keys, if any."""
 
 # the wire
 

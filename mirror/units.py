@@ -1,4 +1,4 @@
-"""Durations, sizes and times as people write them: `90`, `1.5h`, `250ms`, `64MiB`, `1g`, `2026-01-31T12:00Z`. Pure."""
+"""Durations, sizes and times as people write them: `1.5h`, `250ms`, `64MiB`, `1g`, `2026-01-31T12:00Z`. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view that `mirror.open_view` returns: the store's view, and SQL and Arrow."""
+"""The view that `mirror.open_view` returns: the store's view with SQL and Arrow."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class QueryView(View):
         """Return the answer to a SELECT as a pyarrow.Table. Each collection is a table; `documents` is the default
         collection.
 
-        `mirror.sql.Session` answers several queries, in batches. Raises QueryFailed, DocumentDoesNotFit, and the errors
-        of `scan`.
+        Use `mirror.sql.Session` for several queries, or for batches. Raises QueryFailed, DocumentDoesNotFit,
+        ConfigError, SupervisionError, and the errors of `scan`.
         """
         with _sql().Session(self, as_of=as_of, memory_bytes=memory_bytes) as session:
             return session.run(query).reader.read_all()

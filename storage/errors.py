@@ -31,19 +31,19 @@ class StorageError(Exception):
 
 
 class CorruptedError(StorageError):
-    """Stored bytes contradict the format."""
+    """Stored bytes contradict the format, or are missing."""
 
     exit_code = 3
 
 
 class WrongBucket(StorageError):
-    """The directory or group folder belongs to another bucket."""
+    """The group folder belongs to another mirror or group."""
 
     exit_code = 3
 
 
 class FormatTooNew(StorageError):
-    """The directory was written in a format that this program does not know."""
+    """The directory or backup has a format that this program does not read."""
 
     exit_code = 3
 
@@ -55,13 +55,13 @@ class NotAMirror(StorageError):
 
 
 class Locked(StorageError):
-    """Another process holds the group, the directory, or the last reader slot."""
+    """Another process writes the group, took the last reader slot, or has this process's PID in another container."""
 
     retryable = True
 
 
 class ReadOnly(StorageError):
-    """A permission is missing: on the directory, or on the lock file, which readers must write."""
+    """A permission is missing, for example on the lock file, which readers must write."""
 
     exit_code = 2
 
@@ -87,13 +87,13 @@ class NotHeld(StorageError):
 
 
 class UnknownCollection(StorageError):
-    """The vbucket has no collection of that name at the requested position."""
+    """No collection of that name or id exists at the requested position."""
 
     exit_code = 2
 
 
 class NoSuchBoundary(StorageError):
-    """No boundary is kept at or below the requested position; the message names the floor."""
+    """The history that the requested position needs is not kept; the message names the floor."""
 
 
 class AnswerTooLarge(StorageError):
@@ -115,7 +115,7 @@ class ViewInvalidated(StorageError):
 
     retryable = True
     rolled_back = False
-    """True if another history is served now; False if rows that the read needs are no longer kept."""
+    """True if a rollback or resync passed the position of a running read."""
 
 
 class Unavailable(StorageError):

@@ -1,7 +1,7 @@
 """The value types of the store: identifiers, documents, boundaries and the state of a vbucket.
 
-Knows plain values only: no LMDB, no sockets, no clock. All types are immutable. `ingest` imports no other module of
-`storage`.
+Knows plain values only: no LMDB, no sockets, no clock. All types but `SourceFacts` are immutable. `mirror.ingest`
+imports no other module of `storage`.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class VbucketState(NamedTuple):
     rollback_count: int = 0
     last_rollback_ms: int | None = None
     stream_filter: str | None = None
-    """The filter in the stream requests of the staging branch; None: no filter."""
+    """The filter in the stream requests of the staging branch; None: no filter; empty: unknown."""
     missing_seqno: int = 0
     """Tombstones up to here may be missing on the staging branch: the source purged them before the first snapshot. If
     the source does not report its purge seqno, the value is SEQNO_MAX until that snapshot is published.
@@ -379,7 +379,7 @@ JSON_FIELDS = tuple(each.name for each in DOCUMENT_FIELDS if each.in_json)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The bucket that a data directory mirrors, and its layout; `meta` of each environment has the same."""
+    """The bucket that a data directory mirrors, and the directory's layout. `meta` of each environment has a copy."""
 
     cluster_uuid: str
     bucket_name: str
@@ -387,7 +387,7 @@ class Identity:
     vbucket_count: int
     group_count: int
     held: tuple[int, int] | None = None
-    """First and last vbucket of this mirror, if other mirrors hold the rest; None: it holds all."""
+    """First and last vbucket of this mirror, if other mirrors hold the rest; None: this mirror holds all."""
     selection: str = ""
     """The mirrored part of the bucket (text of a `Selection`); empty: the whole bucket."""
 

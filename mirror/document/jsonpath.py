@@ -1,8 +1,8 @@
 """Paths into JSON text: find a value, and return the text with a value added, changed or removed.
 
 Knows path syntax (kv_engine docs/SubDocument.md) and JSON text; must never know documents or requests. Invariants: a
-change keeps every other byte of the text, also blanks except beside a removed member, as kv_engine does (recording
-sdk_72_conn2); a failure changes nothing and raises a `PathError` with the status for the client.
+change keeps every other byte of the text, except blanks beside a removed member, as kv_engine does (recording
+sdk_72_conn2); a failure raises a `PathError` with the status for the client, and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Part = str | int
 
 
 class PathError(Exception):
-    """The path is invalid or missing, or its value has another type. `status` is the answer to the client."""
+    """An operation at a path failed, or its path or value is invalid. `status` is the answer to the client."""
 
     def __init__(self, status: Status) -> None:
         super().__init__(status.name)
@@ -42,7 +42,7 @@ class Member:
 
 
 def parse_path(path: str) -> list[Part]:
-    """Return the parts of a path: names of members and indexes of elements (-1: the last)."""
+    """Return the parts of a path: names of members and indexes of elements (-1: the last). Raises PathError."""
     if len(path.encode()) > PATH_BYTES_MAX:
         raise PathError(Status.SUBDOC_PATH_E2BIG)
     parts: list[Part] = []
@@ -104,7 +104,7 @@ def _skip(text: str, position: int) -> int:
 
 
 def members(text: str, start: int) -> Iterator[Member]:
-    """Yield the members or elements of the container that starts at a position of valid JSON."""
+    """Yield the members or elements of the container at `start`. The text must be valid JSON."""
     is_object = text[start] == "{"
     position = _skip(text, start + 1)
     index = 0
@@ -127,7 +127,7 @@ def root(text: str) -> int:
 
 
 def find(text: str, parts: list[Part]) -> tuple[int, int]:
-    """Return start and end of the value at a path."""
+    """Return start and end of the value at a path. Raises PathError."""
     start = root(text)
     end = len(text.rstrip(_BLANKS))
     for part in parts:
@@ -139,8 +139,8 @@ def find(text: str, parts: list[Part]) -> tuple[int, int]:
 
 
 def child(text: str, start: int, part: Part) -> Member | None:
-    """Return the member `part` of the container at `start`, or None. Raises PathError for a name in an array, and for
-    an index in an object.
+    """Return the member `part` of the container at `start`, or None. Raises PathError for a name unless the value at
+    `start` is an object, and for an index unless it is an array.
     """
     if text[start] != ("{" if isinstance(part, str) else "["):
         raise PathError(Status.SUBDOC_PATH_MISMATCH)
@@ -158,7 +158,7 @@ def replace(text: str, parts: list[Part], value: str) -> str:
 
 
 def remove(text: str, parts: list[Part]) -> str:
-    """Remove a member from its container, and one comma with it."""
+    """Remove a member from its container, and the comma beside it. Raises PathError."""
     if not parts:
         raise PathError(Status.SUBDOC_PATH_EINVAL)
     start, _ = find(text, parts[:-1])
@@ -180,7 +180,7 @@ def remove(text: str, parts: list[Part]) -> str:
 
 
 def insert_member(text: str, parts: list[Part], value: str, *, make_parents: bool, add_only: bool) -> str:
-    """Add a member to an object, or replace it. With `add_only` an existing member is a PathError."""
+    """Add a member to an object, or replace it. Raises PathError, with `add_only` also for an existing member."""
     if not parts or not isinstance(parts[-1], str):
         raise PathError(Status.SUBDOC_PATH_EINVAL)
     start = _parent(text, parts[:-1])
@@ -225,7 +225,7 @@ def insert_element(text: str, parts: list[Part], values: str) -> str:
 
 
 def add_unique(text: str, parts: list[Part], value: str, *, make_parents: bool) -> str:
-    """Append a scalar to an array of scalars. Raises PathError if the array has the scalar."""
+    """Append a scalar to an array of scalars. Raises PathError, also if the array has the scalar."""
     added = json.loads(value)
     if isinstance(added, dict | list):
         raise PathError(Status.SUBDOC_VALUE_CANTINSERT)

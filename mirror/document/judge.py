@@ -1,8 +1,8 @@
 """Check that bytes are one JSON value (RFC 8259, UTF-8), in steps of bounded work.
 
 `json.loads` reads 20 MiB in one call that holds the interpreter's lock for 0.9 s. `is_json` yields None after every
-`STEP_BYTES`, and makes no objects of values. Invariant: `is_json` accepts the same bytes as `json.loads`, except for
-NaN, Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` or more, which it refuses.
+`STEP_BYTES`, and builds no values. Invariant: `is_json(data)` accepts what `json.loads(data.decode())` accepts, but
+refuses NaN, Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` bytes or more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STEP_BYTES = 16 * 1024
 STEP_VALUES = 256
 """This many values, checked one by one, take as much work as STEP_BYTES."""
 DEPTH_MAX = 900
-"""Most nested containers. Other programs that read JSON mostly have a similar limit."""
+"""Greatest depth of nested containers. Most programs that read JSON have a similar limit."""
 NUMBER_BYTES_MAX = 4096
 
 # Groups that must not backtrack are atomic, not possessive. Python 3.11.2, which Debian 12 has, matches possessive
@@ -27,7 +27,7 @@ _STRING = rb'"(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)"'
 _NUMBER = rb"(?>(?![-+.0-9eE]{%d})-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?)" % NUMBER_BYTES_MAX
 _SCALAR = rb"(?:%b|%b|true|false|null)" % (_STRING, _NUMBER)
 LEVELS = 3
-"""The regular expressions match containers nested up to this depth. One match may take many of them."""
+"""The regular expressions match containers nested up to this depth. One match may span many containers."""
 
 
 def _nested(inner: bytes) -> bytes:
@@ -78,14 +78,14 @@ def is_json(data: Buffer) -> Steps[bool]:
 
 
 class _Judge:
-    """Raises _NoJson, or IndexError if the text ends too early."""
+    """Its methods raise _NoJson, or IndexError if the text ends too early."""
 
     def __init__(self, data: Buffer) -> None:
         self._data = data
         self._at = 0
 
     def judge(self) -> Steps[None]:
-        """Keep open containers in a list, because recursion would overflow Python's stack."""
+        """Read the text in a loop, because recursion would overflow Python's stack."""
         data = self._data
         inside = bytearray()  # the brackets that are open
         values = 0
@@ -128,8 +128,8 @@ class _Judge:
     def _before_value(self, bracket: int) -> Steps[None]:
         """Skip the values that the pattern matches, each with its comma. Stop at the first other value.
 
-        The value at the stop is nested too deeply for the pattern, longer than STEP_BYTES, or the container's last. In
-        an object, skip its name as well.
+        This value is nested too deeply for the pattern, longer than STEP_BYTES, invalid, or the container's last. In an
+        object, skip also the name of this value.
         """
         pattern = _patterns()[bracket == _OBJECT]
         while True:

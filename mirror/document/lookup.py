@@ -3,8 +3,8 @@
 Knows lookup operations and path flags (kv_engine docs/SubDocument.md) and the virtual attributes; must never know
 requests, vbuckets or how documents are kept. Invariants:
 - xattrs are the members of one object;
-- a lookup of many paths checks the body's JSON once, and computes the body's checksum once, if requested;
-- a document that is nested too deeply raises a `PathError`.
+- a lookup of many paths checks the body's JSON at most once, and computes the body's checksum at most once;
+- a document that is nested too deeply raises no error except `PathError`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATH_FLAGS = 0x01 | XATTR_PATH | 0x10
 """Allowed flags of a path: make parents, xattr, expand macros."""
 
 LOOKUPS = (Opcode.GET, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT)
-"""Operations for a path of a lookup. GET returns the whole body."""
+"""Operations that a lookup may name for a path. GET returns the whole body."""
 
 JUDGED_BYTES_MAX = 64 * 1024
 """A larger body is not checked: its datatype tells if it is JSON. Checking takes long, and the source has done it."""
@@ -65,7 +65,7 @@ class Content:
 
     @staticmethod
     def of_large(section: bytes, body: Buffer, about: About) -> Content:
-        """Return the content of an uncompressed value, given as xattr section (empty: no xattrs) and body."""
+        """Return the content of an uncompressed value: xattr section (empty: none) and body. Raises ValueError."""
         xattrs, _ = values.split(section, values.XATTR) if section else ({}, b"")
         return Content(xattrs, body, about)
 
@@ -115,7 +115,7 @@ class Content:
         return self._text
 
     def attributes_text(self, path: str) -> str:
-        """Return all xattrs as one JSON object. For a path in a virtual attribute return only that attribute."""
+        """Return all xattrs as one JSON object, or only the virtual attribute that the path names. Raises PathError."""
         name = first_name(path)
         if name.startswith("$"):
             return json.dumps({name: self._virtual(name)}, separators=(",", ":"))

@@ -25,7 +25,7 @@ Xattrs = dict[bytes, bytes]
 
 
 def inflate(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """Decompress a value. Raises ValueError if the value is not snappy."""
+    """Decompress a value. Raises ValueError if the value is not snappy or too large."""
     if not datatype & SNAPPY:
         return value, datatype
     try:

@@ -3,8 +3,8 @@
 Knows JSON text and the parts of paths; must never know documents or requests. Only names with escapes are decoded, so a
 lookup in 20 MiB takes no memory. The generators yield None after `STEP_BYTES`, or equal work, so that other requests
 can run. This module only reads; `jsonpath.py` makes changed texts. Invariants: in skipped values only the ends of
-strings and the number of open brackets are checked; a text that is not JSON raises `PathError` (SUBDOC_DOC_NOT_JSON)
-and no other error.
+strings and the number of open brackets are checked; a text that is not JSON raises no error except `PathError`, often
+SUBDOC_DOC_NOT_JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKEN_COST_BYTES = 128
 """The fixed work for a member, a string or a bracket, counted as bytes."""
 FLAT_BYTES_MAX = 2 * 1024
 NAME_BYTES_MAX = 6 * PATH_BYTES_MAX
-"""The longest name in a path, with each byte written as an escape."""
+"""The longest name of a path, as a document spells it with an escape for each byte."""
 
 _BLANKS = re.compile(rb"[ \t\r\n]*+")
 _IN_STRING = re.compile(rb'(?>(?:[^"\\]++|\\.)*)', re.DOTALL)
@@ -35,7 +35,7 @@ _PLAIN = re.compile(rb"[-+.0-9A-Za-z]*+")
 """Numbers, true, false and null."""
 _TOKEN = re.compile(rb'[\[\]{}"]')
 _FLAT = re.compile(rb'[\[{][^\[\]{}"\\]*+(?>(?:"[^"\\]*+"[^\[\]{}"\\]*+)*)[\]}]')
-"""A container without inner containers and escapes. Most containers are flat, and this pattern skips them fast."""
+"""A container without inner containers or escapes. Most containers are flat, and this pattern skips them fast."""
 
 _QUOTE, _COLON, _COMMA, _BACKSLASH, _BLANK_MAX = b'":,\\ '
 _ARRAY, _OBJECT = b"[{"
@@ -67,7 +67,7 @@ def _not_json() -> PathError:
 
 
 class _JsonWalk:
-    """Raises IndexError if the text ends too early."""
+    """Its methods raise IndexError if the text ends too early."""
 
     def __init__(self, data: Buffer) -> None:
         self._data = data
@@ -89,8 +89,8 @@ class _JsonWalk:
         return start, end
 
     def members(self, start: int, part: Part | None) -> Steps[tuple[int, tuple[int, int] | None]]:
-        """Count members up to the one that `part` names. Return the count, and the value's start and end, or None in
-        their place if there is no such member. If `part` is None, count all.
+        """Count the members up to the one that `part` names (None: all). Return the count, and start and end of the
+        named member's value, or None if it is missing.
         """
         data = self._data
         is_object, closing = data[start] == _OBJECT, _END_OF[data[start]]
@@ -146,7 +146,7 @@ class _JsonWalk:
         return position
 
     def _run(self, pattern: re.Pattern[bytes], position: int) -> Steps[int]:
-        """Return the end of a pattern's match from a position on."""
+        """Return the end of the pattern's match at a position."""
         while True:
             match = pattern.match(self._data, position, position + STEP_BYTES)
             assert match is not None, "the pattern matches nothing as well"
@@ -183,7 +183,7 @@ class _JsonWalk:
         return end
 
     def _container(self, position: int) -> Steps[int]:
-        """Return the end of a container: the place where all its brackets are closed."""
+        """Return the end of a container, where all its brackets are closed."""
         data, search = self._data, _TOKEN.search
         flat = _FLAT.match(data, position, position + FLAT_BYTES_MAX)
         if flat is not None:

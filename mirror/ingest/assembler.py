@@ -65,7 +65,7 @@ class Assembler:
         self.boundary_seqno = state.staging_published_seqno
         if state.open_snapshot is None and state.staged_seqno > self.boundary_seqno:
             self.boundary_seqno = state.staged_seqno  # complete; the store publishes it once the key rows are written
-        # If the stored state contradicts itself, the rows above the boundary are abandoned.
+        # `handshake.begin` abandons rows above the boundary that no stream can continue.
         self.position_seqno = max(state.staged_seqno, self.boundary_seqno)
         self.manifest = state.manifest
         resumable = is_resumable(self.boundary_seqno, self.position_seqno, state.open_snapshot)
@@ -96,7 +96,7 @@ class Assembler:
             self._resumed_end = self.open_snapshot.end_seqno
 
     def end_stream(self) -> None:
-        """Go back to the open snapshot as of the last accepted item. A newer marker is forgotten: a request with that
+        """Go back to the open snapshot as of the last accepted item. Forget a newer marker: a request with that
         marker's range would claim rows that the mirror does not hold.
         """
         self.open_snapshot = self._held_snapshot
@@ -133,7 +133,7 @@ class Assembler:
                 self.open_snapshot = None
 
     def rows(self, rows: list[Row], byte_count: int, out: list[Instruction]) -> None:
-        """Stage a run of rows in constant time. The store checks the order inside the run."""
+        """Stage a run of rows in constant time. The sink checks the order inside the run."""
         open_snapshot = self.open_snapshot
         if open_snapshot is None or self._replaces_end:
             raise Violation(f"a row at {_seqno_of(rows[0])} outside any snapshot")

@@ -6,8 +6,8 @@ Invariants:
 - manifests are never changed in place: an event makes a new manifest, with the same or a higher uid;
 - a collection's `begin_seqno` never falls. Documents at or below it are not part of the collection, because the source
   sends no deletions for a drop or a flush (docs/protocol.md 2.11). A flush is a new creation of a known collection;
-- an event may be missing because a later event replaced it. So a drop without a creation is no error, nor is the drop
-  of a scope without drops of its collections.
+- an event may be missing because a later event replaced it. So the drop of an unknown collection is no error, nor is
+  the drop of a scope that still has collections.
 """
 
 from __future__ import annotations

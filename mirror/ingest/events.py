@@ -131,7 +131,7 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class NoBoundary:
-    """RollbackTo was not executed: no boundary above 0 is kept at or below its seqno. Nothing was changed."""
+    """RollbackTo was not executed: no boundary above 0 is kept at or below its seqno. No row was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class ResyncRefused:
 
 @dataclass(frozen=True, slots=True)
 class StagingRefused:
-    """The store refused rows whose seqnos do not rise inside a run. The host dropped the rest of the list."""
+    """The sink refused rows whose seqnos do not rise. The host dropped the rest of the list of instructions."""
 
     state: VbucketState
     text: str

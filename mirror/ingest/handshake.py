@@ -1,11 +1,13 @@
 """The handshake: stream requests until the source accepts one, with the rollbacks and resyncs on the way.
 
-A ROLLBACK must name a seqno below the requested seqno. If it does not, or if it names 0, the machine gets the source's
-failover log, once in a handshake, and requests a stream from the newest common history. If no history is common, or if
-the source refuses that request, the machine begins a resync next to the old copy (docs/protocol.md 2.5).
+After a ROLLBACK the machine goes back to the newest kept boundary at or below the answered seqno. If that seqno is 0 or
+not below the requested one, or if no such boundary is kept, the machine gets the source's failover log, once in a
+handshake, and requests a stream from the newest common history. If no history is common, or if this request fails in
+the same way, the machine begins a resync next to the old copy (docs/protocol.md 2.5).
 
-Each function takes the machine's state and an event, appends instructions, and returns the next phase. Invariants: a
-request names exactly the stored position; the failover log of a stream is saved before its first row is staged.
+The functions in `machine.TRANSITIONS` take the machine's state and an event, append instructions, and return the next
+phase. Invariants: a request names exactly the stored position; the failover log of a stream is saved before its first
+row is staged.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from mirror.ingest.state import HandshakeState, MachineState, Phase
 from storage.model import SEQNO_MAX, Seqno, SourceFacts
 
 ROLLBACK_ROUNDS_MAX = 64
-"""Limit of rollback answers in one handshake. Servers keep 25 histories, so only a faulty source sends more."""
+"""Limit of rollback answers in one handshake; then the failover log is fetched. Servers keep 25 histories."""
 
 
 def begin(machine: MachineState, out: list[Instruction]) -> Phase:
-    """Request a stream from the stored position. First abandon staged rows that no stream can continue."""
+    """Abandon staged rows that no stream can continue, request a stream from the stored position, or begin a resync."""
     if not machine.connected:
         return machine.idle(out)
     continues = _filter_continues(machine)
@@ -50,7 +52,7 @@ def _filter_continues(machine: MachineState) -> bool:
         return True
     if requested is None:
         return stored is None
-    if machine.assembler.holds_part:  # only the same filter: the manifest may lack collections of staged rows
+    if machine.assembler.holds_part:  # only an equal filter will do: the manifest may lack collections of staged rows
         return requested.text == stored
     return requested.continues(stored, machine.assembler.manifest.collections)
 
@@ -69,7 +71,7 @@ def _request(machine: MachineState, out: list[Instruction]) -> Phase:
     purge_seqno = None
     if offset.inside_snapshot:
         end_seqno = max(end_seqno, offset.snap_end_seqno)
-        # Not between snapshots: a consumer below the purge seqno then lacks deletions, and needs the ROLLBACK.
+        # Between snapshots, name no purge seqno: a mirror below the source's lacks deletions, and needs the ROLLBACK.
         if machine.features.sends_purge_seqno:
             purge_seqno = int(machine.stored.source_purge_seqno) or None
     machine.offset = offset

@@ -1,12 +1,12 @@
 """Instructions: the values that `VbucketMachine.handle` returns, one class for each action.
 
-Defines the instructions and the guarantees of a host (`feed.host`); must never know how a host executes them.
+Defines the instructions, and the guarantees of a host (`feed.host`); must never know how a host executes instructions.
 
 A host guarantees:
-- it executes the instructions of one list in list order. If the store refuses rows, the host drops the rest of the list
+- it executes the instructions of one list in list order. If the sink refuses rows, the host drops the rest of the list
   and hands in StagingRefused. If the store itself fails, a new machine, made from the stored state, replaces the old;
 - after an instruction that says "answered by", it hands in that event;
-- it hands in Published only after the snapshot is durable. The machine returns AnswerMarker only after that.
+- it hands in Published only after the snapshot is durable. The machine returns AnswerMarker only after Published.
 
 Instances are never changed. They are not frozen, because that makes them slower to create (two for each live snapshot).
 """
@@ -50,7 +50,7 @@ class RetryReason(StrEnum):
 
 @dataclass(slots=True)
 class RequestStream:
-    """Send STREAM_REQ with a fresh opaque. Hand in StreamRequested at once, and the source's answer later."""
+    """Send STREAM_REQ with a fresh opaque. Hand in StreamRequested (or ConnectionLost) at once, the answer later."""
 
     offset: StreamOffset
     end_seqno: int
@@ -79,14 +79,14 @@ class AnswerMarker:
 
 @dataclass(slots=True)
 class RefreshMap:
-    """Follow the cluster map in `config`. If it is empty or not newer, fetch a map."""
+    """Follow the cluster map in `config`. If `config` is empty or not newer, fetch a map."""
 
     config: bytes = b""
 
 
 @dataclass(slots=True)
 class RefreshCollections:
-    """Fetch the source's current manifest. If it changes the filter, a new Start follows."""
+    """Fetch the source's current manifest. If the manifest changes the filter, a new Start follows."""
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class RollbackTo:
 
 @dataclass(slots=True)
 class AbandonStaged:
-    """Drop the staged rows of the open snapshot; keep complete snapshots. Answered by Abandoned."""
+    """Drop the staged rows of the open snapshot; keep published snapshots. Answered by Abandoned."""
 
 
 @dataclass(slots=True)

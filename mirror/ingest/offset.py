@@ -8,9 +8,9 @@ else with ERANGE; docs/protocol.md 2.4). There are three kinds of offset:
 - between snapshots: E,E,E, where E is the newest complete boundary. A marker without an accepted item does not count;
 - inside a snapshot: start is the last staged seqno, the range is [E, end of the open snapshot]. The range begins at E
   because a marker's start is unreliable (2.6), and could equal the last staged seqno. The producer would then assume
-  that the consumer has nothing of the snapshot, and after a failover it might accept the request on a history that
-  forked inside the snapshot. The staged part lacks each document with a newer version later in the snapshot; if the new
-  history lacks that version, the mirror would never get the document.
+  that the consumer has nothing of the snapshot. After a failover the producer might accept the request on a history
+  that forked inside the snapshot. The staged part lacks each document with a newer version later in the snapshot; if
+  the new history lacks that version, the mirror would never get the document.
 """
 
 from __future__ import annotations

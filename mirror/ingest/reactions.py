@@ -4,7 +4,7 @@ Knows codes, the reaction to each, and a text with the remedy. Must never know t
 
 Invariants: every code has a reaction, even an unknown code. Only codes named here stop a vbucket, and each stop is
 reported. Any end of a stream may hide a rollback, so the machine always resumes by a full stream request. At equal
-jitter a delay never falls with the attempt, and it never exceeds its schedule's cap. The caller's jitter spreads delays
+jitter no later attempt has a shorter delay. No delay exceeds its schedule's cap. The caller's jitter spreads delays
 between half and all of the full delay, because vbuckets that were refused together must not retry together.
 """
 
@@ -27,7 +27,7 @@ class Action(Enum):
     WAIT_FOR_COLLECTIONS = auto()
     """Wait until a selected collection exists."""
     GO_BACK = auto()
-    """The source cannot continue from the position. Drop the open snapshot or, without one, search common history."""
+    """The source cannot continue from the position. Search common history; without a complete snapshot, begin at 0."""
     REFUSED = auto()
     """Report the refusal and retry within a minute, because an administrator may grant the privilege."""
     STOP = auto()

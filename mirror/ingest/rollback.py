@@ -21,7 +21,7 @@ class Accept: ...
 
 @dataclass(frozen=True, slots=True)
 class RollbackAnswer:
-    """The consumer has changes that the producer lacks. The consumer must go back to `seqno` or below and ask again."""
+    """The producer lacks changes, or purged deletions. The consumer must go back to `seqno` or below and ask again."""
 
     seqno: int
 
@@ -53,7 +53,7 @@ def producer_answer(
 
     `failover_log` is the producer's, newest first. `strict_vbuuid` and `ignore_purged_tombstones` are the stream
     request flags 0x20 and 0x80; `client_purge_seqno` is the request's `purge_seqno` (8.0); `holds_whole_filter` is True
-    if the client of a filtered stream already holds every document of its collections.
+    if the client of a filtered stream already holds every change that passes the filter.
     """
     if start_seqno > end_seqno or not snap_start_seqno <= start_seqno <= snap_end_seqno:  # case 0
         return OutOfRange()
@@ -65,7 +65,7 @@ def producer_answer(
     upper_seqno = failover_log.end_of(vbuuid, high_seqno)
     if upper_seqno is None:  # case 3: an unknown history
         return RollbackAnswer(0)
-    # Case 4. At the snapshot's start the consumer has none of it, at the end all of it: the range shrinks to that edge.
+    # Case 4. At its start the consumer has none of the snapshot, at its end all of it: the range shrinks to that edge.
     if start_seqno == snap_start_seqno:
         snap_end_seqno = start_seqno
     if snap_end_seqno <= upper_seqno:
@@ -91,9 +91,9 @@ class CommonHistory:
 def common_history(own_log: FailoverLog, own_seqno: int, source_log: FailoverLog) -> CommonHistory | None:
     """Return the newest history that is in both logs; None if no seqno above 0 is shared (docs/protocol.md 2.5).
 
-    The newest own entry is tried first, even if the entry before has the same seqno: after a failover without loss the
-    newest entry starts at our position. A source that lacks that entry may share the entry before. A history is shared
-    up to the lower of its ends in the two logs.
+    The newest own entry is tried first, even if the next older entry has the same seqno: after a failover without loss
+    the newest entry starts at our position. A source that lacks the newest entry may share the older one. A history is
+    shared up to the lower of its ends in the two logs.
     """
     for index, entry in enumerate(own_log):
         source_end_seqno = source_log.end_of(entry.vbuuid, SEQNO_MAX)

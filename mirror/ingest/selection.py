@@ -27,7 +27,7 @@ FilterFields = dict[str, str | list[str]]
 """The JSON value of a stream request: `scope` or `collections`, as hex ids."""
 
 MANIFEST_BYTES_MAX = 4 * 1024 * 1024
-"""Limit of a source's manifest: ten times that of a full bucket with the longest names. Parsing 4 MiB takes 50 ms."""
+"""Limit of a source's manifest: ten times the largest possible manifest. Parsing 4 MiB takes 50 ms."""
 
 
 class MalformedManifest(Exception): ...
@@ -97,7 +97,7 @@ class StreamFilter:
         return self.scope_id == scope_id if self.scope_id is not None else collection_id in self.collection_ids
 
     def within(self, other: StreamFilter | None) -> bool:
-        """Return True if the other filter includes everything that this filter includes."""
+        """Return True if `other` is a filter of the same kind that includes all of this filter."""
         if other is None or self.scope_id is not None or other.scope_id is not None:
             return self == other
         return set(self.collection_ids) <= set(other.collection_ids)

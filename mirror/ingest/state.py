@@ -45,7 +45,7 @@ class Phase(StrEnum):
     ABANDONING = auto()
     OPENING_RESYNC = auto()
     WAITING = auto()  # waiting for RetryDue
-    REFUSED = auto()  # waiting for a new Start, after a person has removed the cause
+    REFUSED = auto()  # waiting for a new Start, after the cause is removed at the source
     FINISHED = auto()  # the stream has reached the requested end
 
 
@@ -65,7 +65,7 @@ class Shown:
 class HandshakeState:
     rollback_rounds: int = 0
     common_tried: bool = False
-    """True if common history was searched in the source's failover log, which happens once."""
+    """True if common history was searched in the source's failover log. One handshake searches once."""
     next_vbuuid: Vbuuid | None = None
     """The common history that was found, for the next request."""
 
@@ -128,7 +128,7 @@ class MachineState:
             self.report(status, _STREAMING_TEXTS[status], out)
 
     def progressed(self, out: list[Instruction]) -> None:
-        """Note a publish, which also ends a resync."""
+        """Note a publish. It also ends a resync."""
         self.attempt = 0
         self.shown.failing_text = None
         self.resyncing = False
@@ -187,11 +187,11 @@ class MachineState:
             out.append(Reconnect(reaction.text))
         return self.retry(reaction, out)
 
-    # --- properties for the feed ---
+    # --- properties ---
 
     @property
     def caught_up(self) -> bool:
-        """True if everything up to the source's last known high seqno is durable and visible."""
+        """True if everything up to the source's last known high seqno is durable."""
         return not self.resyncing and self.high_seqno is not None and self.durable_seqno >= self.high_seqno
 
     @property

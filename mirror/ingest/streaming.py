@@ -40,7 +40,7 @@ _ACK = int(SnapshotFlag.ACK)
 """A plain int, because testing an IntFlag takes a microsecond."""
 
 MARKER_ACKS_MAX = 1024
-"""Limit of markers that wait for an answer. Only one snapshot is open at a time, so only a faulty source sends more."""
+"""Limit of markers that wait for an answer. One more is a violation: only a faulty source sends so many."""
 
 _ASSEMBLE: dict[type, Callable[[Assembler, Any, list[Instruction]], None]] = {
     SnapshotMarker: Assembler.marker,
@@ -137,7 +137,7 @@ def high_seqno(machine: MachineState, event: ev.HighSeqno, out: list[Instruction
 
 
 def _perhaps_empty(machine: MachineState, out: list[Instruction]) -> None:
-    """Publish seqno 0 once if nothing is held: the source sends no snapshot of an empty vbucket."""
+    """Publish seqno 0 once if nothing is held: no row completes a snapshot of an empty vbucket."""
     assembler = machine.assembler
     if machine.empty_reported or assembler.holds_part or assembler.boundary_seqno or assembler.open_snapshot:
         return
@@ -156,7 +156,7 @@ def staging_refused(machine: MachineState, event: ev.StagingRefused, out: list[I
 
 
 def violated(machine: MachineState, text: str, out: list[Instruction]) -> Phase:
-    """Drop the open snapshot, and request the stream again later. Complete snapshots stay."""
+    """Drop the open snapshot, and request the stream again later. Published snapshots stay."""
     shown = machine.shown
     shown.failing_text = (
         f"the source broke the protocol in vb {machine.vbid}: {text}; the open snapshot is dropped and requested "

@@ -1,10 +1,10 @@
 """The cluster map: parses a node's JSON into the nodes of each vbucket, and decides which of two maps to follow.
 
-Knows the JSON of a cluster configuration (bucket or cluster level). Must never know sockets or name look-ups. A missing
-field, or a field of the wrong type, raises a MalformedClusterMap that names the field.
+Knows the JSON of a cluster configuration (bucket or cluster level). Must never know sockets or name look-ups. A field
+of the wrong type raises a MalformedClusterMap that names the field. Most fields may be missing.
 
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), both unbounded
-ints; only `NewestMap` and `newest_of` compare maps. A node is identified by its host and ports.
+ints; only `NewestMap` and `newest_of` choose the map to follow. A node is identified by its host and ports.
 
 A map never replaces a newer one. A node that returns after a failover or a partition still has its old map and data,
 and acts as if it were active: only the revision shows that its map is older than the cluster's.
@@ -44,12 +44,12 @@ Revision = tuple[int, int]
 
 
 class MalformedClusterMap(ValueError):
-    """The JSON is not a cluster map; the text names the field."""
+    """The text is not a cluster map; the error names a wrong field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A data node's KV service. The port is None if the node does not offer it (plain or TLS)."""
+    """A data node's KV service. A port (plain or TLS) that the node does not offer is None."""
 
     host: str
     kv_port: int | None
@@ -86,7 +86,7 @@ class ClusterMap:
     replaces: bool = False
     """True if this map replaces a map of equal revision (`NewestMap.instead`)."""
     of_mirror: bool = False
-    """True if a mirror's DCP port sent the map. It names that mirror only, and has revisions of its own."""
+    """True if a mirror's DCP port sent the map. The map names only that mirror, and has revisions of its own."""
 
     @property
     def revision(self) -> Revision:

@@ -1,8 +1,8 @@
 """Compares two copies of a vbucket exactly, although they were taken at different moments.
 
-Knows fingerprints and the seqnos of both copies; must never know how they were read. `here` is the mirror's copy as of
-its published boundary B. `there` is the source's copy as of the end E of a snapshot. Both are of one history, as the
-caller checks. Per key, the newest versions up to B and up to E are compared. L is the lower of B and E.
+Knows fingerprints and the seqnos of both copies; must never know how a copy was read. `here` is the mirror's copy as
+of its published boundary B. `there` is the source's copy as of the end E of a snapshot. Both copies are of one history,
+as the caller checks. Per key, the newest versions up to B and up to E are compared. L is the lower of B and E.
 
 - Both copies are complete up to L. So versions at or below L must be equal, and a key that one copy lacks must be
   absent in the other.
@@ -30,9 +30,9 @@ from storage.format.digest import Digest, Fingerprint
 from storage.model import Manifest
 
 DIFFERENCES_MAX = 100
-"""Differing keys of a vbucket that are listed; all are counted."""
+"""Most differing keys listed for a vbucket; all are counted."""
 MOVED_MAX = 20_000
-"""Limit of moved keys. Above it the whole vbucket is compared again, not only these keys."""
+"""Limit of moved keys in a vbucket. Above it the whole vbucket is compared again, not only these keys."""
 
 
 class Verdict(Enum):
@@ -104,7 +104,7 @@ class VbucketResult:
     source_documents: int = 0
     source_tombstones: int = 0
     digest: str = ""
-    """Digest of the versions that the first scan compared; equal to `source_digest` if they are."""
+    """Digest of the versions that the first scan compared; equal to `source_digest` if the versions are."""
     source_digest: str = ""
     missing_here: int = 0
     missing_there: int = 0
@@ -135,7 +135,7 @@ class VbucketResult:
         return self.state in ("different", "rollback", "unreadable")
 
     def excuse_purged(self) -> None:
-        """The source has purged above B. If B < E, count each document found only in the mirror as `not_compared`."""
+        """The source has purged above B: if B < E, count documents found only in the mirror as `not_compared`."""
         if self.published_seqno < self.source_seqno:
             self.not_compared += self.missing_there
             self.documents -= self.missing_there

@@ -59,11 +59,11 @@ PURGE_DAYS = 3
 """Default metadata purge interval of a bucket."""
 CERTIFICATE_DAYS = 30
 PATIENCE_S = 3.0
-"""A node that takes longer to answer is a finding, even if the mirror's own timeout is longer."""
+"""A node that takes longer to connect is a finding, even if the mirror's own timeout is longer."""
 DISK_FACTOR = 1.4
 """Size of a mirror divided by the size of the bucket's data."""
 FAILED_STEPS = {"tls": (TlsFailed,), "login": (AuthRejected, ConfigError), "bucket": (BucketMissing,)}
-"""Step of the login -> errors that it fails with; others belong to the step `handshake`."""
+"""Step of the login -> errors that it fails with. Other errors belong to the step `handshake`."""
 
 
 class StepVerdict(StrEnum):
@@ -535,7 +535,7 @@ def _size(byte_count: float) -> str:
 
 
 async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:
-    """Return a node's bucket statistics. Each has an answer of its own; an empty answer ends them."""
+    """Return a node's bucket statistics. The node sends an answer for each, then an empty answer."""
     found: dict[str, str] = {}
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     deadline = time.monotonic() + timeout_s

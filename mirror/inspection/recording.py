@@ -36,7 +36,7 @@ SECRETS = frozenset((Opcode.SASL_AUTH, Opcode.SASL_STEP))
 
 
 class Recorder:
-    """Writes a recording, as the tap of a source reader's connections; nothing more once it is `full`."""
+    """Writes a recording until it is `full`. A SourceReader calls `passed`, its tap, with every byte."""
 
     def __init__(self, path: Path, clock: Clock, *, bytes_max: int | None = None) -> None:
         """Create the file. Raises ConfigError if it exists or cannot be created."""
@@ -76,7 +76,7 @@ class Recorder:
             buffer.feed(data)
             while (frame := buffer.next_frame()) is not None:
                 whole.append(frame if frame.opcode not in SECRETS else replace(frame, value=b""))
-        except ProtocolError:  # this error ends the connection, too; earlier frames are recorded
+        except ProtocolError:  # the reader ends this connection, too; earlier frames are recorded
             del self._buffers[number, ours]
         if whole:
             text = b"".join(map(encode, whole))

@@ -1,7 +1,7 @@
 """Fetches vbuckets of a mirror again, next to their old copies. A running service does it, or else this process.
 
-Invariants: the old copy is served until the new one is complete; a running service keeps its groups; after an early end
-each vbucket is unchanged, or has a resync that the next start of the service continues.
+Invariants: the old copy stays until the new one is complete (`resync_reads` decides if readers get it); a running
+service keeps its groups; after an early end each vbucket is unchanged, or has a resync that the service continues.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
 
 TIMEOUT_S = 60.0
-"""Longest time between two finished vbuckets."""
+"""Longest time without a finished vbucket."""
 POLL_S = 0.05
 
 Progress = Callable[[int, int], None]
@@ -42,7 +42,7 @@ def resync(
 ) -> None:
     """Fetch one or more vbuckets again; return once all new copies are served. No view may be open in this process.
 
-    Raises MirrorError, Locked if another process owns a group, and the source's refusals.
+    Raises MirrorError, StorageError (Locked if another process owns a group).
     """
     target_branches: dict[int, int] = {}
     for vbid in vbids:

@@ -11,8 +11,8 @@ read on from E, and these keys are compared again; a key that keeps changing is 
 stays, and changes of the source above B are `not_compared`.
 
 Three things can interfere:
-- A rollback. At the end, stream requests at (vbuuid, B) and (vbuuid, E) show if the source still has both. If not, the
-  mirror has to roll back as the source did; then the vbucket is compared again. Without a service its state is
+- A rollback. At the end, stream requests at (vbuuid, B) and (vbuuid, E) show if the source still has both positions. If
+  not, the mirror has to roll back as the source did; then the vbucket is compared again. Without a service the state is
   `rollback`: the mirror has history that the source lost.
 - The source's purge, which removes only tombstones. If B < E and the source has purged above B (the same requests show
   that), the tombstone of a document that only the mirror has may be gone: the document is `not_compared`. Otherwise it
@@ -48,7 +48,7 @@ ATTEMPTS_MAX = 4
 """Most comparisons of a whole vbucket. A rollback or too many changes make a comparison useless."""
 ROUNDS_MAX = 40
 SCANS_MAX = 5
-"""Maximum of scans of the mirror's vbucket. A rollback or the purger may end one early."""
+"""Most scans of a mirror's vbucket. Rollbacks and the purger may end a scan early."""
 WAIT_S = 60.0
 """Longest wait for the mirror to publish the seqno read from the source."""
 IMPATIENT_S = 0.5
@@ -92,7 +92,7 @@ class Verifier:
         self._rows = 0
 
     def run(self, vbids: Sequence[int]) -> list[VbucketResult]:
-        """Compare vbuckets; return results in the order of `vbids`. Raises MirrorError if the source cannot be read."""
+        """Compare vbuckets; return results in the order of `vbids`. Raises MirrorError."""
         done: dict[int, VbucketResult] = {}
         todo = list(vbids)
         for attempt in range(ATTEMPTS_MAX):

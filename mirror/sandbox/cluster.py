@@ -59,7 +59,7 @@ class SandboxCluster:
         With `tls` the nodes listen both with and without TLS; with `tls_only` only with TLS.
 
         `profile` is a server release, named in `profile.PROFILES`; raises ConfigError for another name. With
-        `keeps_history` the bucket has change streams, as with Magma.
+        `keeps_history` the bucket keeps and streams superseded versions, as with the storage engine Magma.
         """
         assert nodes > 0
         assert 0 < vbuckets <= 1024
@@ -139,7 +139,7 @@ class SandboxCluster:
         await self.nodes[number].stop()
 
     async def restart_node(self, number: int, *, lose: int | None = None) -> None:
-        """Start a node again on its ports, with all its data on disk.
+        """Start a node again on its ports. It has all its data on disk, so streams begin with a backfill.
 
         With `lose`, as after a crash, each of its vbuckets has a new history without the last `lose` changes. A node
         that was split off keeps its own data and map.
@@ -169,7 +169,7 @@ class SandboxCluster:
         return base
 
     async def failover_node(self, number: int, *, lose: int = 0) -> None:
-        """Remove a node from the map, and move its vbuckets to other nodes, with new histories.
+        """Remove a node from the map. Other nodes get its vbuckets, with new histories without the last `lose` changes.
 
         The node stops, except if it was split off before.
         """
@@ -189,7 +189,7 @@ class SandboxCluster:
     def split_off(self, number: int) -> Bucket:
         """Separate a node from the cluster, as a network partition does, and break its connections.
 
-        The node continues with a copy of data and map, which is returned.
+        The node continues with a copy of data and map. Return the copy.
         """
         node = self.nodes[number]
         node.bucket = fork(self.bucket)

@@ -100,7 +100,7 @@ USUAL_REFUSALS = (
     Status.UNKNOWN_SCOPE,
     Status.DCP_STREAM_ID_INVALID,
 )
-"""Statuses that servers refuse stream requests with; `refuse-streams` takes others, too."""
+"""Usual statuses of refused stream requests, for error texts; `refuse-streams` takes others, too."""
 
 
 def check_numbers(server: SandboxControl, arguments: Arguments) -> None:

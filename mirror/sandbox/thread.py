@@ -45,8 +45,6 @@ class SandboxThread:
             self._loop.close()
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function in the cluster's loop, and return its result."""
-
         async def called() -> T:
             return function(*args, **kwargs)
 

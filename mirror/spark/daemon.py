@@ -1,4 +1,4 @@
-"""The process from which Spark forks its Python workers. It imports all their modules before the first fork.
+"""The process from which Spark forks its Python workers. It imports the workers' modules before the first fork.
 
 The setting spark.python.daemon.module names this module; Spark passes the name of the worker's module as an argument.
 Knows the workers' imports; never their work. PySpark collects garbage after each task. Objects made before the first

@@ -74,7 +74,7 @@ class Folder(ABC):
     @abstractmethod
     def remove(self, name: str) -> None: ...
 
-    def check_access(self) -> None:  # noqa: B027 - a disk is asked when it is written
+    def check_access(self) -> None:  # noqa: B027 - a disk reports errors when it is written
         ...
 
     def error(self, error: Exception) -> MirrorError:
@@ -198,7 +198,7 @@ class ObjectFolder(Folder):
 
 
 class _Upload:
-    """delta-rs's writer as a Python file. The writer takes bytes, so `write` converts Arrow's buffers."""
+    """delta-rs's writer as a Python file. The writer takes only bytes, so `write` converts Arrow's buffers."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw

@@ -1,4 +1,4 @@
-"""Start a Spark session where only pip's packages are installed: find Java, and set defaults for Python workers.
+"""Start a Spark session with nothing but pip's packages: find Java, and set defaults for Python workers.
 
 Knows settings of Spark; must never know jobs. An existing session is used unchanged. Settings of spark-submit and of
 the caller override the defaults. Invariant, unless settings say otherwise: the workers of a new session run this Python
@@ -34,13 +34,13 @@ LOCAL: dict[str, str] = {
     "spark.driver.bindAddress": "127.0.0.1",
 }
 GATEWAY = "PYSPARK_GATEWAY_PORT"
-"""A variable that spark-submit sets after it has started Java."""
+"""An environment variable that spark-submit sets after it has started Java."""
 
 
 def session(
     name: str = "dcp-mirror", master: str | None = None, settings: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """Return the active session, or a new one on `master` (default: all cores of this machine).
+    """Return the active session, or a new one on `master` (default: all cores; under spark-submit: its master).
 
     `settings` are Spark's, and override the defaults. Raises ConfigError if there is no Java.
     """
@@ -77,7 +77,7 @@ def register(spark: SparkSession, path: str) -> list[str]:
     """Make a temporary view of each collection with the columns of a sample, and return the views' names.
 
     The view of `scope.name` is called `scope_name`, and the view of the default collection `documents`. Raises
-    ConfigError if two views would have one name.
+    ConfigError if two views would have one name, and StorageError.
     """
     from mirror.sql.read import DEFAULT_COLLECTION, Boundaries
     from storage.read.view import open_view

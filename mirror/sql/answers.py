@@ -1,7 +1,7 @@
 """Write the rows of an answer as JSON, CSV, Parquet or an Arrow stream.
 
-Invariants, for JSON and CSV: a number keeps all its digits (a decimal of more than `DOUBLE_DIGITS` digits becomes
-text); bytes become base64, a time its ISO 8601 text, NaN and infinities null.
+Invariants, for JSON and CSV: a number keeps all its digits (a decimal with a fraction and more than `DOUBLE_DIGITS`
+digits becomes text); bytes become base64, a time its ISO 8601 text, NaN and infinities null.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def json_text(value: Any) -> str:
 
 
 def up_to(reader: pa.RecordBatchReader, rows_max: int) -> Iterator[pa.RecordBatch]:
-    """Yield batches of the first `rows_max` rows, and of one more if there are more."""
+    """Yield batches of the first `rows_max` rows, and of one further row, if any."""
     left = rows_max + 1
     for batch in reader:
         yield batch.slice(0, left)
@@ -117,7 +117,7 @@ class Body:
             raise QueryFailed("the answer is too large", hint="ask for fewer rows or columns")
 
     def fill(self, reader: pa.RecordBatchReader, rows_max: int, *, arrow: bool) -> None:
-        """Append the answer to `pieces`. Raises QueryFailed, also for an answer of more than `bytes_max`."""
+        """Append the answer to `pieces`. Raises QueryFailed, also beyond `bytes_max`, and errors of the reader."""
         if arrow:
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, reader.schema) as writer:

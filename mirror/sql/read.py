@@ -1,7 +1,8 @@
 """Read documents as Arrow batches, at one boundary of each vbucket.
 
 Knows views, pins and leases; never SQL. Invariants: a `Boundaries` chooses the boundary of a vbucket at the first read,
-and every later read uses the same boundary; a lease holds the boundaries until `release`. Memory holds one batch.
+and every later read uses the same boundary; unless all reads are of single keys, a lease holds the boundaries until
+`release`. Memory holds one batch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Boundaries:
     def pins(self, vbids: Sequence[int], *, held: bool) -> list[Pin]:
         """Return the boundaries of some vbuckets. With `held`, a lease keeps them until `release`.
 
-        Raises Unavailable, NoSuchBoundary, ViewInvalidated.
+        Raises Unavailable, NoSuchBoundary, ViewInvalidated, and with `held` SupervisionError.
         """
         with self._lock:
             for vbid in vbids:
@@ -97,7 +98,7 @@ class Boundaries:
         """Yield record batches of the documents of a collection (None: of all).
 
         The batches hold every document that has `key`, is in `key_range` and above `after_seqno`. They may also hold
-        documents at or below `after_seqno`. Raises ViewInvalidated, DocumentDoesNotFit and the errors of `pins`.
+        documents at or below `after_seqno`. Raises DocumentDoesNotFit, CorruptedError and the errors of `pins`.
         """
         view = self.view
         vbids, rows_max = list(view.vbids), bulk.ROWS_MAX
@@ -139,11 +140,11 @@ def arrow(
 ) -> pa.RecordBatchReader:
     """Return a reader of the documents, in batches, at one boundary of each vbucket.
 
-    The columns are `mirror.typed.rows.DOCUMENTS`, or those of `schema`, written as for Spark: fields of JSON documents,
-    and metadata as `_key`. Only the columns named in `columns` are read. A text column (`_value string`) is null for
-    bytes that are not UTF-8. The first batch chooses the boundaries; a lease holds them until the last batch or until
-    the reader is closed. Raises the errors of `View.scan`, and DocumentDoesNotFit for a number that its integer column
-    cannot hold.
+    The columns are `mirror.typed.rows.DOCUMENTS`, or those of `schema` (text: as for Spark): fields of JSON documents,
+    and metadata such as `_key`. Only the columns named in `columns` are read. A key or `_value string` that is not
+    UTF-8 is null. The first batch chooses the boundaries; a lease holds them until the last batch or until the reader
+    is closed. Raises ConfigError, the errors of `View.scan` and `Lease`, and DocumentDoesNotFit for a number that its
+    integer column cannot hold.
     """
     fields = DOCUMENTS if schema is None else fields_of(schema) if isinstance(schema, str) else schema
     if columns is not None:

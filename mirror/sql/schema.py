@@ -24,7 +24,7 @@ from storage.read.view import AsOf, View
 
 SAMPLE_DOCUMENTS = 10_000
 COLUMNS_MAX = 1_000
-"""Largest number of columns of a table. If there are more fields, the rarest get none."""
+"""Most columns for fields. If a sample has more fields, the rarest get no column."""
 NAMES_MAX = 20_000
 FIELDS_MAX = 200
 """An inner object with more names becomes text, because such names are data."""
@@ -57,7 +57,7 @@ def _quoted(name: str) -> str:
 
 
 def type_ddl(kind: Any) -> str:
-    """Return an Arrow type as a schema's text names it."""
+    """Return the text of an Arrow type in a schema, such as `array<string>`."""
     if pa.types.is_struct(kind):
         return f"struct<{','.join(f'{_quoted(each.name)}:{type_ddl(each.type)}' for each in kind)}>"
     if pa.types.is_list(kind):
@@ -97,7 +97,7 @@ class _Found:
 
     @property
     def type(self) -> Any:
-        """The Arrow type of all values; None if they have none in common."""
+        """The Arrow type of all values; None if no type fits: they become text."""
         if self.kinds <= {"bigint", "double"} and self.kinds:
             return pa.float64() if "double" in self.kinds else pa.int64()
         if len(self.kinds) > 1 or "any" in self.kinds:
@@ -129,7 +129,7 @@ def _nameable(name: str) -> bool:
 def sample(view: View, collection: str, documents: int = SAMPLE_DOCUMENTS, *, as_of: AsOf = None) -> list[Column]:
     """Return the columns of a collection's JSON objects, in the order of their first appearance in a sample.
 
-    The sample takes some of the newest documents of every vbucket. Raises UnknownCollection.
+    The sample takes some of the newest documents of every vbucket. Raises UnknownCollection and a view's errors.
     """
     found = _Found()
     for body in _bodies(view, collection, documents, as_of):
@@ -182,9 +182,9 @@ def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterato
 def joint_schema(
     view: View, collections: Sequence[str] | None, takes: Callable[[str], bool], as_of: AsOf = None
 ) -> str:
-    """Return a schema of the columns that some collections (None: all) have. `takes` chooses columns by their names.
+    """Return a schema of the columns of `collections` (None: all). `takes` chooses columns by their names.
 
-    A column with different types in two collections is text. Raises UnknownCollection.
+    A column with different types in two collections is text. Raises the errors of `sample`.
     """
     found: dict[str, Column] = {}
     for name in collections or sorted(Boundaries(view, as_of, "schema").collections()):

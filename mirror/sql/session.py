@@ -1,8 +1,8 @@
 """Answer SQL over a view: each collection is a table of a DuckDB connection that can read nothing else.
 
 Knows DuckDB. This module reads a query's syntax tree first: it makes a table for each collection that the query names,
-and refuses a table function that is not known to be harmless. Then DuckDB runs the query, and asks each table for
-the columns it needs, and for the rows that pass a filter. Invariants: the connection's configuration is locked before
+and refuses a table function that is not known to be harmless. Then DuckDB runs the query, and requests from each table
+the needed columns, and the rows that pass a filter. Invariants: the connection's configuration is locked before
 the first query; a query reads at one set of boundaries, which is released even after an error; an incomplete answer is
 an error.
 """
@@ -35,7 +35,7 @@ TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "json_each", 
 _METADATA = [pa.field(f"_{each.name}", each.type) for each in DOCUMENTS if each.name != VALUE]
 _VALUE = pa.field(VALUE, pa.json_())
 _PREFIX_FUNCTIONS = {"~~": r"([^%_\\]+)%.*", "^@": "(.+)", "starts_with": "(.+)", "prefix": "(.+)"}
-"""Functions that test for a prefix, and the pattern that finds the prefix in their argument."""
+"""Functions that test for a prefix, each with the pattern that finds the prefix in its argument."""
 _TERM = re.compile(r'\((_key|_seqno) (>=|>|<=|<|==) (?:"((?:[^"\\]|\\["\\])*)"|(\d+))\)')
 _AMBIGUOUS = re.compile(r'[()"\\]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -51,7 +51,7 @@ _HINTS = {
 FILTER_LENGTH_MAX = 4096
 """Longest filter that is parsed for bounds, in characters. Parsing a longer one costs more than the bounds save."""
 NESTED_MAX = 500
-"""Most nested parentheses in a query: DuckDB's parser takes minutes for thousands."""
+"""Greatest depth of parentheses. A deeper query is refused: DuckDB's parser takes minutes for thousands."""
 _CONFIG: dict[str, Any] = {
     "enable_external_access": "false",
     "python_enable_replacements": "false",
@@ -107,7 +107,6 @@ class SqlSession:
         self._connection.close()
 
     def release(self) -> None:
-        """Release the boundaries of the running query."""
         boundaries, self.boundaries = self.boundaries, None
         if boundaries is not None:
             boundaries.release()
@@ -124,7 +123,7 @@ class SqlSession:
         return boundaries.vbuckets_done / boundaries.vbuckets_planned
 
     def tables(self) -> dict[str, list[Column]]:
-        """Return every table with its columns. Samples each collection."""
+        """Sample each collection, and return every table with its columns."""
         names = sorted(self._collections(), key=lambda name: (name != DEFAULT_COLLECTION, name))
         return {DEFAULT_TABLE if name == DEFAULT_COLLECTION else name: self.columns(name) for name in names}
 
@@ -138,8 +137,8 @@ class SqlSession:
         return self._columns[collection]
 
     def run(self, query: str) -> Result:
-        """Run a SELECT and return its answer. This closes the earlier answer. Raises QueryFailed, QueryCancelled and
-        the errors of a view.
+        """Close the earlier answer, run a SELECT and return its answer. Raises QueryFailed, QueryCancelled,
+        DocumentDoesNotFit and the errors of a view.
         """
         if self._result is not None:
             self._result.close()
@@ -161,7 +160,7 @@ class SqlSession:
         return relation.to_arrow_reader(BATCH_ROWS)
 
     def guarded(self, call: Callable[[], Any]) -> Any:
-        """Call DuckDB. Its errors become QueryFailed, QueryCancelled or `failure`."""
+        """Call DuckDB. For its error raise `failure` if a table's read failed, else QueryFailed or QueryCancelled."""
         try:
             return call()
         except (self._duckdb.Error, pa.ArrowException, RuntimeError, OSError) as error:
@@ -284,7 +283,7 @@ class Result:
 
 
 class _Table(ds.Dataset):  # type: ignore[misc]
-    """A collection as a dataset: DuckDB asks its `scanner` for columns, and for the rows that pass a filter."""
+    """A collection as a dataset: DuckDB calls `scanner` with the columns it needs, and a filter of the rows."""
 
     def __init__(self, session: SqlSession, collection: str, columns: Sequence[Column]) -> None:
         self._session = session
@@ -328,7 +327,7 @@ class _Table(ds.Dataset):  # type: ignore[misc]
 
 
 def _overflows(kind: Any) -> bool:
-    """Return True for a type of DuckDB with unsigned numbers of 128 bits: large ones become negative in Arrow."""
+    """Return True for a DuckDB type with unsigned numbers of 128 bits: large numbers become negative in Arrow."""
     if kind.id in ("list", "array", "struct", "map", "union"):
         return any(_overflows(child) for _, child in kind.children if not isinstance(child, int))
     return bool(kind.id == "uhugeint")

@@ -1,7 +1,8 @@
 """The commands of the control socket.
 
 Each client has a task on the service's event loop; `stop` and `reload` are queued as signals. Invariants: a refused
-command changes nothing; a lease is held by all workers that own a part of it, or by none.
+command changes nothing, but a worker's refusal ends a known lease; a lease is held by all workers that own a part of
+it, or by none.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mirror.supervise.processes.table import Processes
 from mirror.supervise.reports.collector import Reports
 
 OWNER_TIMEOUT_S = 25.0
-"""Less than `ANSWER_TIMEOUT_S` of the control socket."""
+"""Limit for a worker's answer; less than `ANSWER_TIMEOUT_S` of the control socket."""
 
 
 class Commands:
@@ -101,7 +102,7 @@ class Commands:
         failures = [each for each in results if isinstance(each, Exception)]
         failures.sort(key=lambda each: not isinstance(each, WorkerRefused))
         if failures and (not renewed or isinstance(failures[0], WorkerRefused)):
-            await self._release_at_workers(record.id)  # a changed lease is given up, too, with its earlier positions
+            await self._release_at_workers(record.id)  # also ends a changed lease at its earlier positions
             book.remove(record.id)
             raise failures[0]
         book.enter(record)  # a worker that died during a renewal gets the lease from the book when it restarts

@@ -1,8 +1,9 @@
 """Values that the parts of one service share: settings, data directory, identity, cluster maps, leases.
 
 Each value has one writer: `settings` the reload, `identity` and `maps` the setup, `leases` and `stopping` the
-supervisor. Invariants: `maps` is set if `identity` is; a map's revision is recorded on disk before workers follow the
-map (if the write fails, they follow it nevertheless); no map older than the record is followed.
+supervisor, `mirror_troubles` mirrors.py. Invariants: `maps` is set if `identity` is; a map's revision is recorded on
+disk before workers follow the map (if the write fails, they follow it nevertheless); no map older than the record is
+followed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class ServiceContext:
     data: Path
     clock: Clock
     identity: Identity | None = None
-    """None until the data directory is created."""
+    """None until the data directory is known."""
     maps: MapBook | None = None
     leases: LeaseBook | None = None
     """None until the service has workers."""
     stopping: bool = False
     mirror_troubles: tuple[str, ...] = ()
-    """Contradictions between `kv_nodes` and the mirrors that it names. mirrors.py writes them."""
+    """Contradictions between `kv_nodes` and the mirrors that it names."""
 
     def now_ms(self) -> int:
         return int(self.clock.monotonic() * 1000)

@@ -1,7 +1,7 @@
 """One service per data directory: an exclusive lock that the kernel releases when its holder dies.
 
 Invariant: a second supervisor on this machine cannot take the lock. The file is never removed; only the lock on it
-counts. Its process id is for messages and `is_served`.
+counts. Its content, a process id, is for messages and `is_served`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from storage.env import directory
 LOCK_NAME = "service.lock"
 _RECORDS = (directory.FILE, directory.MAP_FILE)
 OURS = (*_RECORDS, *(f"{name}.new" for name in _RECORDS), LOCK_NAME, "control.sock", EVENTS_FILE, "lost+found")
-"""Files of an interrupted start. They, and group folders, may be in a directory that becomes a mirror."""
+"""Files that may be in a directory that becomes a mirror, besides group folders."""
 
 
 class ServiceLock:
@@ -62,7 +62,7 @@ class ServiceLock:
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def check_place(self, *, made: bool) -> None:
-        """Raise SupervisionError if the locked directory or, if `made`, the mirror in it is no longer at its path."""
+        """Raise SupervisionError if the locked directory is no longer at its path or, if `made`, holds no mirror."""
         try:
             there = os.path.samestat(os.stat(self.directory), os.fstat(self._place))
             if made:
@@ -95,7 +95,7 @@ def is_served(data: Path) -> bool:
 
 
 def refuse_foreign(data: Path) -> None:
-    """Raise ConfigError if `data` holds foreign files and no mirror, or if others may create files there."""
+    """Raise ConfigError if `data` holds foreign files and no mirror, or if another user owns or may write it."""
     refuse_others(data, "the data directory", "data")
     names = sorted(entry.name for entry in data.iterdir())
     if "mirror.json" in names:

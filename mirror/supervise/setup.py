@@ -36,7 +36,7 @@ log = get_logger("supervisor")
 
 class LookUp(Protocol):
     def __call__(self, settings: Settings, bucket_uuid: str | None = None) -> Awaitable[Source]:
-        """Return the source's bucket: another than `bucket_uuid` only if no node has that. Raises ClusterError."""
+        """Return the source's bucket: `bucket_uuid` if any node has it. Raises ClusterError, ConfigError."""
         ...
 
 
@@ -83,7 +83,8 @@ class Setup:
     async def find_source(self, limit_s: float, unreachable: Callable[[str], None]) -> Source:
         """Ask the source for its bucket until it answers. Pass each failure to `unreachable`.
 
-        Raises ClusterError (after `limit_s` the last failure; 0: no limit), BucketChanged, OlderMap.
+        Raises a permanent ClusterError, such as BucketChanged, at once, any other after `limit_s` (0: never), and
+        ConfigError.
         """
         context = self._context
         began = context.clock.monotonic()
@@ -168,7 +169,7 @@ def look_up_with(clock: Clock) -> LookUp:
 async def set_aside_another_bucket(settings: Settings, look_up: LookUp) -> str | None:
     """Rename the data directory if it mirrors another bucket than the source's; return the new name, or None.
 
-    Raises ClusterError if the source cannot be reached, SupervisionError while a service runs, StorageError.
+    Raises ClusterError, SupervisionError while a service runs, ConfigError, StorageError.
     """
     path = required_data(settings)
     data = str(path)

@@ -64,10 +64,10 @@ class VbucketRow(TypedDict):
 
 class ProcessFigures(TypedDict):
     cpu_percent: float | None
-    """Share of one core since the previous measurement."""
+    """Percent of one core since the previous measurement."""
     private_bytes: int | None
     resident_bytes: int | None
-    """Includes shared pages, so also those of the store that are in memory."""
+    """Includes shared pages, so also the store's pages in memory."""
     threads: int | None
     open_files: int | None
 
@@ -174,7 +174,7 @@ def _newest(rows: Sequence[VbucketRow], name: Literal["last_rollback_ms", "last_
 def status_document(
     data: Path, identity: Identity | None, health: Health, rows: Sequence[VbucketRow], time_ms: int
 ) -> Status:
-    """Return a status in the shape of cli/JSON.md. The other fields that only a service knows are None or empty."""
+    """Return a status in the shape of cli/JSON.md. Fields that only a service knows are None or empty."""
     return {
         "service": "down",
         "state": health.state,

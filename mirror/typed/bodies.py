@@ -5,8 +5,9 @@ does not name are left out, and an empty body has no fields. A misfit is a body 
 a value which its column's type cannot take. `Reading.mode` decides what becomes of misfits.
 
 Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit. Refused
-batches are halved, and values.py reads the bodies of small ones. It also reads all columns whose types Arrow's reader
-lacks (map, variant). Invariants: each body gives one row, in order; Arrow and values.py give the same values.
+batches are halved, and values.py reads the bodies of small batches. values.py also reads all columns whose types
+Arrow's reader lacks (map, variant). Invariants: each body gives one row, in order; Arrow and values.py give the same
+values.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _LINE_END, _BEHIND_ALL = b"\n", 2**31 - 1
 ONE_BY_ONE_MAX = 16
 """A refused batch of at most this many bodies is not halved: reading them one by one costs less."""
 DEEP_LENGTH = 1_000
-"""A longer body may be nested deeper than Python reads, in a field that Arrow skips. So a refused batch with such a
-body is halved to single bodies: Arrow may accept this one.
+"""A longer body (in bytes) may be nested deeper than Python reads, in a field that Arrow skips. So a refused batch with
+a longer body is halved to single bodies: Arrow may accept the long one.
 """
 _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
 """Numbers that Arrow scales beyond 256 bits: a wrong value, or a crash. A JSON string may spell them with escapes."""
 _NEGATIVE_ZERO = r"-0[],}\s]"
-"""The integer -0, which Arrow reads as the double -0.0, and values.py, as from_json, as 0.0."""
+"""The integer -0: Arrow reads it as the double -0.0, values.py and from_json read it as 0.0."""
 _DECIMAL = pa.decimal256(75, 38)
 """The type of decimals before rounding: 75 digits, because a difference needs 76, Arrow's limit."""
 _NO_TIME = r"^0000|[ T][0-9]{2}[^:]|:[0-9.]*[-+](1[89]|2)"
@@ -59,7 +60,7 @@ class Reading:
     time_zone: str | None = None
     """The zone of times whose text has none. None: UTC; in Spark the session's zone."""
     epoch: str | None = None
-    """The unit of times that are numbers. None: most times are texts, and numbers are seconds."""
+    """The unit of times that are numbers. None: seconds, and Arrow expects that times are texts."""
     keep_numbers: bool = False
     """True if a number that its integer column cannot hold is an error in every mode."""
 
@@ -93,7 +94,7 @@ class Parsed(NamedTuple):
 
 
 class Bodies:
-    """A parser for one schema. Raises ConfigError for a type that JSON cannot be read as."""
+    """A parser for one schema. Raises ConfigError for an unknown time zone or a type that JSON cannot be read as."""
 
     def __init__(self, schema: Any, reading: Reading = AS_DECLARED) -> None:
         self._reading = reading

@@ -1,7 +1,7 @@
 """Parse a schema written as for Spark, `total double, items array<struct<sku:string,count:int>>`, into Arrow types.
 
-Knows the words of Spark's types and needs no Java. Invariant: the same text means the same columns here and in
-`spark.read.schema(text)`; an invalid text is an error that gives the position.
+Knows the words of Spark's types and needs no Java. Invariants: a text that this module accepts means the same columns
+in `spark.read.schema(text)`; the error for any other text gives the position.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Reader:
             raise self._wrong(shown or repr(token), self._token)
 
     def _take(self, expected: str, pattern: str) -> str:
-        """Return the current token and go to the next. Raises ConfigError if the beginning does not match `pattern`."""
+        """Return the current token and go to the next. Raises ConfigError if its beginning does not match `pattern`."""
         token = self._token
         if token is None or not re.match(pattern, token):
             raise self._wrong(expected, token)

@@ -4,7 +4,7 @@ Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; mu
 column is cut out of all rows at once, in C, and only if it is read: a count decompresses no value. Invariants: the
 values equal those of `storage.format.records.decode_row`, which also raises the error for a damaged row. A value
 whose body cannot be taken out (it cannot be decompressed, would exceed `VALUE_LENGTH_MAX`, or is shorter than its xattr
-section claims) stays as stored, with its datatype bits. The other documents are read all the same.
+section claims) stays as stored, with its datatype bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEAD = 55
 _HEADER, _HEAD, _THREE, _KEY, _VALUE = (pa.scalar(each, pa.int32()) for each in (24, HEAD, 3, -2, -1))
 BATCH_ROWS = 4096
 BATCH_BYTES = 16 * 1024 * 1024
-"""Size at which a batch is closed; one document may be larger."""
+"""Bytes of rows at which a batch is closed. The rows added last may exceed this size."""
 
 Number = tuple[int, int, str]
 _KEY_LENGTH: Number = (2, 2, "H")
@@ -176,7 +176,6 @@ class Documents:
         return pa.concat_arrays([pa.repeat(pa.scalar(origin[position], kind), origin[3]) for origin in self._origins])
 
     def column(self, name: str) -> Any:
-        """Return a column of `DOCUMENTS`."""
         return self._long(_STORED[name]) if name in _STORED else _COLUMNS[name](self)
 
     def alive(self, now_ms: int) -> Any:
@@ -212,7 +211,7 @@ def _array(numbers: Any) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The columns of a job: fields of the body where `from_body` is True, otherwise columns of `DOCUMENTS`."""
+    """The columns of a job. `from_body` is True for a field of the body, False for a column of `DOCUMENTS`."""
 
     schema: Any
     from_body: tuple[bool, ...]
@@ -221,14 +220,14 @@ class Shape:
 
 @dataclass(slots=True)
 class Counts:
-    """The numbers of documents and of misfits (typed/bodies.py) that a task has read."""
+    """The documents and misfits (typed/bodies.py) that a task has read."""
 
     documents: int = 0
     misfits: int = 0
 
 
 class Maker:
-    """Makes few large record batches of many vbuckets' rows, which end with checksums of `checksum_size` bytes."""
+    """Makes large record batches from rows of many vbuckets. Each row ends with a checksum of `checksum_size` bytes."""
 
     def __init__(self, shape: Shape, counts: Counts | None = None, checksum_size: int = 0) -> None:
         self._shape = shape
@@ -251,7 +250,6 @@ class Maker:
                 yield from self.rest()
 
     def rest(self) -> Iterator[Any]:
-        """Yield the last batch."""
         rows, self._rows = self._rows, Documents(self._checksum_size)
         if len(rows):
             rows.close()

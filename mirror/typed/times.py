@@ -64,7 +64,7 @@ def check_zone(name: str) -> None:
 
 
 def machine_zone() -> str:
-    """Return the name of this machine's time zone: by TZ, else by the link /etc/localtime, else UTC."""
+    """Return this machine's time zone: TZ, or if it is unset the link /etc/localtime; UTC for an unknown name."""
     name = os.environ.get("TZ", "").removeprefix(":") or os.path.realpath("/etc/localtime").rpartition("/zoneinfo/")[2]
     try:
         zone_of(name)
@@ -86,8 +86,8 @@ def micros_of(text: str, zone: tzinfo | None) -> int:
     """Return a time, or the beginning of a date, as microseconds since 1970. `zone` is for texts without a zone.
 
     If `zone` is None, times have no zone: they count as UTC, and a text that names a zone is refused. Otherwise a time
-    that its zone's change to summer time skips moves forward by the skipped time, and one that occurs twice means the
-    first. Raises ValueError.
+    skipped by the change to summer time moves forward by the skipped time, and a time that occurs twice means the first
+    one. Raises ValueError.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:

@@ -2,7 +2,8 @@
 
 bodies.py uses this module for documents that Arrow's reader refuses; both must give the same results. A value that its
 column's type cannot take is a misfit: it becomes null, and the rest of the document stays. A misfit in an array or map
-makes all of it null, but in a struct only the struct's field. A number in a text column keeps the document's spelling.
+makes all of it null, but in a struct only the struct's field. A text column keeps the document's spelling of a number
+with a fraction or exponent.
 
 tests/typed/differences.md lists the differences from from_json.
 """
@@ -213,7 +214,7 @@ _EXACT.rounding = ROUND_HALF_UP
 
 
 def _scalar_reader(expected: str, readers: Mapping[type, Callable[[Any], Any]]) -> Reader:
-    """Return a reader that chooses by the JSON value's type. `readers` raise an error for a value out of range."""
+    """Return a reader that calls one of `readers` by the JSON value's type. An error of theirs becomes a Misfit."""
 
     def read(value: Any, _: Problems) -> Any:
         try:

@@ -1,7 +1,7 @@
 """DCP messages: frames to events and back, by a table with one row per opcode.
 
 Knows the shape of each message (extras, key, value); must never know the order of messages or their effect. Invariants:
-a frame of any other shape, or of an opcode without a row, is a RemoteProtocolError; for every event
+a frame of any other shape, or of an opcode without a row, is a RemoteProtocolError; for every event but an answer
 `decode(to_frame(e)) == e`; cas and datatype are ignored when read, and sent as 0, for messages that lack them. Sources:
 kv_engine docs/dcp/documentation/commands/* (one file per opcode); if these files contradict each other, recordings of
 real servers decide (see the table in tests/wire/goldens.py).
@@ -282,7 +282,7 @@ def _response_body(e: ev.Response) -> bytes:
 
 
 def decode(frame: Frame) -> ev.DcpEvent:
-    """Return a frame's event. Raises RemoteProtocolError for an unknown opcode or shape."""
+    """Return a frame's event. Raises RemoteProtocolError for an unknown opcode or a wrong shape."""
     row = _ROWS.get(frame.opcode)
     if row is None or frame.magic in (Magic.SERVER_REQUEST, Magic.SERVER_RESPONSE):
         raise refusal(frame, f"not a message of DCP (opcode 0x{frame.opcode:02x})", Status.UNKNOWN_COMMAND)

@@ -86,7 +86,7 @@ _SERVER_SHAPES: dict[int, Shape] = {
 
 
 def check_request(frame: Frame) -> Frame:
-    """Return the frame. Raises RemoteProtocolError with the status to answer if opcode or shape is unknown."""
+    """Return the frame. Raises RemoteProtocolError with the status to answer if opcode or shape is wrong."""
     shapes = _SERVER_SHAPES if frame.magic == Magic.SERVER_REQUEST else _SHAPES
     shape = shapes.get(frame.opcode)
     if shape is None:

@@ -330,7 +330,9 @@ class MarkerVersion(IntEnum):
 
 
 class StreamEndReason(IntEnum):
-    """After any of them the source may have rolled back: resume with a complete stream request."""
+    """Before any of them the source may have rolled back: a later stream request needs the complete position. Do not
+    repeat the request at once after FILTER_EMPTY and LOST_PRIVILEGES (docs/protocol.md 2.10).
+    """
 
     OK = 0
     CLOSED = 1

@@ -201,7 +201,7 @@ class GetFailoverLog(Event):
 
 @dataclass(frozen=True, slots=True)
 class BufferAck(Event):
-    """`count` bytes have left the consumer's buffer. Never answered."""
+    """`count` bytes have left the consumer's buffer. The producer does not answer."""
 
     count: int
     vbid: int = 0
@@ -272,7 +272,7 @@ class CollectionModified(CollectionSettings):
 
 @dataclass(frozen=True, slots=True)
 class CollectionDropped:
-    """A collection was dropped with its documents below the SystemEvent's `seqno`. No deletions are sent for them."""
+    """A collection was dropped with its documents below the SystemEvent's `seqno`. The source sends no deletions."""
 
     manifest_uid: int
     scope_id: int

@@ -115,7 +115,7 @@ def _bad_length(buf: Buffer, pos: int, opcode: int, detail: str) -> RemoteProtoc
 
 
 def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) -> tuple[Frame, int]:
-    """Return the frame at `pos` and the position after it. Raises RemoteProtocolError if the frame is incomplete."""
+    """Return the frame at `pos` and the position after it. An incomplete frame, too, raises RemoteProtocolError."""
     size = frame_size(buf, pos, body_length_max)
     available = len(buf) - pos
     if size == 0 or size > available:
@@ -200,7 +200,9 @@ def check_shape(frame: Frame, shape: Shape) -> None:
 
 
 def frame_infos(framing: bytes) -> list[tuple[int, bytes]]:
-    """Return the (id, content) pairs in framing extras. If both are escaped, the id's extra byte comes first."""
+    """Return the (id, content) pairs in framing extras. If id and length are escaped, the id's extra byte comes first.
+    Raises RemoteProtocolError.
+    """
     infos = []
     pos, end = 0, len(framing)
     while pos < end:
@@ -232,7 +234,7 @@ def stream_id_framing(stream_id: int | None) -> bytes:
 
 
 def with_stream_id(message: bytes, stream_id: int) -> bytes:
-    """Return a plain request in flexible framing, with a stream id. No Frame is made, because every message of the
+    """Return a plain request in flexible framing, with a stream id. For speed it makes no Frame: every message of the
     stream passes here.
     """
     key_length = int.from_bytes(message[2:4])

@@ -2,7 +2,7 @@
 
 Knows the messages of RFC 5802, not sockets or opcodes. A `ScramClient` or `ScramServer` serves one exchange: two
 messages of the client and two answers. A message out of order or shape is a `SaslError`, which never quotes a secret.
-Passwords are hashed as UTF-8 bytes without normalisation, as the server does.
+Passwords are hashed as UTF-8 bytes without normalisation, as by Couchbase Server.
 
 Why not the library `scramp`: since 1.5 it refuses nonces with a blank, and fewer than 4096 iterations. But the official
 SDKs send blanks (recording sdk_72_conn2), and some clusters use 4000 iterations. The tests use `scramp` as an
@@ -30,11 +30,11 @@ ITERATIONS_MAX = 1_000_000
 """A server may ask for no more: this many take half a second of processor time. Servers use 4,000 to 15,000."""
 
 ITERATIONS_MIN = 4_000
-"""A server may ask for no fewer: a hostile server could crack the proof easily. No cluster uses fewer."""
+"""A server may ask for no fewer: else a hostile server could crack the proof easily. No cluster uses fewer."""
 
 ITERATIONS_DEFAULT = 4096
 MESSAGE_BYTES_MAX = 4096
-"""Bound on any SASL message: names and nonces are short."""
+"""Limit of a SASL message: names and nonces are short."""
 
 
 class SaslError(AuthRejected):
@@ -44,7 +44,7 @@ class SaslError(AuthRejected):
 
 
 def choose_mechanism(offered: Sequence[str], *, plain_allowed: bool) -> str:
-    """Return the best mechanism that both sides know; PLAIN only if it is allowed."""
+    """Return the best mechanism that both sides know; PLAIN only if it is allowed. Raises SaslError."""
     for mechanism in HASHES:
         if mechanism in offered:
             return mechanism
@@ -138,7 +138,7 @@ class ScramVerifier:
 
     def proves(self, mechanism: str, password: str) -> bool:
         other = ScramVerifier.of(mechanism, password, salt=self.salt, iterations=self.iterations)
-        # HMAC pads its key with zeros, so "password" and "password\0" have the same verifier
+        # HMAC pads its key with zeros, so the verifiers of "password" and "password\0" are equal
         return hmac.compare_digest(other.stored_key, self.stored_key) and not password.endswith("\0")
 
 
@@ -206,7 +206,7 @@ class ScramServer:
         return reply.encode()
 
     def outcome(self, final: bytes) -> bytes:
-        """Return the last message. Raises SaslError if the client does not know the password."""
+        """Return the last message. Raises SaslError if the client does not know the password, or its message is bad."""
         text = _text(final)
         fields = _fields(text)
         verifier = self._verifier

@@ -27,7 +27,7 @@ from mirror.wire.frame import Frame, decode, encode, frame_size
 from mirror.wire.keys import COLLECTION_ID_BYTES_MAX
 
 Row = tuple[bytes, bytes]
-"""(prefix from `routes` and seqno, whole frame)."""
+"""(prefix from `routes` followed by the seqno, whole frame)."""
 
 _PEEK = struct.Struct(">HHBxHII8x8s")
 """magic and opcode, key length, extras length, vbucket, body length, opaque, seqno (the extras' first eight bytes)."""
@@ -118,12 +118,12 @@ def scan(
 
 
 def _prefix_ends(data: bytes, start: int, key_length: int) -> bool:
-    """Return True if a collection id of several bytes ends within the key."""
+    """True if a collection id of several bytes ends within the key."""
     return min(data[start : start + min(key_length, COLLECTION_ID_BYTES_MAX)]) < 0x80
 
 
 def _other(data: bytes, pos: int, body_length_max: int) -> Frame | None:
-    """Return the frame at `pos`, or None if it is incomplete. Checks its header even then."""
+    """Return the frame at `pos`, or None if it is incomplete. The header is checked even then."""
     size = frame_size(data, pos, body_length_max)
     if size == 0:
         return None

@@ -93,8 +93,8 @@ _EVENT_IDS = {content: int(event) for event, content in _CONTENTS.items()}
 
 
 def decode_system_event(event: SystemEvent) -> SystemEventContent:
-    """Return the event's content. Raises RemoteProtocolError for an unknown kind or version. Such an event must not be
-    skipped: it could be a drop, which removes documents.
+    """Return the event's content. Raises RemoteProtocolError for an unknown kind or version, or a bad key or value. The
+    caller must not skip such an event: it could be a drop, which removes documents.
     """
     kind = _CONTENTS.get(event.event)
     if kind is None or event.version not in ((0, 1, 2) if kind in _FIXED else (2,)):

@@ -20,10 +20,10 @@ from storage.errors import CorruptedError, StorageError
 
 
 class FolderSink:
-    """Writes parts as files of a folder that it makes. The manifest gets its name last."""
+    """Makes a folder and writes parts as files there."""
 
     def __init__(self, path: str) -> None:
-        """Make the folder. Raises StorageError if it is not empty, OSError."""
+        """Make the folder. Raises OSError, or StorageError if the folder is not empty."""
         self._path = path
         os.makedirs(path, mode=0o700, exist_ok=True)
         if names := sorted(os.listdir(path)):
@@ -68,7 +68,7 @@ def folder_parts(path: str) -> Iterator[BackupPart]:
 
 
 def tar_parts(file: IO[bytes]) -> Iterator[BackupPart]:
-    """Yield the parts in a tar, plain or compressed by gzip, bzip2 or xz. Raises CorruptedError."""
+    """Yield the parts in a tar, plain or compressed by gzip, bzip2 or xz. Raises CorruptedError, OSError."""
     try:
         with tarfile.open(fileobj=file, mode="r|*") as tar:
             for member in tar:

@@ -4,8 +4,8 @@ Knows the layout of a backup (FORMAT.md, "Backups"); `storage.admin.archive` sto
 - each group is copied in one read transaction, so the rows of a vbucket match its state;
 - the manifest is the last part, so an unfinished backup has none;
 - a restore compares every checksum before it puts a file in place, and writes `mirror.json` last;
-- in a restored mirror, positions above the published seqnos have a new history id: it refuses tokens that the original
-  mirror issued for later changes.
+- in a restored mirror, positions above the published seqnos have a new history id: the restored mirror refuses tokens
+  that the original issued for later changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VERSION = 1
 MANIFEST = "backup.json"
 KIND = "dcp-mirror backup"
 PART_BYTES = 16 << 20
-"""Size of a part. Memory holds a whole part, because in a tar the size of a member precedes its bytes."""
+"""Largest part, bytes. Memory holds a whole part, because in a tar the size of a member precedes its bytes."""
 MANIFEST_BYTES_MAX = 256 << 20
 WORK = "restore.new"
 """Folder in the target (so on the same file system) where `restore` prepares the mirror."""
@@ -43,7 +43,7 @@ _PART = re.compile(rf"group-(\d{{4}})/{re.escape(DATA_FILE)}\.(\d{{6}})")
 AGAIN = "make the backup again, or take another one"
 
 Progress = Callable[[int, int], None]
-"""Called with the numbers of finished groups and of bytes so far."""
+"""Called with the numbers of finished groups and of bytes so far. A restore counts each group twice."""
 
 
 class BackupPart(NamedTuple):
@@ -62,7 +62,7 @@ class Summary:
     time_ms: int
     """Begin of the backup, milliseconds since 1970."""
     as_of_ms: int | None
-    """Time of the boundaries that the restored mirror serves; None: the published positions."""
+    """The restored mirror serves the newest boundaries up to this time; None: the published positions."""
     published: dict[int, int]
     """The seqnos that the restored mirror serves, by vbucket."""
     parts: int
@@ -127,8 +127,8 @@ def _digest(manifest: dict[str, Any]) -> str:
 def _group_parts(
     view: View, group: int, as_of_ms: int | None, published: dict[int, int], rollbacks: dict[int, int]
 ) -> Iterator[bytes]:
-    """Yield a group's compacted copy in parts. From the same transaction, put each vbucket's served seqno into
-    `published`, and into `rollbacks` the boundary to which a restore must roll it back.
+    """Yield a group's compacted copy in parts. From the same transaction, put the seqno that each restored vbucket
+    serves into `published`, and the boundary to which the restore must roll it back into `rollbacks`.
     """
     vbids = view.identity.group_vbids(group)
     if not vbids:
@@ -153,7 +153,7 @@ def _group_parts(
 
 
 def check_target(target: str) -> None:
-    """Raise StorageError if `target` exists and is not empty."""
+    """Raise StorageError if `target` is not empty (but for `lost+found`) or cannot be read."""
     try:
         names = sorted(os.listdir(target))
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def restore(
 ) -> Summary:
     """Restore a backup into a mirror at `target`, which must be missing or empty.
 
-    The checksums show damage of the backup; `check_rows` also walks over all rows, to show damage of the original.
+    The checksums show damage of the backup. `check_rows` also checks all rows, to show damage of the original.
     Raises StorageError. After CorruptedError or FormatTooNew, `target` is as before.
     """
     check_target(target)
@@ -326,7 +326,7 @@ def _check(work: str, identity: Identity, group: int) -> None:
 def _open_once(
     work: str, identity: Identity, group: int, rollbacks: dict[int, int], clock_ms: Callable[[], int]
 ) -> None:
-    """Open a copied group as a writer: this begins a new history (FORMAT.md, "Positions"). Roll vbuckets back to the
+    """Open a copied group as a writer, to begin a new history id (FORMAT.md, "Positions"). Roll vbuckets back to the
     boundaries in `rollbacks`.
     """
     path, vbids = directory.group_path(work, group), identity.group_vbids(group)

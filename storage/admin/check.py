@@ -1,7 +1,7 @@
-"""The integrity walk: checks every invariant of FORMAT.md on every row of every vbucket.
+"""The integrity walk: checks the invariants of FORMAT.md on every row of every vbucket.
 
 Each vbucket has a transaction of its own, because a long transaction makes the file of a running service grow. The walk
-shows that the stored data is consistent in itself; `verify` compares it with the source.
+shows that the stored data is consistent in itself; `verify` compares the data with the source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storage.model import SEQNO_MAX, Identity, Kind
 
 PROBLEMS_MAX = 1000
 GAP_ROWS = 5_000_000
-"""Row references of one vbucket held in memory. If there are more, each key is looked up."""
+"""Hashes of a vbucket's key rows held in memory. If there are more, rows without a key row are not found."""
 
 
 @dataclass(slots=True)
@@ -47,9 +47,10 @@ Progress = Callable[[int, int], None]
 
 
 def check(path: str, *, progress: Progress | None = None) -> CheckReport:
-    """Walk the mirror at `path`: first LMDB's pages (py-lmdb's verifier; some 150 MB/s), then their contents.
+    """Walk the mirror at `path`, group by group: LMDB's pages (py-lmdb's verifier; some 150 MB/s), then their contents.
 
-    Damage is reported, not raised. Raises NotAMirror, ReadOnly, FormatTooNew. `progress(done, of)` counts vbuckets.
+    Damage of a group is reported, not raised. Raises NotAMirror, ReadOnly, FormatTooNew, and CorruptedError for
+    `mirror.json`. `progress(done, of)` counts vbuckets.
     """
     identity = directory.load(path)
     report = CheckReport()
@@ -197,7 +198,7 @@ class _VbucketCheck:
         self._check_spans()
 
     def _check_counters(self) -> None:
-        """From the floor on, compare each boundary's counters with the boundary before and the rows between."""
+        """Above the floor, compare each boundary's counters with those of the boundary before and the rows between."""
         expected = None
         row_bytes = 0
         for key, value in chain.rows_after(self.txn, self.vbid, self.served, self.state.history_floor_seqno - 1):
@@ -228,8 +229,8 @@ class _VbucketCheck:
                     self._add(f"a boundary at {where}, inside a span from {before_seqno} to {end_seqno}")
 
     def _check_rows(self) -> dict[bytes, int] | None:
-        """Check that every row decodes, has the seqno of its key and lies above the base of its branch. Return hashes
-        of the key rows that the key tree must hold, by row key; None if they are too many for memory.
+        """Check that every row decodes, has the seqno of its key and lies above the base of its branch. Return a hash
+        of each key row that must be stored, by the key of its row; None if there are more than `GAP_ROWS`.
         """
         state = self.state
         references: dict[bytes, int] | None = {}
@@ -268,13 +269,13 @@ class _VbucketCheck:
         return references
 
     def _must_have_key_row(self, branch: int, seqno: int) -> bool:
-        """Return True for visible rows, and for staged rows up to the indexed seqno."""
+        """Return True for visible rows, and for rows of the staging branch up to the indexed seqno."""
         if branch == self.state.staging_branch:
             return seqno <= self.indexed
         return any(link.branch == branch and seqno <= link.cut for link in self.served)
 
     def _check_keys(self, references: dict[bytes, int] | None) -> None:
-        """Check that every key row points to a row of its key and kind, and that every visible row has a key row."""
+        """Check that every key row points to a row of its key and kind, and that each row in `references` has one."""
         rows_db = keys.rows_db(self.vbid)
         pointed = 0
         previous = b""
@@ -312,7 +313,7 @@ class _VbucketCheck:
             if branch not in self.bases:
                 self._add(f"manifest at {branch}:{seqno} is of an unknown branch")
             for entry in records.decode_manifest(value).collections.values():
-                # The scope may be unknown: a stream filtered to a collection brings no events of scopes.
+                # No check of the scope: a stream filtered to a collection brings no events of scopes.
                 if entry is not None and not 0 <= entry.begin_seqno <= SEQNO_MAX:
                     self._add(f"manifest at {branch}:{seqno} contradicts itself in collection {entry.name!r}")
 

@@ -23,8 +23,8 @@ LOCK_MODE = 0o660
 
 
 def group_id(name: str) -> int:
-    """Return the id of a system group, given by name or id. Raises StorageError for an unknown group, or one that this
-    user may not give files to.
+    """Return the id of a system group, given by name or id. Raises StorageError if the name is unknown, or if this user
+    may not give it files.
     """
     try:
         found = grp.getgrnam(name).gr_gid
@@ -44,7 +44,7 @@ def group_id(name: str) -> int:
 
 
 def share(path: str, gid: int) -> None:
-    """Let a system group enter the data directory and read its JSON files."""
+    """Let a system group enter the data directory and read `mirror.json` and `map.json`."""
     _give(path, gid, DIRECTORY_MODE)
     for name in (directory.FILE, directory.MAP_FILE):
         _give(os.path.join(path, name), gid, READ_MODE)
@@ -73,7 +73,7 @@ def _give(path: str, gid: int, mode: int) -> None:
 
 
 def closed_parent(path: str, gid: int) -> str | None:
-    """Return the first directory above `path` that members of the system group cannot enter, or None."""
+    """Return the nearest directory above `path` that members of the system group cannot enter, or None."""
     parent = os.path.dirname(os.path.realpath(path))
     while True:
         try:

@@ -1,9 +1,9 @@
 """A compacted copy of an LMDB file as of one transaction, made page by page.
 
 Knows the layout of LMDB 0.9 files (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta); never the contents of the trees.
-LMDB's own compacting copy is not used, because it follows damaged page numbers. In py-lmdb 3.0.0 it also crashes if a
-key has some hundred values of a fixed size: the patch `validate-md-pad` reads the tree of a cursor, and the copy's
-cursor has none. Invariants:
+LMDB's own compacting copy is not used, because it follows damaged page numbers. In py-lmdb 3.0.0 that copy also crashes
+if a key has some hundred values of a fixed size: the patch `validate-md-pad` reads the tree of a cursor, and the copy's
+cursor has no tree. Invariants:
 - pages are read from the file, never from the map;
 - page numbers, nodes and lengths are checked against their bounds before use;
 - the copy holds the live pages in their old order, with renumbered references and an empty free list.
@@ -26,11 +26,11 @@ _PAGE = struct.Struct("=QHHHH")
 """Page number, pad, flags, lower, upper; in a large value's first page the last two fields are its number of pages."""
 _EXTENT = struct.Struct("=12xI")
 _NODE = struct.Struct("=HHHH")
-"""Size of the data, low and high half; flags; size of the key. In a branch page the first three are a page number."""
+"""Size of the data (low, high half), flags, size of the key. In a branch page the first three are a page number."""
 _META = struct.Struct("=IIQQ48s48sQQ")
 """Magic, data version, address, map size, tree of free pages, main tree, last page, transaction."""
 _TREE = struct.Struct("=IHHQQQQQ")
-"""Pad (in the free list: the page size), flags, depth, three counts of pages, entries, root."""
+"""Pad (of the tree of free pages: the page size), flags, depth, three counts of pages, entries, root."""
 _NUMBER = struct.Struct("=Q")
 _MAGIC, _DATA_VERSION, _INTEGER_KEY = 0xBEEFC0DE, 1, 0x08
 _ROOT_AT = _TREE.size - _NUMBER.size
@@ -38,15 +38,14 @@ _BRANCH, _LEAF, _OVERFLOW, _META_PAGE, _FIXED_LEAF = 0x01, 0x02, 0x04, 0x08, 0x2
 _BIG, _SUBTREE = 0x01, 0x02
 _NO_ROOT = 2**64 - 1
 _VERBATIM, _BRANCHES, _REFERS, _CONTINUES = 1, 2, 3, 4
-"""Kinds of live pages. `_CONTINUES`: a page after the first one of a large value, without a header."""
+"""Kinds of live pages. `_CONTINUES`: a page of a large value after its first page; it has no header."""
 
 
 class Compaction:
-    """The live pages of one transaction, which must stay open. The constructor finds them; `pages` copies them."""
+    """The live pages of one transaction, which must stay open while `pages` copies them."""
 
     def __init__(self, environment: Environment, txn: lmdb.Transaction) -> None:
-        """Find the live pages. Call this soon after the begin of `txn`: two commits later LMDB overwrites the meta
-        page.
+        """Find the live pages. Call this soon after the begin of `txn`: two commits later its meta page is overwritten.
 
         Raises CorruptedError, StorageError.
         """
@@ -119,7 +118,7 @@ class Compaction:
                 raise self._damaged(number, f"is of no known kind ({flags:#x})")
 
     def _keep_extent(self, number: int, size: int) -> None:
-        """Mark the pages of a large value as live. A value that replaced a larger one has spare pages."""
+        """Mark the pages of a large value as live. A value that replaced a larger one may have spare pages."""
         page = self._read(number, _VERBATIM)
         count = _EXTENT.unpack_from(page)[0]
         if _PAGE.unpack_from(page)[2] != _OVERFLOW or count * self.page_bytes < _PAGE.size + size:
@@ -159,7 +158,7 @@ class Compaction:
                     _NUMBER.pack_into(page, reference_at, numbers[target])
 
     def _meta_pages(self, numbers: array[int]) -> Iterator[bytes]:
-        """Yield the two meta pages: transaction 0, an empty file, and transaction 1, with all pages."""
+        """Yield the two meta pages: of transaction 0 (an empty file) and of transaction 1 (all pages)."""
         _, _, _, map_size, _, main, _, _ = self._meta
         no_tree = (0, 0, 0, 0, 0, _NO_ROOT)
         free = _TREE.pack(self.page_bytes, _INTEGER_KEY, *no_tree)

@@ -25,7 +25,7 @@ from storage.model import Branch, BranchReason, FailoverLog, Identity, Seqno
 
 FORMAT = 2
 FORMATS_READ = (2,)
-"""Readable formats, oldest first. Released formats stay readable: tests open a recorded directory of each."""
+"""Readable formats, oldest first. Released formats stay readable: tests/whole/test_upgrade.py opens one of each."""
 FILE = "mirror.json"
 MAP_FILE = "map.json"
 MAP_HINT = "remove the file: the next start follows the newest map of all nodes that answer"
@@ -34,7 +34,7 @@ META_BYTES = 8192
 """Size of LMDB's two meta pages. If they are zeros, the file holds no data."""
 DAMAGED_HINT = "remove the file: the next command prints the line that makes it again"
 LOCK_PAUSES_S = (0.002, 0.01)
-"""Pauses before the lock is tried again, because readers that test the lock hold it for some microseconds."""
+"""Pauses before further tries for the lock. Readers that test the lock hold it for some microseconds."""
 VBUCKETS_MAX = 65536
 GROUPS_MAX = 1024
 
@@ -152,7 +152,7 @@ def _fields(identity: Identity) -> dict[str, object]:
 
 
 def check_identity(stored: bytes | None, identity: Identity, group: int, path: str) -> None:
-    """Raise WrongBucket, FormatTooNew or CorruptedError if `stored` (from `meta`) is not that of `identity`."""
+    """Raise WrongBucket, FormatTooNew or CorruptedError if `stored`, the identity in `meta`, is not `identity`."""
     if any(stored == identity_bytes(identity, group, known) for known in FORMATS_READ):
         return
     found = _stored_description(stored, path)
@@ -228,7 +228,7 @@ def load(path: str) -> Identity:
 def set_aside(path: str) -> str:
     """Append the bucket's uuid to the name of the directory `path`; return the new path.
 
-    Open views raise an error soon (`Environment.look`). No process may be writing the mirror.
+    Open views raise an error soon (`Environment.look`). No process may be writing the mirror. Raises StorageError.
     """
     identity = load(path)
     whole = os.path.realpath(path)
@@ -259,7 +259,7 @@ def sync_directory(path: str) -> None:
 def replace_file(path: str, data: bytes, *, mode: int = 0o600, like: str | None = None) -> None:
     """Replace a whole file, by fsync and rename. Raises OSError.
 
-    The new file gets group and mode of the file `like` if that exists, otherwise `mode` under the umask.
+    The new file gets group and mode of the file `like` if `like` exists, otherwise `mode` under the umask.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(path + ".new", flags, mode), "wb") as file:
@@ -307,7 +307,7 @@ class MapRecord:
 
 
 def load_map(path: str, bucket_uuid: str) -> MapRecord | None:
-    """Return the record of the mirror at `path`; None if there is none for this bucket. Raises StorageError."""
+    """Return the record of the mirror at `path`, or None if this bucket has no record. Raises StorageError."""
     file_path = os.path.join(path, MAP_FILE)
     try:
         with open(file_path, encoding="utf-8") as file:
@@ -325,7 +325,7 @@ def load_map(path: str, bucket_uuid: str) -> MapRecord | None:
 
 
 def save_map(path: str, record: MapRecord) -> None:
-    """Replace the record of the mirror at `path`, by fsync and rename. Raises StorageError."""
+    """Replace the record of the mirror at `path`. Raises StorageError."""
     file_path = os.path.join(path, MAP_FILE)
     try:
         replace_file(file_path, json.dumps(asdict(record)).encode(), mode=0o666, like=os.path.join(path, FILE))
@@ -337,7 +337,7 @@ class GroupLock:
     """The exclusive lock of a group's writer. The kernel releases it when the process dies."""
 
     def __init__(self, path: str) -> None:
-        """Take the lock of the group folder `path`, or raise Locked."""
+        """Take the lock of the group folder `path`. Raises Locked, StorageError."""
         try:
             if os.path.islink(path):
                 raise StorageError("is a symbolic link", path=path, hint="move the group's folder here in its place")

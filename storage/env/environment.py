@@ -40,9 +40,9 @@ from storage.format import keys
 MAP_SIZE = 64 << 30
 """Address space reserved per environment, bytes. The file has only the written pages; the writer grows a full map."""
 READER_TRIES = 3
-"""Number of walks over a file that seems cut short, before a reader reports damage."""
+"""Runs of py-lmdb's verifier before a reader or `check` reports damage. A commit during a run can look like damage."""
 READERS_MAX = 1024
-"""Reader slots. Each open read transaction of any process takes one, so LMDB's default of 126 is too small."""
+"""Reader slots for the reads of all processes (LMDB's default: 126). Without a free slot, a read raises Locked."""
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
 """LMDB's table of readers."""
@@ -51,11 +51,11 @@ WRITER_LOCK_FILE = "writer.lock"
 LOOK_INTERVAL_S = 1.0
 """Pause between two checks that the open file is still at its path. A check takes a few microseconds."""
 UNREGISTERED_LOOK_INTERVAL_S = 0.01
-"""The same pause if LMDB cannot register readers. A starting writer takes longer than this pause for its first two
-commits. Only its later commits overwrite pages that are being read, so a reader notices the writer in time.
+"""The same pause if LMDB cannot register readers. A starting writer takes longer than this for its first two commits.
+Only its later commits overwrite pages that are being read, so a reader notices the writer in time.
 """
 REMAP_WAIT_S = 10.0
-"""Longest wait for this process's transactions before the map changes size. A transaction takes some milliseconds."""
+"""Longest wait for this process's reads before the map changes size; then StorageError. A read takes milliseconds."""
 REMAP_POLL_S = 0.0005
 SPACE_MIN = 1 << 20
 """Bytes. With less free space, an input/output error of LMDB is reported as a full disk."""
@@ -132,7 +132,7 @@ def storage_error(error: Exception, path: str) -> StorageError:
 
 
 def refuse_unsound_lmdb() -> None:
-    """Raise StorageError if py-lmdb is too old, or has not its own patched LMDB: another crashes on damaged pages."""
+    """Raise StorageError if py-lmdb is too old, or runs without its own patched LMDB: others crash on damaged pages."""
     version = tuple(int(part) for part in lmdb.__version__.split(".")[:2])
     is_patched = bool(lmdb.version(subpatch=True)[3])
     if version < LMDB_VERSION_MIN or not is_patched:
@@ -198,7 +198,7 @@ def _has_space(path: str) -> bool:
 
 
 class Environment:
-    """One LMDB environment of a vbucket group, for one writer or for any number of reading threads."""
+    """The LMDB environment of a vbucket group, for any number of reading threads and at most one writer."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class Environment:
         """An entry for each read transaction of this process. A thread adds its entry before it checks `remapping`."""
         self._handles: dict[bytes, Any] = {}
         self.history_id = secrets.randbits(64) or 1
-        """The history id of the branches and positions that this writer creates."""
+        """The history id of the branches and positions that a writer of this environment creates."""
         if not create:
             _check_is_there(path)
         self._unregistered = not writable and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
@@ -280,9 +280,9 @@ class Environment:
     def _settle_meta_pages(self) -> None:
         """Write both meta pages to the disk, as they are in memory, before any other write.
 
-        After a failed sync the kernel may regard a meta page as written although it is not on the disk. LMDB would then
-        overwrite pages that the older meta page on the disk still needs. Writing the meta pages is safe, because the
-        pages that they refer to were synced before.
+        After a failed sync the kernel may regard a meta page as written although the disk has an older one. LMDB would
+        then overwrite pages that the older meta page still needs. Writing the meta pages is safe, because the pages to
+        which they refer were synced before.
         """
         try:
             descriptor = os.open(os.path.join(self.path, DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
@@ -297,7 +297,7 @@ class Environment:
             raise storage_error(error, self.path) from error
 
     def look_now(self) -> bool:
-        """Look now, even if the pause since the last look is not over."""
+        """Like `look`, without the pause."""
         self.look_at = 0.0
         return self.look()
 
@@ -329,8 +329,8 @@ class Environment:
         return max(0, pages * int(self.env.stat()["psize"]) - self.file_bytes())
 
     def _refuse_cut_short(self, tries: int) -> None:
-        """If pages are missing, walk over all references and raise CorruptedError for damage. A walk may find false
-        damage while a writer changes the file, so a reader walks up to `tries` times.
+        """If pages are missing, verify the file. Raise CorruptedError if each of `tries` runs finds damage: while a
+        writer changes the file, a run may find false damage.
         """
         missing = self.missing_bytes()
         if not missing:
@@ -347,7 +347,7 @@ class Environment:
         return self._handles[name]
 
     def open_all(self) -> None:
-        """Open every tree, before any transaction that uses one. A writer creates missing trees."""
+        """Open every tree, before any transaction that uses a tree. A writer creates missing trees."""
         with self._map_lock:
             if self._handles:
                 return
@@ -372,7 +372,7 @@ class Environment:
     def begin(self, *, write: bool = False, buffers: bool = False) -> Any:
         """Begin a transaction on the newest commit. If the writer has grown the map, adopt the new size. A read counts
         in `running` until `end`. With `buffers` the transaction returns buffers of LMDB's map, which are invalid after
-        its end.
+        the transaction.
         """
         if os.getpid() != self._pid:
             raise Closed("opened before fork; open it again in the child", path=self.path)
@@ -422,8 +422,8 @@ class Environment:
         """Map the file in another size (0: the size that the writer gave it). Do nothing if another thread did so since
         `_remap_count` was `seen_count`.
 
-        LMDB would move the map under open transactions, so this waits until they have ended. New ones wait for the new
-        map.
+        LMDB would move the map under open reads, so this waits until they have ended, for at most `REMAP_WAIT_S`. New
+        reads wait for the new map.
         """
         with self._map_lock:
             if self._remap_count != seen_count:
@@ -519,4 +519,4 @@ class _Shared:
 
 
 SHARED = _Shared()
-"""Process-wide, because LMDB allows a process to open a file once."""
+"""Process-wide, because a process may open a file of LMDB only once."""

@@ -1,9 +1,9 @@
 """Copies of groups' environments, made on several machines and joined into one mirror.
 
 Knows a mirror's directory; never the origin or destination of an environment. LMDB must not run on a network file
-system, but finished files may be stored there. So `pack` writes a file in one pass, `describe` turns a folder of files
-into a mirror, and neither opens LMDB there. Invariants: a group's folder under its final name is complete and synced;
-`mirror.json` is written last.
+system, but finished files may be stored on one. So `pack` writes each file in one pass, `describe` turns a folder of
+files into a mirror, and neither opens LMDB in the target. Invariants: a group's folder under its final name is complete
+and synced; `mirror.json` is written last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pack(folder: str, group: int, identity: Identity, target: str) -> int:
     """Copy the group environment in `folder`, which must not be open, into the mirror's directory `target`. Return the
     size of the copy in bytes.
 
-    An existing copy is kept. Raises StorageError if the disk is full or `target` cannot be written.
+    An existing copy is kept. Raises StorageError, for example if `target` cannot be written.
     """
     finished = directory.group_path(target, group)
     unfinished = f"{finished}.{uuid.uuid4().hex}.new"

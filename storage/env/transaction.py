@@ -1,7 +1,7 @@
 """A transaction: the argument of every function that reads or writes an environment.
 
 Knows LMDB's transaction, the names of the trees and the small records. A transaction sees one commit. Values that it
-returned may be outdated after its end. Hot loops use `raw` with handles that they looked up once.
+returned may be outdated after its end. Hot loops use `raw` with tree handles that they looked up once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Transaction:
         return value
 
     def put(self, tree: bytes, key: bytes, value: bytes) -> None:
-        """Write a value, in place of the old one. A tree of key rows keeps the old values too."""
+        """Write a value: in place of the old one, but in a tree of key rows next to the old ones."""
         self.raw.put(key, value, db=self.environment.db(tree))
 
     def delete(self, tree: bytes, key: bytes, value: bytes = b"") -> bool:

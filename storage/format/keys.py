@@ -61,7 +61,7 @@ def keys_db(vbid: int) -> bytes:
 
 
 def encode_collection_id(collection_id: int) -> bytes:
-    """Return the canonical unsigned LEB128 of a collection id (kv_engine docs/Collections.md, "Encoding")."""
+    """Return the canonical unsigned LEB128 of a collection id (kv_engine's docs/Collections.md, "Encoding")."""
     if not 0 <= collection_id < 2**32:
         raise ValueError(f"collection id {collection_id} is not a 32 bit number")
     out = bytearray()
@@ -73,7 +73,7 @@ def encode_collection_id(collection_id: int) -> bytes:
 
 
 def split_key(wire_key: bytes) -> tuple[int, bytes]:
-    """Return collection id and document key of a prefixed key. Raises ValueError for a prefix of more than 5 bytes."""
+    """Return collection id and document key of a prefixed key. Raises ValueError if 5 bytes do not end the prefix."""
     collection_id = shift = 0
     for index, byte in enumerate(wire_key[:5]):
         collection_id |= (byte & 0x7F) << shift

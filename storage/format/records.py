@@ -1,7 +1,7 @@
 """Values of the store: rows, states and small records as bytes (FORMAT.md, "Keyspaces").
 
 Knows byte layouts and the model; never LMDB. A row is the DCP message from the wire (24-byte header, extras, prefixed
-key, value); its vbucket and opaque fields have no meaning here. A `pub` record is a fixed struct. The others are
+key, value); its vbucket and opaque fields have no meaning here. A `pub` record is a fixed struct. The other records are
 msgpack arrays that begin with the record's version.
 """
 
@@ -42,7 +42,7 @@ MAGIC = 0x80
 DATATYPE_SNAPPY = 0x02
 DATATYPE_XATTR = 0x04
 VALUE_LENGTH_MAX = 32 * 1024 * 1024
-"""Largest decompressed value, bytes: a document of 20 MiB, its xattrs, and a reserve."""
+"""Largest decompressed value, bytes: a document of 20 MiB, its xattrs, and a reserve. A larger one is damage."""
 
 _MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
 _MUTATION_BYTES = _MUTATION.size
@@ -69,7 +69,7 @@ MUTATION, DELETION, SYSTEM_EVENT = int(Kind.MUTATION), int(Kind.DELETION), int(K
 ROW_KEY = slice(0, keys.ROW_KEY_SIZE)
 """The part of a reference, or of a boundary key, that is a row key. A reference is a value of the tree `k<vbid>`."""
 KIND = keys.ROW_KEY_SIZE
-"""The row's kind in a reference."""
+"""Index of the row's kind in a reference."""
 BRANCH, SEQNO = slice(0, 4), slice(4, keys.ROW_KEY_SIZE)
 """Branch and seqno in a row key or reference. As bytes they sort like the numbers."""
 AFTER_BRANCH = slice(4, None)
@@ -123,8 +123,8 @@ def _split_key(wire_key: bytes, vbid: int) -> tuple[int, bytes]:
 def decode_row(
     vbid: int, branch: Branch, frame: bytes, raw: bool = False, lenient: bool = False, tail_bytes: int = 0
 ) -> Document:
-    """Decode a stored row. `raw` keeps the value as stored: compressed and with xattrs. `lenient` does so only if the
-    value cannot be decoded. `Document.datatype` shows the result. The last `tail_bytes` of `frame` are not part of the
+    """Decode a stored row. `raw` keeps the value as stored: compressed and with xattrs. `lenient` keeps only a value
+    that cannot be decoded. `Document.datatype` shows the result. The last `tail_bytes` of `frame` are not part of the
     message.
 
     Raises CorruptedError if the bytes contradict the format.
@@ -230,7 +230,9 @@ def value_problem(document: Document) -> str | None:
 
 
 def decompressed_bytes(value: bytes) -> int:
-    """Return the decompressed length that a Snappy value (raw format) claims. Raises CorruptedError above a limit."""
+    """Return the decompressed length that a Snappy value (raw format) claims. Raises CorruptedError if the value is
+    empty, or claims more than `VALUE_LENGTH_MAX`.
+    """
     claimed = shift = 0
     for byte in value[:5]:
         claimed |= (byte & 0x7F) << shift
@@ -252,7 +254,7 @@ def decompress(value: bytes) -> bytes:
 
 
 def decompress_into(value: bytes | mmap, found: bytes | mmap) -> None:
-    """Decompress Snappy into `found`, of the claimed length, without the GIL. Raises CorruptedError."""
+    """Decompress Snappy without the GIL into `found`, which has the claimed length. Raises CorruptedError."""
     try:
         byte_count = cramjam.snappy.decompress_raw_into(value, found)
     except Exception as error:
@@ -273,7 +275,7 @@ def encode_mutation(
     expiry: int = 0,
     datatype: int = 0,
 ) -> bytes:
-    """Return a stored mutation, for benchmarks and tools that write rows without a source."""
+    """Return the message of a mutation, for benchmarks and tools that write rows without a source."""
     wire_key = keys.encode_collection_id(collection_id) + key
     body_length = _MUTATION_EXTRAS + len(wire_key) + len(value)
     head = _MUTATION.pack(
@@ -320,8 +322,8 @@ def _unpack(data: bytes | None, what: str, *counts: int) -> list[Any]:
 
 
 HistoryIds = tuple[tuple[int, int], ...]
-"""(history id, seqno) pairs of a branch, rising. An id belongs to the positions above its seqno, up to the seqno of the
-next pair. The first id also belongs to the positions up to its seqno.
+"""(history id, seqno) pairs of a branch, in order of seqno. An id belongs to the positions above its seqno, up to the
+seqno of the next pair. The first id also belongs to the positions up to its seqno.
 """
 
 
@@ -337,9 +339,9 @@ class Pub(NamedTuple):
 
     branch: Branch
     seqno: Seqno
-    """The published seqno: a boundary, or 0."""
+    """The published seqno: that of a boundary, or 0."""
     floor_seqno: Seqno
-    """The oldest kept boundary."""
+    """Seqno of the oldest kept boundary, or 0."""
     manifest_key: tuple[int, int] = (0, 0)
     """Branch and seqno of the row in `manifest`; (0, 0): the initial manifest, which has no row."""
     flags: int = 0
@@ -372,13 +374,13 @@ class BranchRow(NamedTuple):
     vbuuid: int
     reason: int
     time_ms: int
-    """Time at which readers first saw the branch, milliseconds since 1970; 0: not yet."""
+    """Time at which readers first saw the branch, milliseconds since 1970; 0: not yet, or branch 1."""
     kept_seqno: int = SEQNO_MAX
-    """The last seqno to keep: the purger is removing the branch's rows above it."""
+    """The purger may have removed the branch's rows above this seqno."""
     history_ms: int = 0
-    """The same moment by the `HistoryClock` (storage/write/owner.py), in milliseconds, for the purger."""
+    """The moment of `time_ms` by the `HistoryClock` (storage/write/owner.py), in milliseconds, for the purger."""
     first_branch: int = 0
-    """The oldest branch that this one replaced; 0: none. Replaced branches had published nothing."""
+    """The oldest branch that this one replaced; 0 or its own number: none. Replaced branches had published nothing."""
     history_ids: HistoryIds = ()
 
 

@@ -22,8 +22,8 @@ class SortedRuns(Generic[Row]):
     """Sorts tuples. Rows that were spilled come back as plain tuples."""
 
     def __init__(self, folder: str | None, run_rows: int, key: Callable[[Row], Any] | None = None) -> None:
-        """Spill runs of `run_rows` rows to `folder` (None: the system's). `key` makes sorting a run faster; it must
-        order rows as the tuples themselves do.
+        """Spill runs of `run_rows` rows to `folder` (None: the system's). `key` makes sorting a run faster. The stable
+        sort by `key` must leave a run in the order of its tuples.
         """
         self._folder = folder
         self._run_rows = run_rows

@@ -26,7 +26,7 @@ _pack = struct.Struct("<I").pack
 
 def sealed_rows(row_keys: Sequence[bytes], rows: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return (row key, stored row) pairs; the second elements of `rows` are the frames. In this hot path of ingest,
-    only the first list runs bytecode for each row.
+    only the list comprehension runs bytecode for each row.
     """
     frames = [row[1] for row in rows]
     return list(zip(row_keys, map(add, frames, map(_pack, map(crc32c, frames))), strict=True))

@@ -1,7 +1,7 @@
 """Positions, times and collections as readers name them: `Token`, `Pin`, `Time`, `CollectionName`.
 
-Knows values only: no LMDB, no clock. Invariants: `Token.parse` reads every text that `str` writes, and the same with
-leading zeros; a collection name without a scope is in `_default`; the name None is `_default._default`.
+Knows values only: no LMDB, no clock. Invariants: `Token.parse` reads every text that `str` writes, also with leading
+zeros in its decimal numbers; a collection name without a scope is in `_default`; the name None is `_default._default`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from storage.errors import UnknownCollection
 from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Branch, Manifest, Seqno
 
 TOKEN_LENGTH_MAX = 80
-"""Characters of the longest text of a token: 5, 10, 20 and 16 digits, and a reserve for leading zeros."""
+"""Most characters of a token: 5, 10, 20 and 16 digits, 3 colons, and a reserve. `parse` refuses a longer text."""
 
 CollectionName = str | int
 """`scope.collection`, `collection` of the scope `_default`, or a collection id."""
@@ -69,8 +69,8 @@ class Token:
     branch: Branch
     seqno: Seqno
     history_id: int
-    """64 random bits, set by `View.token`. The other numbers can occur again with other data: after a group was set
-    aside and filled again, after a power cut undid a commit, or in a new mirror at the same path.
+    """64 random bits. The other numbers can occur again with other data: after a group was set aside and filled again,
+    after a power cut undid a commit, or in a new mirror at the same path.
     """
 
     def __str__(self) -> str:

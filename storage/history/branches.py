@@ -1,4 +1,4 @@
-"""Reads the branch records of a vbucket, and opens new branches for rollbacks, abandoned rows and resyncs.
+"""Reads the branch records of a vbucket, publishes, and opens branches for rollbacks, abandoned rows and resyncs.
 
 Functions that write use the writer's transaction, so the trees `branch`, `pub`, `state` and `rollback` and the boundary
 row change together. After a rollback, the new branch's chain does not see the retracted rows; the purger removes them
@@ -31,7 +31,7 @@ from storage.model import (
 
 HISTORY_IDS_MAX = 512
 """Maximum number of history ids of a branch. Each owner that publishes on the branch adds one, and each start of the
-service is a new owner. The oldest ids are dropped; tokens with such an id are refused. A full row takes 10 KiB.
+service is a new owner. A merge adds one. The oldest ids are dropped, and their tokens refused. A full row takes 10 KiB.
 """
 
 
@@ -55,7 +55,7 @@ class BoundaryCounters(NamedTuple):
 
 
 class PurgeRow(NamedTuple):
-    """The purger's position in a vbucket; zeros before the first purge."""
+    """The purger's position in a vbucket. Before the first purge, all fields but `chain_id` are 0."""
 
     purged_seqno: int = 0
     """Seqno up to which the purger has visited the rows."""
@@ -131,9 +131,7 @@ def counters_at_end(txn: Transaction, state: VbucketState) -> BoundaryCounters:
 
 
 def newest_moment(txn: Transaction, vbid: int) -> Moment:
-    """Return the time of the newest published boundary, or the time at which the served branch was opened if that is
-    later. Zeros before the first publish.
-    """
+    """Return the time of the newest published boundary or of the served branch, whichever is later."""
     pub = txn.pub(vbid)
     served = get_branch(txn, vbid, pub.branch)
     opened = Moment(served.time_ms, served.history_ms)
@@ -243,7 +241,7 @@ def put_published(
     if before.rollback_deferred and seqno == previous:
         return counters  # the boundary was written when the branch was opened
     if not seqno and branch == before.branch:
-        return counters  # the source's vbucket is empty, and seqno 0 gets no boundary
+        return counters  # the source's vbucket is empty: seqno 0 needs no boundary
     counters = BoundaryCounters(counters.ordinal + (seqno != previous), counters.row_bytes)
     start, vbuuid = min(snap_start_seqno, seqno), before.failover_log.vbuuid_at(seqno)
     _put_boundary(txn, vbid, branch, seqno, start, vbuuid, *now, *counters)
@@ -298,8 +296,8 @@ def _put_state(txn: Transaction, state: VbucketState, branch: Branch, seqno: Seq
 def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Moment) -> None:
     """Open a branch at a kept boundary of the served chain, and serve this branch.
 
-    During a resync `state.failover_log` is the new copy's, which may share no history with the served copy. The branch
-    then gets a log that begins with the boundary's vbuuid.
+    During a resync `state.failover_log` is the new copy's, which may share no history with the served copy. So the
+    branch gets a log that begins with the boundary's vbuuid.
     """
     vbid, at, floor_seqno = state.vbid, boundary.seqno, state.history_floor_seqno
     other_copy = state.staging_branch != state.branch and not state.rollback_deferred
@@ -311,7 +309,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     txn.put_pub(vbid, records.Pub(branch, at, min(floor_seqno, at), manifest_key))
     _copy_boundary(txn, vbid, branch, boundary, vbuuid)
     _put_rollback(txn, state, branch, at, vbuuid, now.wall_ms)
-    # The resync overwrote the served copy's `stream_filter` and `missing_seqno`. The floor is at least the latter.
+    # The resync overwrote the served copy's `stream_filter` and `missing_seqno`. The floor is at least `missing_seqno`.
     _put_state(
         txn,
         state,
@@ -355,7 +353,9 @@ def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) ->
 
 
 def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
-    """Abandon the staged rows: open a branch at the published seqno, so that no chain sees these rows."""
+    """Abandon the staged rows: open a branch at the published seqno, so that no chain sees these rows. Begin a
+    resync or deferred rollback again.
+    """
     vbid, base = state.vbid, state.published_seqno
     if state.rollback_deferred:
         defer_rollback(txn, state, _published_boundary(txn, state, state.staging_published_seqno))

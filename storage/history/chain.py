@@ -3,8 +3,8 @@
 Knows the tree `branch` and boundary rows; writes only the tree `span`. A chain is a branch, its parent, and so on to
 the root. Each link (a branch of the chain) has a cut: the branch's rows with seqno <= cut are visible. Invariants:
 - a parent's number is smaller than its child's;
-- a parent's cut is the smaller of its child's cut and base_seqno, so cuts never rise towards the root;
-- the rows of a branch lie above its base_seqno, so the rows of a chain strictly rise in seqno from root to tip.
+- a parent's cut is the smaller of its child's cut and its child's base_seqno, so cuts never rise towards the root;
+- the rows of a branch lie above its base_seqno, so the visible rows strictly rise in seqno from root to tip.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:
 
 
 def put_span(txn: Transaction, vbid: int, branch: int, end_seqno: int, before_seqno: int) -> None:
-    """Record in `span` that no boundary lies between two seqnos that are more than `SPAN_SEQNOS` apart."""
+    """Record in `span` that no boundary lies between two seqnos, if they are more than `SPAN_SEQNOS` apart."""
     if end_seqno - before_seqno > SPAN_SEQNOS:
         key = keys.SPAN_KEY.pack(vbid, branch, end_seqno)
         txn.put(keys.DB_SPAN, key, keys.SEQNO.pack(before_seqno))

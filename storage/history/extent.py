@@ -19,8 +19,8 @@ class History(NamedTuple):
     floor_ms: int | None
     """Time of the floor's boundary, milliseconds since 1970; None: nothing was published."""
     boundaries: int | None
-    """Number of kept boundaries on all branches plus stored system events: rows without a key row are counted. None
-    while staged rows have no key rows yet.
+    """Number of entries of the row tree without a key row: boundaries of all branches, system events, abandoned rows.
+    None while staged rows have no key rows yet.
     """
     versions: int
     """Number of stored versions of documents, with tombstones and history."""

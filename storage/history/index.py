@@ -139,8 +139,8 @@ def not_in_order(txn: Transaction, vbid: int) -> CorruptedError:
 def key_rows_between(
     txn: Transaction, vbid: int, prefix: bytes, after_seqno: int, to_seqno: int, limit: int
 ) -> tuple[list[KeyRow], int, int, int]:
-    """Return the key rows of the next `limit` rows after `after_seqno`. Return also how many rows were read
-    (system events, too, which have no key row), their last seqno and their bytes.
+    """Return the key rows of at most `limit` rows with after_seqno < seqno <= to_seqno. Return also the number of rows
+    read (with system events, which have no key row), their last seqno and their bytes.
 
     Each row is decoded as it is read: to collect the rows first takes three times as long.
     """

@@ -8,8 +8,9 @@ branch, seqno) makes these promises until it ends:
 
 After a resync a lease holds nothing, because the new copy shares no history with the position. A lease at seqno 0 holds
 nothing either, because all changes since 0 can always be listed. After a power cut that undid a publish, a lease
-may name an unpublished position. It holds the kept history below the position, and once the position is published
-again, also the position. If no boundary below the position is kept, the first one kept may lie above it. Invariants:
+may name an unpublished position. The lease holds the kept history below the position, and once the position is
+published again, also the position. If no boundary at or below the position is kept, the floor stays.
+Invariants:
 - a lease is granted only for history that is still kept;
 - a released or expired lease holds nothing.
 """
@@ -24,10 +25,10 @@ from storage.errors import CorruptedError, NoSuchBoundary
 from storage.history import chain
 
 LEASES_MAX = 256
-"""Maximum number of leases in a group, because the purger checks each. A Spark job has one."""
+"""Maximum number of leases in a group, because the purger checks each; more are refused. A Spark job has one."""
 
 LEASE_MAX_MS = 86_400_000
-"""Longest time from a lease's last renewal to its end, even if a clock was wrong."""
+"""Longest time from a lease's last renewal to its end, milliseconds, even if a clock was wrong."""
 
 Position = tuple[int, int]
 """Branch and seqno."""

@@ -4,14 +4,14 @@ Knows chains and every tree whose keys or values hold branch numbers; the purger
 rollback, the old branch stays on the chain as long as one of its rows is visible. Once the branch lies below the floor,
 no rollback can go back to it. Then its rows can move to its parent, oldest first. The base of the branch rises with the
 moved rows, and the empty branch is removed. A half-merged branch comes first, then the branch with the fewest seqnos.
-Its parent mostly has at least as many seqnos. So each move takes a row to a branch of at least twice the seqnos, and a
-row moves few times.
+The parent of that branch mostly has at least as many. So each move takes a row to a branch of at least twice the
+seqnos, and a row moves few times.
 
 Invariants:
 - a step is one transaction and leaves the same rows visible at the same seqnos; another process may do the next step;
 - rows move only after the purger has removed the retracted rows of both branches;
-- rows keep their seqnos, so a branch is merged only if its base is at or above its parent's. If its base lies below, it
-  cuts off all rows of the parent, and the parent is merged into its own parent first;
+- rows keep their seqnos, so a branch is merged only if its base is at or above its parent's base. A branch with a lower
+  base cuts off all rows of the parent; then the parent is merged first;
 - a moved row may get the position (branch and seqno) of a retracted row of the parent, so these positions get a new
   history id;
 - each step draws a new chain id, so readers load their chains again.
@@ -31,7 +31,7 @@ from storage.model import SEQNO_MAX, BranchReason
 LINKS_MAX = 16
 """A chain with at most this many links below the floor is not merged."""
 ROLLBACKS_KEPT = 16
-"""The newest rollback records that are always kept, for people and for readers that wait for a write (`wait`)."""
+"""Number of newest rollback records of a vbucket that are always kept, for people and for `wait`."""
 
 
 class Pair(NamedTuple):

@@ -50,7 +50,7 @@ class Window:
     """Limits of the kept history (None: no limit). The tightest limit decides."""
 
     time_ms: int | None = None
-    """Readers can go back at least this many milliseconds, if the mirror is old enough."""
+    """Readers can go back this many milliseconds, if the mirror is old enough and no other limit is reached."""
     boundaries: int | None = None
     size_bytes: int | None = None
     """Bytes of rows of a vbucket above its floor."""
@@ -167,7 +167,7 @@ class Purger:
 
     def _forget(self, txn: Transaction, vbid: int, numbers: list[int]) -> None:
         branches.forget(txn, vbid, numbers)
-        # `_forgettable` compares the group's number of branches, which a branch opened elsewhere may restore.
+        # `_forgettable` compares the group's number of branches; a branch opened meanwhile may restore that number.
         self._forgotten.pop(vbid, None)
 
     def _merge(self, txn: Transaction, vbid: int, pair: merge.Pair) -> None:
@@ -199,7 +199,7 @@ class Purger:
     ) -> int:
         """Return the floor that the window requires, at most `looks` boundaries above the present floor.
 
-        Only the boundaries that the floor passes are read: their counters tell the size of the history above.
+        Reads few boundaries, because their counters tell the size of the history above.
         """
         window = self.window
         tip = chain.newest_boundary(txn, vbid, links, links[0].cut)
@@ -270,8 +270,8 @@ class Purger:
     def _of_dropped_collections(
         self, txn: Transaction, vbid: int, links: chain.Chain, seqno: int, looks: int
     ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        """Walk over the next `looks` keys of the collections that the system event at `seqno` dropped or flushed.
-        Return their key rows, and the key to continue from (empty: the end).
+        """Walk over about `looks` key rows of the collections that the system event at `seqno` dropped or flushed.
+        Return the key rows to remove, and the key to continue from (empty: the end).
 
         The walk's position is only in memory, so a new process begins the walk again.
         """

@@ -1,8 +1,8 @@
 """Removes a range of rows that no view sees, with their key rows, in steps of bounded work.
 
-Knows both trees of a vbucket; never why no view sees the range. Neighbouring rows are cheap to remove, but their key
-rows lie anywhere in the key tree, each on another page. So the removal reads a run of rows, removes the run's key rows
-in key order, and then the rows. Invariants:
+Knows a vbucket's row tree and key tree; never why no view sees the range. Neighbouring rows are cheap to remove, but
+their key rows lie anywhere in the key tree, each on another page. So the removal reads a run of rows, removes the run's
+key rows in key order, and then the rows. Invariants:
 - a key row is removed before its row, so no key row refers to a missing row;
 - memory holds one run;
 - a step removes at most a small multiple of `limit` rows in its transaction;
@@ -35,7 +35,9 @@ ROW_SHARE = 4
 
 
 class Dead(NamedTuple):
-    """Rows (after_seqno, to_seqno] of a branch that no view has seen since `since_ms` (None: that no view ever saw)."""
+    """Rows of a branch with after_seqno < seqno <= to_seqno. No view has seen them since `since_ms` of the
+    `HistoryClock`; None: no view ever saw them.
+    """
 
     branch: int
     after_seqno: int

@@ -1,15 +1,15 @@
-"""Documents in bulk: every document of a vbucket at one boundary as an undecoded row.
+"""Reads every document of a vbucket at one boundary, as undecoded rows.
 
 Knows the key and row trees and the visible rows. Invariants:
-- a read yields the documents of `View.scan` at the boundary, despite writes, purges and rollbacks meanwhile, or raises
-  ViewInvalidated;
-- a transaction reads about `rows_max` rows of a chunk; it ends early after the run of `GET_ROWS` rows with which the
-  bytes exceed `CHUNK_BYTES`.
+- a read yields the documents of `View.scan` at the boundary and the expired ones, despite writes, purges and rollbacks
+  meanwhile, or raises ViewInvalidated;
+- a transaction reads about `rows_max` rows; it ends early after the run of `GET_ROWS` rows that makes the chunk larger
+  than `CHUNK_BYTES`.
 
-A read walks the rows from the newest to the oldest and takes the first row of each key. This is several times faster
-than a look-up of each row. But the walk must remember keys, and visits older versions and unrequested rows. Once that
-costs more than look-ups, the read continues in key order. A read verifies every row that it visits, but notices a
-missing row only in key order.
+A read of all keys walks the rows from the newest to the oldest and takes the first row of each key. This is several
+times faster than a look-up of each row. But the walk must remember keys, and visits older versions and unrequested
+rows. Once that costs more than look-ups, the read continues in key order. A read verifies every row that it visits, but
+notices a missing row only in key order.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from storage.read.vbucket_reader import KINDS
 from storage.read.view import View
 
 ROWS_MAX = 2_000
-"""Rows of a chunk. Larger chunks are slower, because of the processor's caches."""
+"""Approximate rows of a chunk. Larger chunks are slower, because of the processor's caches."""
 GET_ROWS = 128
 """Number of rows fetched between two checks of the chunk's size."""
 REMEMBERED_MAX = 500_000
-"""Maximum number of keys that a walk over rows remembers: some 60 MB."""
+"""Keys that a walk over rows remembers, some 60 MB, before the read continues in key order."""
 ROWS_PER_DOCUMENT = 3
 """With at most about this many rows per document, a walk over rows is faster than a look-up of each document."""
 _FOREVER = b"\xff"
@@ -145,7 +145,7 @@ class _Read:
                     return
 
     def _run(self, txn: Transaction, position: bytes, first: bytes) -> tuple[list[bytes], bytes]:
-        """Return rows below `position` and above `first`, oldest first, and the next position (empty: the end)."""
+        """Return entries below `position` and above `first`, oldest first, and the next position (empty: the end)."""
         cursor = txn.raw.cursor(self._reader.rows)
         if there := cursor.set_range(position):
             if (at := cursor.key()) != position:
@@ -175,8 +175,8 @@ class _Read:
         return frames, following
 
     def _newest(self, frames: list[bytes], seen: set[bytes]) -> Iterator[Collection[bytes]]:
-        """Yield the documents of each collection whose keys are not in `seen`, and add all keys to `seen`. `frames` is
-        oldest first, so a later version replaces an earlier one. A row of an unknown kind is an error.
+        """Yield each collection's documents with keys that `seen` lacks, and add the collection's keys to `seen`.
+        `frames` is oldest first, so a later version replaces an earlier one. Raises CorruptedError.
         """
         all_mutations = bool(frames) and _MUTATIONS[0] <= min(frames) and max(frames) < _MUTATIONS[1]
         rows = frames if all_mutations else self._without_boundaries(frames)

@@ -29,7 +29,7 @@ _FROM_BEGINNING = "read it from the beginning"
 
 @dataclass(slots=True)
 class Pieces:
-    """Serves a reader with little memory: limits what is read at once, and yields a change again that was dropped."""
+    """Lets a reader with little memory limit the bytes read at once, and get a change again after dropping it."""
 
     bytes_max: int
     """Maximum bytes of rows that are read at once; one document may be larger."""
@@ -42,8 +42,8 @@ class Change:
     """One published event. `kind` is mutation, deletion, expiration, system_event, rollback, retraction or restoration.
 
     A rollback is the first event of its new branch. Then each key's newest lost version is retracted; if an older
-    version is visible again, its restoration follows. `token` resumes after this event; within a rollback only the last
-    event's token does, and the others repeat the rollback.
+    version is visible again, its restoration follows. `token` resumes after this event. But of a rollback's events only
+    the last has such a token; the tokens of the others repeat the rollback.
     """
 
     kind: str
@@ -70,8 +70,9 @@ def rollbacks(reader: VbucketReader) -> list[Rollback]:
 
 
 def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None) -> Range:
-    """Return the range from `start` (None: the beginning) to `end` (None: the state served now). Raises ViewInvalidated
-    if the range is not kept, or a resync lies between the positions.
+    """Return the range from `start` (None: the beginning) to `end` (None: the state served now).
+
+    Raises Unavailable, and ViewInvalidated if the range is not kept, or a resync lies between the positions.
     """
     with reader.environment.read() as txn:
         served = reader.readable(txn) if end is None else validity.served_at(reader, txn, end)
@@ -115,7 +116,9 @@ def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> M
 
 
 def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) -> Seqno:
-    """Return the seqno up to which the served chain shares the history of `start`, which is not on this chain."""
+    """Return the last seqno of the history that `served` shares with `start`, a position that `served` does not see.
+    Raises ViewInvalidated.
+    """
     if start.seqno < lost[0].base_seqno:
         raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
     after = chain.common_seqno(served.links, lost)
@@ -127,12 +130,12 @@ def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) ->
 
 
 def legs(reader: VbucketReader, start: Token | None) -> list[tuple[Token | None, Range]]:
-    """Return the ranges that lead from `start` to the state served now, each with its start. Raises ViewInvalidated if
-    one is lost.
+    """Return the ranges that lead from `start` to the state served now, each with its start. Raises Unavailable, and
+    ViewInvalidated if a range is not kept.
 
-    If readers left a token's history by a deferred rollback, the way leads over its reached seqno, even if a later
-    rollback went below that. So the events up to there are the same at every reading: a reader that stopped in their
-    middle has part of them.
+    If readers left the history of `start` by a deferred rollback, the way leads over the reached seqno, even if a later
+    rollback went below it. So every reading yields the same events up to the reached seqno: a reader that stopped
+    on the way has part of these events.
     """
     found: list[tuple[Token | None, Range]] = []
     while True:
@@ -171,7 +174,7 @@ def between(
 
 
 def _deferred_rollback(reader: VbucketReader, token: Token) -> Rollback | None:
-    """Return the rollback by which readers left the token's history if it was deferred."""
+    """Return the rollback by which readers left the token's history; None if that rollback was not deferred."""
     later = (each for each in rollbacks(reader) if each.to_branch > token.branch and each.to_seqno < token.seqno)
     first = next(later, None)
     return None if first is None or first.reached_seqno is None else first
@@ -216,8 +219,8 @@ def _published(
 def _after_rollback(
     reader: VbucketReader, way: Range, token: Token, raw: bool, pieces: Pieces | None
 ) -> Iterator[Change]:
-    """Yield a rollback and what it took back, then the rows of the served chain above it. A reader that stopped in the
-    middle may get all of them again, also after further rollbacks.
+    """Yield a rollback, its retractions and restorations, then the rows of the served chain above `way.after_seqno`. A
+    reader that stopped within the rollback gets all events of the rollback again, also after further rollbacks.
     """
     common_seqno = way.after_seqno
     rising = (link for link in reversed(way.served.links) if link.branch > token.branch)
@@ -241,9 +244,9 @@ def _after_deferred_rollback(
     raw: bool,
     pieces: Pieces | None,
 ) -> Iterator[Change]:
-    """Yield one step to the end of `replacing`, then the rows above it. In the step, versions that both histories have
-    are not given again. So no token in the step is true before its last event, which has the first token of the served
-    chain; the events before have the reader's token. Nothing is yielded for a step that changes nothing.
+    """Yield one step to the end of `replacing`, then the rows above that end. The step leaves out versions that both
+    histories have. So only the last event of the step has a token of the served chain; the events before have the
+    reader's token. A step that changes nothing has no events.
     """
     bytes_max = None if pieces is None else pieces.bytes_max
 
@@ -286,7 +289,7 @@ def _taken_back(
     def change(each: retractions.Undone, at: Token) -> Change:
         return Change(each.kind, at, retractions.document_of(reader, each, raw))
 
-    following = next(undone, None)  # to know which is last, look one position ahead
+    following = next(undone, None)  # look one position ahead, to know which event is the last
     if following is None and not always:
         return
     yield from _repeated(lambda: Change("rollback", token if following else end, rollback=record), pieces)

@@ -1,9 +1,9 @@
-"""The environments of a mirror that one view has open, and a `VbucketReader` for each vbucket.
+"""The open environments of one view, and a `VbucketReader` for each vbucket that was read.
 
 Knows the data directory and its identity; never a row. Many threads may use a `Groups`. Invariants:
 - every environment belongs to the mirror that was opened first (`identity`);
-- after a group's file was replaced, the next use opens the new file; the old file is closed when its last transaction
-  ends.
+- after a group's file was replaced, a use opens the new file, a second later at most; the old file is closed when its
+  last transaction ends.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Groups:
         self._map_size = map_size
         self._environments: dict[int, Environment] = {}
         self.readers: dict[int, VbucketReader] = {}
-        """Readers of vbuckets that were read before, by vbid. Once the time `environment.look_at` of a reader has
-        passed, call `reader` instead.
+        """By vbid: the readers of vbuckets that were read before. Once `environment.look_at` of a reader has passed,
+        call the method `reader` instead.
         """
         self._closed: str | None = None
 

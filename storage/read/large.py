@@ -1,4 +1,4 @@
-"""Reads a large document in pieces, because one copy of 20 MiB would take some 20 ms.
+"""Reads a large document in pieces, because one copy of 20 MiB would take 5 ms or more.
 
 Knows rows of mutations and LMDB's map; must never know the users of the pieces. Rows do not change, so each piece is
 read in a transaction of its own. Invariant: all pieces together are the value as it is stored. The checksum is compared
@@ -43,11 +43,11 @@ class LargeDocument:
 
     @property
     def head(self) -> bytes:
-        """The DCP message without value and extended metadata; its lengths are adapted."""
+        """The DCP message without value and extended metadata; its length fields are adapted."""
         return _without_value(self._head, self._value_at)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the pieces of the stored value. Raises ViewInvalidated if the purger removed the row meanwhile, and
+        """Yield the pieces of the stored value. Raises ViewInvalidated if the purger removes or moves the row, and
         CorruptedError after the last piece if the row's checksum is wrong.
         """
         reader = self._reader

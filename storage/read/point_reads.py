@@ -1,7 +1,7 @@
 """Documents by key: one, many, or one by its wire key (collection id and key).
 
 Knows the key tree and the row tree of a vbucket through its `VbucketReader`. Invariants:
-- an answer is read in one LMDB transaction;
+- an answer about one vbucket shows one commit, even if a second transaction reads the row;
 - a vbucket's remembered state is used only in transactions of the same commit.
 """
 
@@ -62,7 +62,7 @@ class ReadRun:
     def __init__(self) -> None:
         self._begun: dict[Environment, tuple[Any, int]] = {}
         self._views: dict[Environment, Any] = {}
-        """Transactions whose `get` returns buffers of LMDB's map. They may see a later commit: rows do not change."""
+        """Transactions whose `get` returns buffers of LMDB's map. They may see a later commit; rows never change."""
 
     def __enter__(self) -> ReadRun:
         return self
@@ -85,9 +85,9 @@ class ReadRun:
         return known[0], visible if visible[0] == known[1] else reader.look(known[0])
 
     def row(self, reader: VbucketReader, wire_key: bytes, bytes_max: int) -> bytes | None:
-        """Return the stored row of a document, expired or not, after comparing the row's checksum. `wire_key` must
-        begin with a collection id of one byte. None: call `View.find`, because the row has more than `bytes_max`, or
-        this quick look-up does not suffice.
+        """Return the stored row of a document, expired or not, verified if the view verifies reads. `wire_key` must
+        begin with a collection id of one byte. None: call `View.find`, because the row has more than `bytes_max` bytes,
+        or this quick look-up does not suffice.
         """
         try:
             txn, (_, branch, above, up_to, _, flags, manifest) = self.begun(reader)
@@ -180,14 +180,14 @@ class PointReads:
         now: float | None = None,
         raw: bool = False,
     ) -> Document | None:
-        """Return a document, or None when it is absent, deleted or expired.
+        """Return a document, or None if it is absent, deleted or expired.
 
         `collection` is a name (`scope.collection`) or an id, by default `_default._default`. `as_of` is a seqno of the
         key's vbucket or a `Time`. `now` (seconds since 1970) is the time for expiry: by default the present time, with
         `as_of` the boundary's. `raw` leaves the value compressed and with its xattrs.
 
         Raises UnknownCollection, NoSuchBoundary (`as_of` is before the kept history), Unavailable (the vbucket is being
-        resynced) and NotHeld (another mirror holds the vbucket).
+        resynced), NotHeld (another mirror holds the vbucket) and CorruptedError.
         """
         if isinstance(key, str):
             key = key.encode()
@@ -236,7 +236,7 @@ class PointReads:
 
         Documents of one group of vbuckets are read in one transaction. A value that cannot be decompressed, or would be
         larger than 32 MiB, is returned as stored: `datatype` then still has its bit 2 (Snappy) or 4 (xattrs). Raises
-        AnswerTooLarge as soon as the values together are more than `bytes_max`.
+        AnswerTooLarge as soon as the values together have more than `bytes_max` bytes.
         """
         options = _Options(collection, as_of, now, raw, lenient=True)
         is_plain = as_of is None and collection is None
@@ -326,7 +326,7 @@ class PointReads:
         if found is None:
             return None
         document = document_or_large(reader, found[0], found[1], bytes_max, raw)
-        if document is None:  # purged meanwhile, so there is a newer version
+        if document is None:  # the row was purged or moved to another branch meanwhile
             return self.get(key, collection, as_of=as_of, raw=raw)
         expiry = about(document).expiry
         return None if expiry and expiry <= found[2] else document
@@ -336,7 +336,7 @@ class PointReads:
         return self.get(key, collection, raw=True) is not None
 
     def key_at(self, vbid: int, seqno: int) -> bytes | None:
-        """Return the wire key of the row at a seqno of the served history, or None if no document changed there."""
+        """Return the wire key of a document's row at a seqno of the served history, or None if no such row is there."""
         reader = self.reader(vbid)
         while True:
             with reader.environment.read() as txn:
@@ -352,8 +352,8 @@ class PointReads:
     def find(
         self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, large_bytes: int | None = None
     ) -> Found:
-        """Look up one document (raw) by its wire key. With `deletions` a tombstone counts as a document. A value of
-        more than `large_bytes`, stored or decompressed, is not read.
+        """Look up one document (raw) by its wire key, even if `resync_reads` withholds the vbucket. With `deletions` a
+        tombstone counts as a document. A value of more than `large_bytes`, stored or decompressed, is not read.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:
@@ -391,9 +391,8 @@ class PointReads:
 def document_or_large(
     reader: VbucketReader, wire_key: bytes, reference: bytes, large_bytes: int, raw: bool
 ) -> Document | LargeDocument | None:
-    """Return the document of the row that a reference names, or None if the row was purged. A value of more than
-    `large_bytes`, stored or decompressed, is not read. The row is read in a new transaction: its buffers spare the copy
-    of a large value.
+    """Return the document of the row that a reference names, or None if the row was purged or moved. A value of more
+    than `large_bytes`, stored or decompressed, is not read. A new transaction returns buffers, to spare a copy.
     """
     row_key = reference[ROW_KEY]
     txn = reader.environment.begin(buffers=True)

@@ -1,5 +1,5 @@
-"""Finds the versions that a rollback undoes: the newest lost version of each key (retraction), and the older version
-that is visible again (restoration).
+"""Finds a rollback's retractions (the newest lost version of each key) and restorations (the older version that is
+visible again).
 
 Knows both trees of a vbucket, the lost chain and the served one; must never know the users of events. Invariants:
 - memory holds positions, never documents;
@@ -23,7 +23,7 @@ from storage.read import scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
 UNDONE_BYTES = 1024
-"""Memory for the positions of a retraction and its restoration; a key has at most 250 bytes."""
+"""Bytes of memory for the positions of a retraction and its restoration; a key has at most 250 bytes."""
 
 
 class Undone(NamedTuple):
@@ -61,7 +61,7 @@ def undone(
     bytes_max: int | None = None,
 ) -> Iterator[Undone]:
     """Yield a retraction for each key that `lost` changed above `common_seqno`, and restorations. Holds at most
-    `bytes_max` bytes of positions at once.
+    `bytes_max` bytes of positions at once. Raises ViewInvalidated.
 
     `replacing` is the chain that a deferred rollback made visible. A key is left out if `replacing` has a version of
     the key above `common_seqno`, or has dropped or flushed the key's collection.
@@ -71,7 +71,7 @@ def undone(
 
 
 def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
-    """Read an undone version. Raises ViewInvalidated if the purger has removed the version since it was found."""
+    """Read an undone version. Raises ViewInvalidated if the purger has removed the version meanwhile."""
     with reader.environment.read() as txn:
         if txn.raw.get(undone.reference[records.ROW_KEY], db=reader.rows) is None:
             cursor = txn.raw.cursor(reader.keys)
@@ -81,7 +81,7 @@ def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
 
 
 def restored_collections(reader: VbucketReader, lost: chain.Chain, links: chain.Chain) -> dict[int, Seqno]:
-    """Return the begin_seqno of each collection of `links` that the lost history had dropped or flushed, by id."""
+    """Return by id the begin_seqno of the collections of `links` that `lost` has dropped, flushed or never had."""
     with reader.environment.read() as txn:
         before, after = (reader.manifest_on(txn, each) for each in (lost, links))
     return {
@@ -93,7 +93,7 @@ def restored_collections(reader: VbucketReader, lost: chain.Chain, links: chain.
 
 @dataclass(slots=True)
 class _RetractionWalk:
-    """One walk over lost rows; its fields are the arguments of `undone`."""
+    """One walk over lost rows; the first fields are the arguments of `undone`."""
 
     reader: VbucketReader
     served: Served
@@ -165,7 +165,7 @@ class NewToReader:
     """A filter that passes the events that are new to a reader from a lost history. Call it with events in rising seqno
     order.
 
-    Documents of a collection that the new history has dropped or flushed do not pass. A reader that already had the
+    Documents of a collection that the new history has dropped or flushed do not pass: a reader that already had the
     drop or flush does not get that event again, and would keep the documents.
     """
 
@@ -178,7 +178,7 @@ class NewToReader:
         """Seqno of the last event that is compared with the lost history. Later events all pass."""
         self._raw = raw
         self._back = restored_collections(reader, lost, replacing)
-        """Collections that the lost history dropped or flushed, so that the reader has no documents of them."""
+        """Collections that the lost history dropped, flushed or never had: the reader has no documents of them."""
         with reader.environment.read() as txn:
             self._manifest = reader.manifest_on(txn, replacing)
         self._overridden: set[tuple[int, bytes]] = set()
@@ -216,7 +216,7 @@ class NewToReader:
         return known is not None and known._replace(branch=document.branch) == document
 
     def _keeps_newest(self, document: Document) -> bool:
-        """Return True if the new history has the reader's version of the key: its newest lost version."""
+        """Return True if the new history has the reader's version of the key: the newest lost version."""
         wire_key = keys.encode_collection_id(document.collection_id) + document.key
         with self._reader.environment.read() as txn:
             newest = chain.newest_version(txn.raw.cursor(self._reader.keys), wire_key, self._lost)

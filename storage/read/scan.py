@@ -1,9 +1,9 @@
-"""Scans one vbucket in key order, in chunks of documents. Each chunk is read in one transaction.
+"""Scans one vbucket by collection and key, in chunks of documents. One transaction finds the rows of a chunk.
 
 Knows the key tree and the visible rows. Invariants:
 - a scan reads one boundary from beginning to end;
 - a scan holds no transaction between chunks, so it neither blocks the purger nor makes the file grow;
-- a scan raises ViewInvalidated once a rollback or the purger has passed this boundary.
+- a scan raises ViewInvalidated once a rollback, a resync or the purger has passed this boundary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from storage.read.vbucket_reader import KINDS, Served, VbucketReader
 
 CHUNK_ROWS = 2_000
 CHUNK_BYTES = 8 * 1024 * 1024
-"""Bytes of documents that a scan holds at once; a single document may be larger."""
+"""Maximum bytes of values in a chunk; a single document may be larger."""
 
 
 class KeySelection(NamedTuple):
@@ -49,8 +49,8 @@ class KeySelection(NamedTuple):
 
 
 class WireRange(NamedTuple):
-    """Wire keys from `start` to below `end` that begin with `prefix`, for rows above `begin_seqno`. `skip` is the
-    length of the collection id in a wire key.
+    """Wire keys (collection id and key) from `start` to below `end` that begin with `prefix`, for rows above
+    `begin_seqno`. `skip` is the length of the collection id in a wire key.
     """
 
     start: bytes
@@ -68,7 +68,7 @@ def documents(
     now: float | None,
     path: str,
 ) -> Iterator[Document]:
-    """Yield the documents of a vbucket at one boundary; `collection`, `as_of` and `now` as for `View.get`."""
+    """Yield the documents of a vbucket at one boundary; `collection`, `as_of` and `now` as for `View.scan`."""
     with reader.environment.read() as txn:
         served, boundary = reader.as_of(txn, as_of)
         manifest = reader.manifest(txn, served.pub.manifest_key)
@@ -194,7 +194,7 @@ def references(
     reader: VbucketReader, txn: Transaction, served: Served, wire_range: WireRange, *, deletions: bool, rows_max: int
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
     """Return the newest visible versions (wire key, reference) of the next `rows_max` keys, and the key to continue
-    from. Raises ViewInvalidated.
+    from (empty: the end). Raises ViewInvalidated.
     """
     validity.check(reader, txn, served)
     links = served.links
@@ -217,7 +217,7 @@ def references(
         if seen >= rows_max:
             return found, wire_key
         dup = cursor.value()
-        if cursor.count() > 1:  # go to the last one at once: a key may have very many versions
+        if cursor.count() > 1:  # go to the last version at once: a key may have very many
             dup = reader.newest(cursor, wire_key)
         dup_branch, seqno, kind = keys.DUP.unpack(dup)
         if dup_branch != branch or seqno > cut:

@@ -1,7 +1,7 @@
 """Positions of vbuckets: published positions, kept boundaries, and the newest seqnos of collections.
 
 Knows the small records and boundary rows. Reads documents only for the newest seqno of a collection, a bounded number
-in each call. Invariants: each answer is read in one transaction; a returned Boundary is kept, and is on the served
+in each call. Invariants: an answer about one group shows one commit; a returned Boundary is kept, and is on the served
 chain or the requested chain.
 """
 
@@ -122,7 +122,7 @@ def history_ids(reader: VbucketReader, branch: int) -> tuple[int, ...]:
 
 
 def newest(reader: VbucketReader, to_seqno: int) -> Boundary | None:
-    """Return the newest kept boundary at or below a seqno."""
+    """Return the newest kept boundary at or below a seqno. Raises Unavailable."""
     with reader.environment.read() as txn:
         served = reader.readable(txn)
         found = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)
@@ -130,7 +130,7 @@ def newest(reader: VbucketReader, to_seqno: int) -> Boundary | None:
 
 
 def following(reader: VbucketReader, after_seqno: int) -> Boundary | None:
-    """Return the oldest kept boundary above a seqno."""
+    """Return the oldest kept boundary above a seqno. Raises Unavailable."""
     with reader.environment.read() as txn:
         served = reader.readable(txn)
         after = max(after_seqno, served.pub.floor_seqno - 1)
@@ -146,8 +146,8 @@ def boundaries_between(reader: VbucketReader, branch: int, after_seqno: int, seq
 
 def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundary | None, int | None]:
     """Return the newest boundary (None before the first publish), and the last seqno that the served history shares
-    with the history of `since` (None: the beginning). After a rollback this seqno is below the position's; after a
-    resync it is None.
+    with the history of `since` (None: the beginning). After a rollback this seqno is below that of `since`; after a
+    resync it is None. Raises Unavailable.
     """
     with reader.environment.read() as txn:
         served = reader.readable(txn)
@@ -168,7 +168,7 @@ def newest_of(
     reader: VbucketReader, pin: Pin, collection_id: int, *, below: int | None = None, rows_max: int = 1_000
 ) -> tuple[int, int]:
     """Return the seqno of the newest document event that `pin` sees in a collection; the collection's begin_seqno if
-    there is none. One call looks at `rows_max` rows. To look further, pass the second number of the answer as `below`
+    none was found. One call looks at `rows_max` rows. To look further, pass the second number of the answer as `below`
     (0: the search is over).
 
     Raises ViewInvalidated, UnknownCollection.

@@ -35,9 +35,9 @@ from storage.read.large import HEAD_BYTES_MAX, SNAPPY_RATIO_MAX, LargeDocument, 
 from storage.read.vbucket_reader import Served, VbucketReader
 
 PIECE_ROWS = 2_000
-"""Rows that one transaction looks at."""
+"""Maximum number of rows that one transaction looks at."""
 SETTLED_MS = 10_000
-"""A boundary this much older than the newest one is settled: a failover is not expected to undo it."""
+"""A boundary this much older than the newest boundary is settled: a failover is not expected to undo it."""
 
 Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and frame."""
@@ -50,7 +50,7 @@ class ServedState(Served):
     """Seqno up to which tombstones may be gone. A follower below this seqno may hold deleted documents."""
     manifest: Manifest
     whole: bool
-    """False during the first fill and during a resync."""
+    """False during the first fill, a resync or a deferred rollback."""
 
     def has(self, branch: int, seqno: int) -> bool:
         return chain.sees(self.links, branch, seqno)
@@ -78,7 +78,7 @@ def next_ends(
     reader: VbucketReader, after_seqno: int, least_seqno: int, ends_max: int
 ) -> tuple[ServedState, list[ServedState]]:
     """Return the state served now, and the states at the ends of a follower's next snapshots: the next kept boundaries
-    above `after_seqno`. An up-to-date follower has none.
+    above `after_seqno`. The list is empty for an up-to-date follower.
 
     No end is below `least_seqno`, the end of a snapshot that the follower holds in part. A follower below the floor
     gets one snapshot up to the newest settled boundary, because the floor's boundary may be purged while a large
@@ -122,10 +122,10 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
     """Return the seqno of the boundary to which a follower must go back, or 0 (to the beginning). The follower holds
     rows of the history `vbuuid` above `seqno`, the last seqno that the served history shares with `vbuuid`.
 
-    If this mirror rolled back from the history `vbuuid`, return the boundary of the rollback. Otherwise the mirror
-    never sent the lost rows: return the newest kept boundary up to `seqno`. Return 0 if the follower may hold a
-    snapshot that began below the boundary and ended above: a snapshot of a branch without the boundary, a first
-    snapshot (`next_ends`), or one of a copy that a resync replaced.
+    If this mirror rolled back from the history `vbuuid` or from above `seqno`, return the boundary of the rollback.
+    Otherwise the mirror never sent the lost rows: return the newest kept boundary up to `seqno`. Return 0 below the
+    floor, or if the follower may hold a snapshot that began below the boundary and ended above: a snapshot of a branch
+    without the boundary, a first snapshot (`next_ends`), or one of a copy that a resync replaced.
     """
     if seqno < pinned.pub.floor_seqno:
         return 0
@@ -145,7 +145,7 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
 
 
 def _kept_seqno(reader: VbucketReader, txn: Transaction, pinned: ServedState, vbuuid: int, seqno: int) -> int:
-    """Return the newest kept boundary below `seqno`, or at `seqno` for a boundary of the history `vbuuid`; else 0."""
+    """Return the seqno of the newest kept boundary up to `seqno`, or 0. At `seqno` its history must be `vbuuid`."""
     for boundary in chain.boundaries(txn, reader.vbid, chain.recut(pinned.links, seqno)):
         if boundary.seqno < pinned.pub.floor_seqno:
             break
@@ -169,7 +169,7 @@ def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool
 
 
 def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
-    """Return True if a boundary above `after_seqno` was settled before a rollback, or if rows of that time are gone."""
+    """Return True if a boundary above `after_seqno` was settled before `lost`, or if rows of that time are gone."""
     try:
         links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
         first = next(chain.boundaries_after(txn, lost.vbid, links, after_seqno), None)
@@ -220,8 +220,8 @@ def rows(
     whose value has more than `large_bytes`, stored or decompressed, return this mutation unread, and no rows.
 
     Looks at `rows_max` rows at most, and stops at the row that reaches `bytes_max`. `begins` maps each selected
-    collection to the seqno above which its rows are selected; None: select all. With `tombstones_from` (the follower
-    holds documents up to there) no tombstone above that seqno may be missing. Raises ViewInvalidated.
+    collection to the seqno above which its rows are selected; None: select the collections of the boundary. Raises
+    ViewInvalidated, also if a tombstone above `tombstones_from` is missing: the follower holds documents up to there.
     """
 
     def checked(txn: Transaction, found: list[Row], *, whole: bool) -> list[Row]:
@@ -229,7 +229,7 @@ def rows(
         if tombstones_from is not None:
             validity.check_tombstones(reader, txn, pinned, tombstones_from)
         if whole:
-            for row in found:  # verify also the rows that are then left out
+            for row in found:  # verify all rows, also those that are left out below
                 reader.verify(*row)
             found = [(key, stored[seal.FRAME]) for key, stored in found]
         selected = begins
@@ -283,8 +283,8 @@ def _look(
 ) -> tuple[list[Row], int, LargeDocument | None]:
     """Return the next rows of a chain, in all versions, and the seqno up to which rows were read.
 
-    With `large_bytes`, `txn` must return buffers. A large row is then not copied: it ends the piece before it, or is a
-    piece by itself, cut to its head.
+    With `large_bytes`, `txn` must return buffers. A large row is then not copied: the piece ends before this row, or is
+    this row alone, cut to its head.
     """
     found: list[Row] = []
     add = found.append
@@ -358,7 +358,7 @@ def _is_selected(row: Row, begins: Mapping[int, int]) -> bool:
 def _newest(
     reader: VbucketReader, txn: Transaction, links: chain.Chain, found: list[Row], *, all_there: bool
 ) -> list[Row]:
-    """Return the rows of `found` that no later row of the chain replaces. `all_there`: the chain has no later rows."""
+    """Return the rows of `found` that no later row of the chain replaces. `all_there`: `found` ends with the chain."""
     cursor = txn.raw.cursor(reader.keys)
     seek = cursor.set_range_dup
     cuts = {keys.PREFIX.pack(link.branch): link.cut.to_bytes(8) for link in links}

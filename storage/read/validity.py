@@ -1,11 +1,10 @@
 """Checks that keep the promises to reads of several transactions.
 
-A read of documents sees one boundary. A reader that applied all changes of a read has the documents of the boundary at
-which the read ended. If a rollback, resync, merge or purge between two transactions breaks a promise, ViewInvalidated
-is raised. Every transaction of a read begins with `check`; a read of changes then calls `check_tombstones`. Knows
-chains, boundaries, the floor and the purge seqno; never the documents. Invariants:
-- if the check of a transaction passes, the transaction reads the rows that the read's first transaction would have
-  read;
+The promises: a read of documents sees one boundary; a reader that applied all changes of a read has the documents of
+the boundary at which the read ended. The checks raise ViewInvalidated if a rollback, resync, merge or purge between two
+transactions breaks a promise. Every transaction of a read begins with `check`; a read of changes then calls
+`check_tombstones`. Knows chains, boundaries, the floor and the purge seqno; never the documents. Invariants:
+- if the check of a transaction passes, the transaction sees the documents that the read's first transaction saw;
 - a reader of changes gets the tombstones of all deleted documents that it holds, or ViewInvalidated.
 """
 
@@ -34,7 +33,7 @@ def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survi
 
 
 def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
-    """Raise ViewInvalidated if a row that `pinned` sees is gone or, without `survives_rollback`, no longer served."""
+    """Raise ViewInvalidated if a document of `pinned` is gone or, without `survives_rollback`, is no longer served."""
     pub = txn.pub(reader.vbid)
     check_unmoved(reader, txn, pinned.links)
     if pinned.survives_rollback:
@@ -56,8 +55,8 @@ def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
 def check_tombstones(
     reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int, purged_before: int = 0
 ) -> None:
-    """Raise ViewInvalidated if the purger removed a tombstone above `after_seqno` since the read began.
-    `purged_before`: the result of `purged_seqno` when the read began.
+    """Raise ViewInvalidated if the purger removed a tombstone above `after_seqno`. `purged_before`, the result of
+    `purged_seqno` when the read began, allows earlier removals.
     """
     purged = purged_seqno(reader, txn, pinned, after_seqno)
     if after_seqno < purged != purged_before:
@@ -94,7 +93,7 @@ def check_unmoved(reader: VbucketReader, txn: Transaction, links: chain.Chain) -
 def _check_kept(
     reader: VbucketReader, txn: Transaction, pinned: Served, floor_seqno: int, common_seqno: int | None
 ) -> None:
-    """Raise ViewInvalidated if a row that `pinned` sees is gone, even if the served chain does not see the row."""
+    """Raise ViewInvalidated if a document of `pinned` is gone, even if the served chain does not see the document."""
     if common_seqno is None:
         _check_replaced_copy(reader, txn, pinned)
         common_seqno = -1
@@ -102,21 +101,21 @@ def _check_kept(
         raise _gone(f"history before seqno {floor_seqno}", reader)
     for link in pinned.links:
         if link.cut <= link.base_seqno:
-            continue  # no row of this branch is visible, and its record may be gone
+            continue  # no row of this branch is visible, and the branch's record may be gone
         if branches.get_branch(txn, reader.vbid, link.branch).kept_seqno < link.cut > common_seqno:
             raise _gone("the history that a rollback left", reader)
 
 
 def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
-    """Raise ViewInvalidated if the purger removed rows that `pinned` sees before a resync replaced their copy.
+    """Raise ViewInvalidated if the purger removed rows of `pinned` before a resync replaced their copy.
 
-    The copy's last floor is no longer stored. But the purger removed each boundary before the first document visible
-    there, or with it. So check that one boundary is kept: the last boundary of `pinned` that was on the copy's last
-    served chain.
+    The copy's last floor is no longer stored. But the purger removed each boundary before the first document visible at
+    that boundary, or with it. So check that one boundary is kept: the last boundary of `pinned` that was on the copy's
+    last served chain.
     """
     vbid, seqno = reader.vbid, int(pinned.pub.seqno)
     below = [link.branch for link in pinned.links if link.base_seqno < seqno]
-    shared = {int(pinned.pub.branch), *below[:1]}  # an unpublished branch has no child, so look at the one below, too
+    shared = {int(pinned.pub.branch), *below[:1]}  # an unpublished branch has no child: look at the branch below, too
     for branch, row in branches.all_branches(txn, vbid).items():
         if branch > pinned.pub.branch and row.parent in shared:
             shared.add(branch)

@@ -1,6 +1,6 @@
 """One vbucket as a reader sees it: its trees, served state, chains, manifests and rows.
 
-Knows one vbucket's trees in one environment; never another vbucket. Each method works in a transaction of the caller.
+Knows one vbucket's trees in one environment; never another vbucket. The methods work in the caller's transaction.
 Invariant: remembered chains and manifests are used only until the vbucket gets another chain id.
 """
 
@@ -23,7 +23,8 @@ from storage.history import branches, chain, manifests
 from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Kind, Manifest, Seqno, VbucketState
 
 KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
-"""Kinds of rows that have a reference (`keys.DUP`). One flipped bit cannot turn a mutation into a tombstone, or back.
+"""Kinds of rows with a reference (`keys.DUP`). One flipped bit cannot turn a mutation into a tombstone, or back, so a
+check for these kinds finds the damage.
 """
 CHAINS_MAX = 8
 """Maximum number of remembered chains of a vbucket: the served chain, and the chains of a few positions."""
@@ -33,7 +34,7 @@ MANIFESTS_MAX = 2
 Visible = tuple[int, Branch, bytes, bytes, int, int, Manifest]
 """The served state of a vbucket in one commit, for point reads: commit, served branch, `above`, `up_to`, published
 seqno, flags of `pub`, manifest. A row of the default collection on the served branch is visible if `above` < its
-reference <= `up_to`. `above` is empty if the collection was dropped, or readers wait for a resync.
+reference <= `up_to`. `above` is empty if the collection was dropped, or if a resync withholds the vbucket.
 """
 _INITIAL = Manifest.initial()
 _UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)
@@ -70,7 +71,7 @@ class _Memory:
 
 
 class VbucketReader:
-    """Reads one vbucket. The attributes are public for other modules' loops over rows."""
+    """The attributes are public for other modules' loops over rows."""
 
     def __init__(self, environment: Environment, vbid: int, *, stale_reads: bool, verify_reads: bool) -> None:
         self.environment = environment
@@ -151,7 +152,7 @@ class VbucketReader:
         return chain.recut(self.whole_chain(txn, branch), seqno)
 
     def chain_of_position(self, txn: Transaction, branch: int, seqno: int, history_id: int) -> chain.Chain:
-        """Return the chain up to a token's or pin's position. Raises ViewInvalidated if its history is not here."""
+        """Return the chain up to a token's or pin's position. Raises ViewInvalidated if its history is unknown."""
         hint = "start the read again"
         try:
             whole = self.whole_chain(txn, branch)
@@ -187,7 +188,7 @@ class VbucketReader:
         return Served(pub, self.chain_at(txn, pub.branch, pub.seqno))
 
     def readable(self, txn: Transaction) -> Served:
-        """Return the served state. Raises Unavailable if readers must wait for a resync."""
+        """Return the served state. Raises Unavailable if a resync withholds it."""
         served = self.served(txn)
         if served.pub.is_unavailable and not self.stale_reads:
             raise Unavailable(
@@ -241,7 +242,7 @@ class VbucketReader:
         return document
 
     def verify(self, row_key: bytes, stored: bytes) -> None:
-        """Raise CorruptedError if a row is damaged or was not stored under `row_key`."""
+        """Raise CorruptedError if a row is damaged or has another seqno than `row_key`."""
         if (self.verify_reads and crc32c(stored) != RESIDUE) or stored[24:32] != row_key[SEQNO]:
             raise seal.damaged(stored, row_key, self.vbid, self.environment.path)
 
@@ -262,7 +263,7 @@ class VbucketReader:
         )
 
     def newest(self, cursor: Any, wire_key: bytes) -> bytes:
-        """Return the last reference of the cursor's key, which must have at least two. Raises CorruptedError if the
+        """Return the last reference of the cursor's key. The key must have at least two. Raises CorruptedError if the
         last two are not in order.
         """
         cursor.last_dup()
@@ -277,8 +278,8 @@ class VbucketReader:
             raise self.mismatch(wire_key)
 
     def newest_visible(self, txn: Any, cursor: Any, wire_key: bytes, newest: bytes, links: chain.Chain) -> bytes | None:
-        """Return the newest reference of a key that `links` sees, or None. `links` must not see `newest`, the key's
-        newest reference. Raises CorruptedError if a skipped reference names no row of the key.
+        """Of a key's references, return the newest that `links` sees, or None. `links` must not see `newest`, the key's
+        newest reference. Raises CorruptedError if the first or last skipped reference names no row of the key.
         """
         self.check_named(txn, wire_key, newest)
         found = chain.newest_version(cursor, wire_key, links)
@@ -287,7 +288,7 @@ class VbucketReader:
         return found
 
     def check_named(self, txn: Any, wire_key: bytes, reference: bytes) -> None:
-        """Raise CorruptedError if a reference names no row of its key. Does not compare the row's checksum."""
+        """Raise CorruptedError if a reference names no row of `wire_key`. Does not compare the row's checksum."""
         self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), wire_key, reference)
 
     def check_absent(self, txn: Any, cursor: Any, wire_key: bytes) -> None:

@@ -1,11 +1,11 @@
 """The reader's API: `open_view` and `View`. Any process may use it at any time.
 
-Knows the storage format; never the service. Invariant: one answer is read in one LMDB transaction. `validity` states
+Knows the storage format; never the service. Invariant: an answer about one vbucket shows one commit. `validity` states
 what is promised to a read of several transactions.
 
 The modules `point_reads` (documents by key), `scan` (documents in order), `changes` and `retractions` (events in order)
-and `states` (positions) do the work. A function that only one component of the service needs, such as the DCP listener,
-is not a method of `View`: it takes `View.reader(vbid)`.
+and `states` (positions) do the work. Functions for one component of the service, such as the DCP listener, are not
+methods of `View`: they take the result of `View.reader(vbid)`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def open_view(
 ) -> View:
     """Open the mirror in the data directory `path` for reading, even if its service does not run.
 
-    `map_size` is the initial address space of each group, in bytes; it grows by itself. With `stale_reads` a vbucket is
+    `map_size` is the initial address space of each group, in bytes; it grows if needed. With `stale_reads` a vbucket is
     read from its old copy during a resync, even if the setting `resync_reads` withholds that copy. With `verify_reads`
     each row's checksum is compared; a wrong checksum raises CorruptedError.
 
-    Raises NotAMirror, ReadOnly (no write access to a lock file), CorruptedError, FormatTooNew, WrongBucket.
+    Raises NotAMirror, ReadOnly, CorruptedError, FormatTooNew; the first read of a group also WrongBucket, and ReadOnly
+    without write access to the lock file.
     """
     return View(os.fspath(path), map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads)
 
@@ -76,9 +77,9 @@ os.register_at_fork(after_in_child=_after_fork)
 class View(PointReads):
     """A reader of one mirror, made by `open_view`. Use it as a context manager, or call `close`.
 
-    Each answer is read in one transaction, so documents and their position belong to one moment. A scan reads each
-    vbucket at one boundary. Many threads may share a view, but only one at a time may use a generator. After a fork,
-    open another view in the child.
+    An answer about one vbucket shows one commit, so documents and their position belong to one moment. A scan reads
+    each vbucket at one boundary. Many threads may share a view, but only one at a time may use a generator. After a
+    fork, open another view in the child.
 
     Documents: `get`, `get_many`, `exists`, `scan`. Changes: `changes`, `changes_between`, `token`. Your own writes:
     `wait_for`. Positions and history: `state`, `states`, `boundaries`, `rollbacks`, `history`. Collections: `manifest`.
@@ -147,9 +148,9 @@ class View(PointReads):
         """Yield documents by vbucket, then by collection, then in key order.
 
         Without `vbid` all vbuckets are scanned, without `collection` all collections; `start` <= key < `end`. The
-        documents of a vbucket are those of one boundary. `deletions` adds tombstones and expired documents. The other
-        arguments and errors are those of `get`; a value that cannot be decompressed is returned as by `get_many`.
-        Raises ViewInvalidated once a rollback or the purger has passed the boundary: scan again.
+        documents of a vbucket are those of one boundary. `deletions` adds tombstones and expired documents. `as_of`,
+        `now`, `raw` and the errors are those of `get`; a value that cannot be decompressed is returned as by
+        `get_many`. Raises ViewInvalidated once a rollback, a resync or the purger has passed the boundary: scan again.
         """
         prefix, start = (text.encode() if isinstance(text, str) else text for text in (prefix, start))
         stop = end.encode() if isinstance(end, str) else end
@@ -165,7 +166,7 @@ class View(PointReads):
                     return
 
     def pin(self, vbid: int, as_of: AsOf = None, *, now: float | None = None) -> Pin:
-        """Pin a vbucket's served state, as it is now or as of a boundary, for `scan_page`. Raises NoSuchBoundary."""
+        """Pin a vbucket's state, now or as of a boundary, for `scan_page`. Raises NoSuchBoundary, Unavailable."""
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
             served, boundary = reader.as_of(txn, as_of)
@@ -188,12 +189,11 @@ class View(PointReads):
         deletions: bool = False,
         raw: bool = False,
     ) -> tuple[list[Document], bytes]:
-        """Return at most `limit` documents that `pin` sees, from key `start` on. Return also the next page's `start`;
-        empty after the last page.
+        """Return at most `limit` documents that `pin` sees, from key `start` on, and the next `start` (empty: the end).
 
-        A page is one transaction of bounded work, so a page that is not the last may have fewer documents, even none.
-        The values of a page have at most `bytes_max` bytes together; a larger document is a page by itself. Raises
-        ViewInvalidated once a rollback, a resync or the purger has passed the pin.
+        A page looks at `limit` keys, so a page that is not the last may have fewer documents, even none. The values of
+        a page have at most `bytes_max` bytes together; a larger document is a page by itself. Raises UnknownCollection,
+        and ViewInvalidated once a rollback, a resync or the purger has passed the pin.
         """
         selection = scans.KeySelection(prefix, start, end, deletions, raw)
         return scans.page(self.reader(pin.vbid), pin, collection, selection, limit, bytes_max, self.path)
@@ -215,8 +215,8 @@ class View(PointReads):
         return [self.state(vbid) for vbid in self.vbids]
 
     def published(self, unreadable: Unreadable | None = None) -> dict[int, Served]:
-        """Return the served state of each of `vbids`: the cheapest way to notice a publish. If a group cannot be read:
-        without `unreadable` raise its error, otherwise put the error there and leave the group's vbuckets out.
+        """Return the served state of each of `vbids`: the cheapest way to notice a publish. If a group cannot be read,
+        raise the error; with `unreadable`, put it there and leave out the group's vbuckets.
         """
         return states.published(self.groups, self._known_positions, unreadable)
 
@@ -250,11 +250,11 @@ class View(PointReads):
             return [boundary for boundary in found if boundary.seqno >= served.pub.floor_seqno]
 
     def rollbacks(self, vbid: int) -> list[Rollback]:
-        """Return the rollbacks of a vbucket, oldest first."""
+        """Return the recorded rollbacks of a vbucket, oldest first."""
         return events.rollbacks(self.reader(vbid))
 
     def wait_for(self, token: wait.MutationToken, timeout_s: float) -> None:
-        """Return once the write that `token` names can be read here.
+        """Wait until the write that `token` names can be read here.
 
         Raises WriteLost if the mirror learns that a failover of the source has undone the write, and NotPublished after
         `timeout_s` seconds. Holds no transaction while it waits.
@@ -270,13 +270,13 @@ class View(PointReads):
 
         A token below the history floor is accepted as long as no tombstone above the token was purged. Superseded
         versions may then be missing, as after the source's own deduplication. If the token's history was rolled back,
-        the rollback comes first, then its retractions and restorations. All of these but the last have `since` as their
-        token, so a reader that resumes from it gets all of them again. A reader that applied every change has the
-        documents of the boundary that was the newest when the generator began.
+        the rollback comes first, then its retractions and restorations. All of these events but the last have `since`
+        as their token, so a reader that resumes from `since` gets them again. A reader that applied every change
+        of a vbucket has the documents of the boundary that was the newest when the generator reached the vbucket.
 
-        Raises ViewInvalidated if a resync replaced the token's history, or if this history is no longer kept. A running
-        generator raises ViewInvalidated also after a rollback, or if the purger overtakes the reader. A lease on the
-        oldest boundary holds the purger back.
+        Raises Unavailable, and ViewInvalidated if a resync replaced the token's history, or if this history is no
+        longer kept. A running generator raises ViewInvalidated also after a rollback or resync, or if the purger
+        overtakes the reader. A lease on the oldest boundary holds the purger back.
 
         `pieces` limits the bytes of rows that the generator reads at once. The generator keeps no document that it
         yielded.
@@ -287,7 +287,7 @@ class View(PointReads):
 
     def changes_between(self, start: Token | None, end: Token, *, raw: bool = False) -> Iterator[Change]:
         """Yield the changes from one published position (None: the beginning) to a later one. Every call yields the
-        same changes.
+        same changes, except for superseded versions that the purger has removed.
 
         `end` may be on a history that is no longer served. Raises ViewInvalidated if the changes are no longer kept, or
         a resync lies between the positions.
@@ -296,7 +296,7 @@ class View(PointReads):
         yield from events.between(reader, start, events.resolve_range(reader, start, end), raw)
 
     def check_way(self, start: Token | None, end: Token) -> int:
-        """Return the seqno to which both positions share their history. Raises what `changes_between` raises."""
+        """Return the last seqno of the history that both positions share. Raises what `changes_between` raises."""
         return events.resolve_range(self.reader(end.vbid), start, end).after_seqno
 
     def check_since(self, token: Token) -> None:
@@ -309,6 +309,6 @@ class View(PointReads):
         """Return the boundary that a rollback to `to_seqno` would go to now, and the rollback's retractions and
         restorations.
 
-        Raises NoSuchBoundary below the history floor.
+        Raises NoSuchBoundary if `to_seqno` is below the history floor.
         """
         return retractions.retracted_by(self.reader(vbid), to_seqno, raw)

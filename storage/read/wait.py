@@ -3,8 +3,8 @@
 Knows mutation tokens of SDKs, failover logs and published seqnos; must never know its callers. Polling is enough,
 because a publish is one transaction, and so is a rollback with its failover log. The rules for a write with the token
 (vbid, vbuuid, seqno):
-- if the failover log has the vbuuid, the write is lost if it lies above the seqno at which the next newer history
-  began; otherwise it is visible once published_seqno has reached it;
+- if the failover log has the vbuuid, the write is lost above the seqno at which the next newer history began; otherwise
+  the write is visible once published_seqno has reached its seqno;
 - if this mirror rolled back the history of the vbuuid, and a newer failover log lacks the vbuuid, the write is lost;
 - if the vbuuid is unknown, the mirror has not heard of a failover yet, so the reader waits.
 
@@ -28,7 +28,7 @@ from storage.read.vbucket_reader import VbucketReader
 
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.025
-"""The writer's default commit interval."""
+"""Longest pause between two looks: the writer's default commit interval."""
 
 
 @dataclass(frozen=True, slots=True)

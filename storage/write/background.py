@@ -44,9 +44,7 @@ class Background:
         return Purger(self.owner.environment, self.owner.vbids, self.window, self.leases)
 
     def step(self) -> bool:
-        """Do one slice of work. Return True if more waits. Once a snapshot has all key rows, the next commit publishes
-        it.
-        """
+        """Do one slice of work; see `GroupWriter.step`."""
         if self.jobs:
             self.index_step(self.jobs[0])
             return bool(self.jobs)
@@ -115,8 +113,8 @@ class Background:
     @contained
     def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:
         """Hold the history from `positions` (branch and seqno by vbid) on. The lease ends at `until_ms` of the wall
-        clock; if that clock is set during the lease, the end does not move. Raises NoSuchBoundary, and holds nothing,
-        if a position is no longer kept.
+        clock, after LEASE_MAX_MS at most; if that clock is set during the lease, the end does not move. Raises
+        NoSuchBoundary if a position is no longer kept, StorageError if there are too many leases.
         """
         owner = self.owner
         self.leases.prune(owner.clock.now_ms())

@@ -19,7 +19,7 @@ Rows = list[tuple[bytes, bytes]]
 
 
 def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, flush_open: bool) -> Plan:
-    """Write all complete snapshots, and with `flush_open` also the rows of the open snapshot."""
+    """Write all complete snapshots, and with `flush_open` also the rows of the open snapshot. Raises SeqnoOrder."""
     state, seqno = vbucket.base, Seqno(vbucket.complete_seqno or 0)
     count = len(vbucket.rows) if flush_open else vbucket.complete_count
     rows = vbucket.rows if count == len(vbucket.rows) else vbucket.rows[:count]
@@ -36,7 +36,7 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
     staged_seqno, open_snapshot = _staged_on_disk(vbucket, len(rows))
     if not vbucket.can_publish:
         known = staged_seqno or state.staging_published_seqno or vbucket.known_empty
-        # A failover log on disk without rows means an empty vbucket. Do not write it before that is known.
+        # A failover log on disk without rows means an empty vbucket. So write no log before this is known.
         log = state.failover_log if known else FailoverLog()
         stored = state._replace(staged_seqno=staged_seqno, open_snapshot=open_snapshot, failover_log=log)
         txn.put_state_row(state.vbid, records.StateRow.of(stored))

@@ -2,7 +2,7 @@
 
 Knows LMDB and the directory; never rows or vbuckets' states. Invariants:
 - one process owns a group until `release` (GroupLock);
-- every write transaction checks the fencing number;
+- every write transaction after `open` checks the fence;
 - if the map is full, it is grown and the transaction repeated;
 - after any other failed commit, everything pending is dropped, the environment is opened again and the states are read
   from disk, before the error is raised.
@@ -32,13 +32,13 @@ GROW_TRIES_MAX = 16
 """Limit of doublings of the map for one commit. The map grows to at most 65,536 times its size."""
 READER_CHECK_INTERVAL_MS = 5_000
 """Pause between searches for killed readers. LMDB keeps the pages of a killed reader until a search removes the reader,
-so each commit makes the file larger.
+so until then each commit makes the file larger.
 """
 IDLE_SYNC_MS = 200
-"""With `sync = safe`, the last commit's meta page is synced once the group was idle for this long, milliseconds."""
+"""With `sync = safe`, the last commit's meta page is synced once the group was idle for so many milliseconds."""
 CLOCK_STEP_MIN_MS = 10_000
-"""The wall clock counts as set if it moves by this much against the monotonic clock between two reads. Slewing by this
-much takes hours.
+"""The wall clock counts as set once it has moved by this much against the monotonic clock since the start or the last
+step.
 """
 
 KEEP_ALL = Window()
@@ -53,7 +53,7 @@ class WriterOptions:
     identity: Identity
     clock_ms: Callable[[], int]
     monotonic_ms: Callable[[], int] | None = None
-    """A clock that cannot be set. None: `clock_ms` is used, and setting it ahead makes history older."""
+    """A clock that cannot be set. None: `clock_ms` is used, and setting `clock_ms` ahead makes history older."""
     sync: str = "safe"
     """The setting `sync`: `safe`, `full` or `unsafe`."""
     map_size: int = MAP_SIZE
@@ -171,7 +171,7 @@ class GroupOwner:
         """True if the environment was closed after a failed commit and could not be opened again."""
         self.closed = False
         self.unsynced_since: int | None = None
-        """Time of the last commit by the history clock; None: it is synced."""
+        """Time of the last commit by the history clock; None: the last commit is synced."""
         self.fence = 0
         self.durability = options.sync
         self._load = load
@@ -267,7 +267,7 @@ class GroupOwner:
 
     def write(self, work: Callable[[Transaction], Result]) -> Result:
         """Run `work(txn)` in a write transaction and return its result. If the map is full, grow it and run `work`
-        again. Raises Locked if another owner raised the fence.
+        again. Raises StorageError: Locked if another owner raised the fence.
         """
         fence = self.fence.to_bytes(8, "big")
         for _ in range(GROW_TRIES_MAX):
@@ -299,7 +299,7 @@ class GroupOwner:
         raise storage_error(lmdb.MapFullError("map full"), self.path)
 
     def write_while_opening(self, work: Callable[[Transaction], Any]) -> None:
-        """Run `work` in a write transaction without a check of the fence. Grow a full map: the file may exceed it."""
+        """Run `work` in a write transaction without a check of the fence. Grow the map if the file fills it."""
         for _ in range(GROW_TRIES_MAX):
             try:
                 with self.environment.begin(write=True) as txn:

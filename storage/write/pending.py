@@ -44,8 +44,6 @@ class Plan(NamedTuple):
 
 
 class GroupPending:
-    """The pending work of all vbuckets of a group."""
-
     def __init__(self) -> None:
         self.byte_count = 0
         self.jobs: list[PendingVbucket] = []
@@ -56,8 +54,8 @@ class PendingVbucket:
     """The state of one vbucket, and its pending rows and manifests.
 
     The present staged seqno and open snapshot are attributes of their own, and `state` joins them to `base`. They
-    change with every snapshot. Live snapshots hold two or three mutations, and a new `base` for each snapshot would
-    cost more than writing them.
+    change with every snapshot. Live snapshots hold two or three mutations, and a new `base` would cost more than
+    writing these.
     """
 
     def __init__(self, txn: Transaction, vbid: int, owner: GroupOwner, group: GroupPending) -> None:
@@ -67,7 +65,7 @@ class PendingVbucket:
         self.load(txn)
 
     def load(self, txn: Transaction) -> None:
-        """Begin at the last commit, without pending rows. The caller has subtracted their bytes from
+        """Begin at the last commit, without pending rows. The caller has subtracted the old rows and manifests from
         `GroupPending.byte_count`.
         """
         state, manifest_rows = branches.load(txn, self.vbid)
@@ -90,7 +88,7 @@ class PendingVbucket:
         self.manifest_changes: list[tuple[int, ManifestChange]] = []  # (seqno, change), rising, not yet on the disk
         self.job: index.IndexJob | None = None
         self.dirty = False
-        self.known_empty = bool(state.failover_log)  # if no row is stored: published at 0
+        self.known_empty = bool(state.failover_log)  # without stored rows a log means: published at 0
 
     @property
     def state(self) -> VbucketState:
@@ -174,8 +172,8 @@ class PendingVbucket:
     ) -> None:
         """Accept a system event: its row, and `manifest`, which is valid from `seqno` on.
 
-        `change` is the difference from the manifest before; None: compute it. Most stored rows hold only a change, and
-        some the whole manifest. So the number of rows to read for a manifest is proportional to its collections.
+        `change` is the difference from the manifest before; None: compute it. Most rows of `manifest` hold only a
+        change, some the whole manifest. So a read of a manifest takes at most about two rows per collection.
         """
         self.stage([(keys.ROW.pack(self.base.staging_branch, seqno), row_value)], len(row_value), open_snapshot)
         if change is None:
@@ -217,8 +215,8 @@ class PendingVbucket:
     # -- key rows of a large snapshot -----------------------------------------------------------------------------
 
     def complete_on_disk(self) -> bool:
-        """Mark a snapshot complete that the last writer left on disk without all key rows. Return False if there is
-        none.
+        """Mark as complete the snapshot that the last writer left on disk without all key rows. Return False if there
+        is none.
 
         The start seqno of the marker was not stored. The boundary gets the last published end instead.
         """
@@ -253,7 +251,7 @@ class PendingVbucket:
             self._group.jobs.remove(self)
 
     def count_unindexed(self) -> None:
-        """Count the rows on disk without key rows; None: too many for one commit."""
+        """Set `unindexed_count`, the number of rows on disk without key rows; None: too many for one commit."""
         with self.owner.environment.read() as txn:
             _, count, _, _ = index.key_rows_between(
                 txn, self.vbid, self.prefix, self.indexed_seqno, self.flushed_seqno, INLINE_INDEX_ROWS + 1

@@ -1,7 +1,7 @@
 """The writer of one vbucket: adds rollback, abandon and resync to the operations of `pending`.
 
-Knows when a branch may be opened and which pending rows to drop; `branches` writes the records. Every operation first
-commits the group, so that complete snapshots are not lost. Invariants:
+Knows when a branch may be opened and which pending rows to drop; `branches` writes the records. These three operations
+first commit the group, so that complete snapshots are not lost. Invariants:
 - a rollback, an abandon or a resync then takes one transaction at most;
 - after that transaction, memory is read again from disk;
 - `abandon` needs no transaction if no row of the open snapshot is on disk.
@@ -31,8 +31,6 @@ class RollbackResult:
 
 
 class VbucketWriter(PendingVbucket):
-    """The operations on one vbucket. `GroupWriter` has one object for each vbucket."""
-
     def __init__(self, *pending: Any, commit: Callable[[], object]) -> None:
         """`pending` are the arguments of PendingVbucket. `commit` commits the whole group."""
         super().__init__(*pending)
@@ -42,7 +40,7 @@ class VbucketWriter(PendingVbucket):
     def check_rollback(self, to_seqno: int) -> Boundary:
         """Return the boundary that an operator's rollback would go to.
 
-        Raises NoSuchBoundary if `to_seqno` is below the floor, StorageError during a resync.
+        Raises NoSuchBoundary if `to_seqno` is below the floor, StorageError during a resync or deferred rollback.
         """
         state = self.base
         if state.staging_branch != state.branch:
@@ -92,8 +90,8 @@ class VbucketWriter(PendingVbucket):
         """Give up the staged rows of the open snapshot, in one transaction at most. They never become visible.
 
         With `keep_complete`, keep an earlier complete snapshot that waits for its key rows; a commit publishes it
-        later. Return False if rows of the open snapshot, above that one, are on disk. Only a new branch hides them, and
-        it can begin only at a published end: call this again after the publish.
+        later. Return False if rows of the open snapshot are on disk above the kept one. Only a new branch hides these
+        rows, and a branch can begin only at a published end: call `abandon` again after the publish.
         """
         self._commit()
         if keep_complete and self.complete_seqno is not None:
@@ -115,9 +113,8 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def begin_resync(self) -> None:
-        """Stage again from 0, on a branch without parent. Readers keep the old copy until the new one is published.
-
-        With `resync_reads = unavailable`, readers are refused until then.
+        """Stage again from 0, on a branch without parent. Until the new copy is published, readers keep the old one or,
+        with `resync_reads = unavailable`, are refused.
         """
         self._commit()
         self._discard_pending()

@@ -1,6 +1,6 @@
 """The writer of a vbucket group: staging, group commit, publishing.
 
-Joins the parts that do the work, and that state the invariants: `owner` (environment, fence, write transactions),
+Joins the parts that do the work and state the invariants: `owner` (environment, fence, write transactions),
 `vbucket` (staging, rollback, abandon, resync), `commit` (the rows of a transaction) and `background` (key rows, purge,
 leases). Never knows sockets, the time (the options have clocks) or the kind of source.
 """
@@ -35,7 +35,7 @@ class GroupWriter:
     def __init__(self, path: str, options: WriterOptions) -> None:
         """Take the group's lock, open the environment and read the states.
 
-        Raises Locked, ReadOnly, CorruptedError, FormatTooNew, WrongBucket.
+        Raises StorageError: Locked, ReadOnly, Full, CorruptedError, FormatTooNew, WrongBucket.
         """
         self.path = path
         self.options = options
@@ -100,7 +100,7 @@ class GroupWriter:
             self.owner.reload()
 
     def close(self) -> None:
-        """Commit complete snapshots, sync, and release the group. Rows of open snapshots are fetched again later."""
+        """Commit complete snapshots, sync, and release the group. The next writer fetches open snapshots again."""
         if self.owner.closed:
             return
         try:
@@ -192,7 +192,7 @@ class GroupWriter:
     @contained
     def step(self) -> bool:
         """Do one bounded slice of background work. Return True if more waits. Once a snapshot has all key rows,
-        `commit` publishes it.
+        `commit` publishes the snapshot.
         """
         self.owner.check_open()
         self.owner.check_file()

@@ -40,7 +40,7 @@ class CollectionWatch:
         maps: MapFollower,
         on_news: Callable[[set[int]], None],
     ) -> None:
-        """`on_news` is called when streams can request a new collection, with the vbids that were passed to `look`."""
+        """`on_news` is called when streams should be requested again, with the vbids that were passed to `look`."""
         self.selection = selection
         self.resolved = Resolved(-1, None, () if selection.whole else ("?",))
         self.hidden = False
@@ -77,7 +77,7 @@ class CollectionWatch:
         return found
 
     def look(self, vbid: int | None = None) -> None:
-        """Fetch the manifest soon. If a vbucket is given, notify it once it has collections to request."""
+        """Fetch the manifest soon. Pass `vbid` to `on_news` once there are collections to request."""
         if vbid is not None:
             self._waiting.add(vbid)
         self._wake.set()
@@ -89,7 +89,7 @@ class CollectionWatch:
             await happens(self._wake, self._settings.map_poll_interval_s if polls else None)
             self._wake.clear()
             await self._look_once()
-            if self.selection.whole and self._waiting:  # no name can be missing: let them request streams again
+            if self.selection.whole and self._waiting:  # no name can be missing: let these vbuckets request again
                 self._notify()
             await self._clock.sleep(PAUSE_MIN_S)
 

@@ -30,7 +30,7 @@ from storage.model import Identity
 log = get_logger("feed")
 
 SURVEY_S = 2.0
-"""Timeout for all other nodes once one has answered."""
+"""Time for all other nodes to answer, after the first map or refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Source:
     cluster_map: ClusterMap | None = None
 
     def identity(self, settings: Settings) -> Identity:
-        """Return the identity of a new mirror. Raises ConfigError for vbuckets that the bucket does not have."""
+        """Return a new mirror's identity. Raises ConfigError for invalid names, or vbuckets that the bucket lacks."""
         count, held = self.vbucket_count, None
         if settings.vbuckets is not None:
             first, last = vbucket_range(settings.vbuckets, "vbuckets")
@@ -61,7 +61,7 @@ class Source:
 
 
 async def find_source(access: Access, clock: Clock, bucket_uuid: str | None = None) -> Source:
-    """Return the source's bucket. Raises ClusterError. For `bucket_uuid` see `survey`."""
+    """Return the source's bucket. Raises ClusterError, ConfigError. For `bucket_uuid` see `survey`."""
     found = await discover(access, clock, bucket_uuid=bucket_uuid)
     if not found.bucket_name or not found.bucket_uuid:
         raise NotSupported(
@@ -96,7 +96,8 @@ async def survey(
     """Ask all nodes for their cluster maps, beginning with `addresses` (None: those of the connection string).
 
     With `bucket_uuid`, maps of other buckets count only if no node sends a map of this bucket. If no node sends any
-    map, this raises a refusal of user or bucket, else a permanent error (such as TlsFailed), else the last error.
+    map, raises a refusal of user or bucket, else a permanent error (such as TlsFailed), else the last error. Also
+    raises ConfigError, and the error of `check_ports`.
     """
     if addresses is None:
         addresses = await first_addresses(access.source, access.settings.dns_server)

@@ -6,9 +6,9 @@ query uses the node's session, or else a separate connection, which stays open f
 
 Invariants:
 - a map older than a followed one, or than the floor, is never followed (`NewestMap`);
-- a member of the cluster that sends the map of another bucket is refused before any other request (docs/protocol.md
+- a member of the cluster that sends the map of another bucket is refused before any stream request (docs/protocol.md
   2.5);
-- the `MapUser` gets each newer map once;
+- the `MapUser` gets each newer map, perhaps several times until it follows that map;
 - a slow node delays no other node;
 - a failed node is queried after growing pauses.
 """
@@ -39,7 +39,7 @@ from mirror.wire.frame import Frame
 log = get_logger("feed")
 
 SHARED_MAP_S = 5.0
-"""Time for the `MapUser` to follow the first map. If it does not, the search starts again."""
+"""Time for the `MapUser` to follow the first map. After that time the search starts again."""
 ROUND_PAUSE_S = 0.05
 """Shortest pause between two rounds, so a thousand vbuckets that ask for a newer map cause only one round."""
 ROUND_PAUSE_MAX_S = 1.0
@@ -129,8 +129,8 @@ class MapFollower:
     # -- the first map --------------------------------------------------------------------------------------------
 
     async def find_first(self, on_refusal: Callable[[ClusterError], None] | None = None) -> None:
-        """Search until a map is followed. Raises the last error after `bootstrap_timeout_s`, and a permanent error at
-        once if there is no `on_refusal` to handle it.
+        """Search until a map is followed. Raises the last error after `bootstrap_timeout_s`; a ConfigError at once, and
+        without `on_refusal` also a permanent ClusterError.
         """
         settings = self._access.settings
         started = self._clock.monotonic()
@@ -189,7 +189,7 @@ class MapFollower:
         return True
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
-        """Use the map that came with a node's refusal of the vbucket. If it is not newer, query all nodes."""
+        """Use the map that came with a node's refusal of the vbucket. If that map is not newer, query all nodes."""
         address = self.address_of(vbid)
         if not config or address is None or not self._on_sent(config, address):
             self.wake()
@@ -241,7 +241,7 @@ class MapFollower:
             self.wake()
 
     def _on_sent(self, config: bytes, address: NodeAddress) -> bool:
-        """Offer a map that a node sent without a request. Return False if it is not newer than the followed map."""
+        """Offer a map that a node sent without a request. Return False if the map is invalid or not newer."""
         try:
             found = self._read(config, address)
         except HandshakeFailed as error:

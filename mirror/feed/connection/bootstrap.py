@@ -3,8 +3,8 @@
 Knows the order of the handshake and the remedy for each refusal; must never know streams or the store. Invariants:
 - only features that HELLO granted are used;
 - each handshake reads password, certificates and key again, so they can be replaced without a restart;
-- the password itself (PLAIN) is sent only inside TLS, or if a setting allows it. A server that failed to prove that it
-  knows the password does not get it.
+- the password itself (PLAIN) is sent only inside TLS, or if a setting allows that. It is never sent to a server that
+  failed to prove that it knows the password.
 
 Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/Duplex.md; SDK RFC 36 (a server that
 knows us by certificate answers SASL with NOT_SUPPORTED), RFC 75 (maps).
@@ -84,7 +84,7 @@ class Access:
     @staticmethod
     def of(source: ConnectionString, settings: Settings) -> Access:
         """Return the access that the settings describe. A network in the connection string overrides the setting.
-        Raises ConfigError if the settings name certificates, but the string is without TLS.
+        Raises ConfigError if the settings name certificates, but the connection string does not use TLS.
         """
         for setting in ("tls_ca_file", "tls_client_cert_file"):
             if not source.tls and getattr(settings, setting) is not None:
@@ -159,7 +159,7 @@ async def _ask(link: Link, opcode: int, what: str, timeout_s: float, hint: str, 
 def read_map(config: bytes, address: NodeAddress, settings: Settings, *, network: str | None = None) -> ClusterMap:
     """Parse a cluster map that the node at `address` sent. Raises HandshakeFailed.
 
-    `network` is that of the source's first map. None: the setting decides.
+    `network` is the network of the source's first map. None: the setting decides.
     """
     try:
         chosen = network or settings.network
@@ -320,7 +320,7 @@ async def _authenticate(link: Link, access: Access) -> None:
     if mechanism != "PLAIN":
         try:
             return await _scram(link, settings, mechanism, user, password)
-        except SaslError:  # the server did not prove that it knows the password, so PLAIN must not send it
+        except SaslError:  # the server did not prove that it knows the password, so PLAIN must not send the password
             raise
         except AuthRejected:
             # For users of a directory service the server has no SCRAM keys: they need PLAIN, inside TLS.

@@ -63,7 +63,7 @@ class ConnectionString:
 
     @property
     def srv_name(self) -> str | None:
-        """The only host, if it is a name without a port: DNS SRV records may then give several hosts. Else None."""
+        """The only host, if it is a name without a port (not localhost), which may have DNS SRV records; else None."""
         (first, *others) = self.addresses
         if others or self.explicit_port or not is_name(first.host) or first.host == "localhost":
             return None

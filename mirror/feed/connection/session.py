@@ -4,9 +4,9 @@ Knows how a connection is negotiated, the vbucket of each opaque, flow control a
 meaning of a stream's messages, nor the store. Invariants:
 - a message of no open stream is dropped, but acked (docs/protocol.md 2.1, 2.8);
 - every byte that flow control counts is acked once, so the window never stays full;
-- a noop is answered before any other message of the same read;
+- a noop is answered before any other message of the same batch (`Link.on_batch`) is handled;
 - a connection that is silent for twice the noop interval is closed. If the source sends no noops in time, we send
-  noops, and the answers end the silence.
+  noops, and their answers end the silence.
 
 We request no stream ids, but messages may carry one.
 """
@@ -52,13 +52,13 @@ from storage.model import FailoverLog
 log = get_logger("feed")
 
 SILENCE_MAX_S = 3.0
-"""A node that leaves a request unanswered for longer is out of contact. Its connection is closed later."""
+"""A node that sends nothing for longer while a request waits is out of contact. Its connection is closed later."""
 ACK_INTERVAL_S = 5.0
-"""Received bytes are acked after this time even below the threshold, as by the server's own consumer."""
+"""After this time we ack received bytes even below the ledger's threshold, as the server's own consumer does."""
 PLAIN_FLAGS = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS
 FLAGS_WITH_TIMES = PLAIN_FLAGS | DcpOpenFlag.INCLUDE_DELETE_TIMES
 OPEN_FLAGS = (FLAGS_WITH_TIMES | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS, FLAGS_WITH_TIMES, PLAIN_FLAGS)
-"""The flags to try in turn, because a server answers EINVAL to a flag that it does not know, and may hang up."""
+"""The flags to try in turn: a server answers EINVAL to a flag that it does not know, and may then hang up."""
 STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
 """Active vbuckets only, because a replica's markers may overlap, and mix disk and memory."""
 REQUIRED, OPTIONAL = True, False
@@ -88,7 +88,7 @@ class SessionOwner(Protocol):
 
 
 CheckNode = Callable[[Link], Awaitable[None]]
-"""Checks a node's cluster map before any stream is requested. Raises if the map is of another bucket."""
+"""Checks a node's cluster map before any stream is requested. Raises MirrorError for an unusable map."""
 
 
 class NodeSession:
@@ -107,7 +107,7 @@ class NodeSession:
         self.address = address
         self.name = name
         self.dropped_bytes = 0
-        """Bytes of messages that were dropped and acked, because their stream is not open any more."""
+        """Bytes of messages that were dropped and acked, because their stream is not open."""
         self.ledger = FlowControlLedger(access.settings.connection_buffer_size)
         self.noop_interval_s = access.settings.noop_interval_s
         self.controls: dict[str, bool] = {}
@@ -128,7 +128,7 @@ class NodeSession:
         self._acked_at = clock.monotonic()
         self._open_flags_taken = DcpOpenFlag(0)
         self.backfill_at = self.received_at = self._acked_at
-        """The time of the last data of a disk snapshot, and the time of the last data of any kind."""
+        """The times of the last rows of a disk snapshot or a resync, and of the last batch."""
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
 
     # -- opening --------------------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ from mirror.wire.scan import Run, scan
 
 OPAQUE_MAX = 2**32 - 1
 PENDING_REQUESTS_MAX = 8192
-"""Limit of unanswered requests on one connection: eight for each of 1,024 vbuckets."""
+"""Limit of unanswered requests on one connection: eight for each of 1,024 vbuckets. The next fails (SourceTimeout)."""
 WRITE_BUFFER_MAX = 8 * 1024 * 1024
-"""Limit of our unsent bytes. Requests and acks are small: above the limit, the node has stopped reading."""
+"""Limit of our unsent bytes. Above it the node has stopped reading, and the connection is closed."""
 READ_BYTES_MAX = 4 * 1024 * 1024
 """Limit of one read. The source sends its streams in turn, so a larger read has a longer run of each stream."""
 NEXT_ADDRESS_DELAY_S = 0.25
@@ -50,7 +50,7 @@ _read_buffer = _ReadBuffer()
 
 
 class Opaques:
-    """A counter of opaques, shared by all connections of a consumer: a vbucket never sees an opaque twice."""
+    """A counter of opaques, shared by all sessions of a consumer: a vbucket never sees an opaque twice."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -69,7 +69,7 @@ class Link(asyncio.BufferedProtocol):
         self.routes: dict[int, bytes] = {}
         """The prefix of the rows' keys, by the stream's opaque. The scanner makes rows of these streams only."""
         self.on_batch: Callable[[list[Run | Frame]], None] | None = None
-        """Takes the items of one read, without answers to requests, in the order of the bytes."""
+        """Takes the items of a read, in the order of the bytes. An answer to a request is left out and ends a batch."""
         self.on_lost: Callable[[ClusterError], None] | None = None
         """Called once, when the connection is closed or lost."""
         self.on_push: Callable[[Frame], None] | None = None
@@ -204,7 +204,7 @@ class Link(asyncio.BufferedProtocol):
         key: bytes = b"",
         value: bytes = b"",
     ) -> Frame:
-        """Send a request and return its response, even if that is an error status. Raises ClusterError."""
+        """Send a request and return its response, even one with an error status. Raises ClusterError."""
         opaque = self.next_opaque()
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
 

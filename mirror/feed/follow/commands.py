@@ -1,8 +1,8 @@
 """An operator's commands to a consumer: roll a vbucket back, or read it again from the beginning.
 
 Knows how to check a command, and its effect on a vbucket's store. After a command a new machine starts from the stored
-state, and decides what to request. Invariants: a refused command changes nothing; the store is committed before it is
-rolled back.
+state, and decides what to request. Invariants: a refused command drops no published row; the store is committed before
+it is rolled back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker's side of mirroring: it requests each vbucket's stream over the session to its node.
+"""A worker's side of mirroring: it requests each vbucket's stream over the session to the vbucket's node.
 
 Knows the node of each vbucket; decides nothing about a stream (the machines do), writes nothing (the sinks do).
 Everything runs in one event loop: each read is processed before the next one, so nothing queues.
@@ -101,7 +101,7 @@ class Consumer:
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Mirror until `stop`. Raises the error that ends mirroring: a refusal by the source, or another bucket."""
+        """Mirror until `stop`. Raises the error that ends mirroring: the source's refusal, another bucket, a defect."""
         self._ending = asyncio.get_running_loop().create_future()
         if self._stop_requested:
             self._ending.set_result(None)
@@ -170,7 +170,7 @@ class Consumer:
         (self._share_map or self.follow)(found)
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """End mirroring. Without `ends_on_refusal`, close the sessions; `check_map` then refuses new ones."""
+        """End mirroring. Without `ends_on_refusal`, close the sessions; `check_map` then refuses new sessions."""
         if self._ends_on_refusal:
             self._end(error)
             return
@@ -216,7 +216,7 @@ class Consumer:
         self.collections.look()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """End mirroring if every node refuses before any session was ready. Show and retry other failures."""
+        """Show the failure. With `ends_on_refusal`, end mirroring if all nodes refuse before any session was ready."""
         self.map_follower.wake()
         for vbucket in self.vbuckets_at(keeper.address):
             if vbucket.session is None:
@@ -236,7 +236,7 @@ class Consumer:
         return [self.vbuckets[vbid] for vbid, at in self._node_of.items() if at == address]
 
     def _attach(self, vbucket: MirroredVbucket, session: NodeSession) -> None:
-        """Let a vbucket request its stream. If it has no collections to request, report the reason."""
+        """Let a vbucket request its stream. If there are no collections to request, report the reason."""
         if self.collections.resolved.streams:
             vbucket.attach(session)
         else:

@@ -1,9 +1,9 @@
 """The commits of a worker's groups, and recovery when a group's store fails.
 
 Must never know connections or maps. Invariants:
-- waiting groups commit in turn: at once while commits take less than `COMMIT_SHARE` of the time, otherwise at most
+- waiting groups commit in turn: at once while commits take less than `COMMIT_SHARE` of the time, otherwise within
   `commit_interval_ms` after a group began to wait;
-- when all groups together hold `batch_bytes_max`, the rows of the fullest group are written;
+- when the uncommitted rows of all groups reach `batch_bytes_max`, the rows of the fullest group are written;
 - a commit hands Published to the vbuckets' machines before it returns;
 - a failed group drops its machines. After a pause it starts new machines from the stored state, except after a
   permanent error. Other groups are not affected.
@@ -27,7 +27,7 @@ from storage.write.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between checks for background work. `GroupOwner.sync_when_idle` may be late by it. A new job ends it early."""
+"""Pause between checks for background work, ended early by a new job. It can delay `GroupOwner.sync_when_idle`."""
 STEP_SHARE_S = 0.002
 COMMIT_SHARE = 1 / 2
 """Share of a worker's time for scheduled commits; the rest is for receiving."""
@@ -41,14 +41,14 @@ class CommitPace:
     """Times the groups' commits.
 
     Groups commit one at a time, in the order in which they began to wait. A commit of t seconds reserves t /
-    `COMMIT_SHARE` seconds, and the next commit waits until the reserved time has passed. Time without
-    a reservation counts for later commits, up to `wait_max_s` of it. So after an idle time the next commits do not
-    wait. No group waits for longer than `wait_max_s`, even if commits then take more than their share. Only scheduled
-    commits count, not writes that full memory forces.
+    `COMMIT_SHARE` seconds, and the next commit waits until the reserved time has passed. Later commits may use up to
+    `wait_max_s` of time without a reservation, so the first commits after an idle time do not wait. No group waits for
+    longer than `wait_max_s`, even if commits then take more than their share. Only scheduled commits count, not writes
+    that full memory forces.
     """
 
     def __init__(self, wait_max_s: float) -> None:
-        """`wait_max_s` limits a group's wait, and the idle time that counts."""
+        """`wait_max_s` limits a group's wait, and the idle time that later commits may use."""
         self._wait_max_s = wait_max_s
         self._paid_at = 0.0
 
@@ -197,7 +197,7 @@ class GroupCommits:
             self._schedule_next()
 
     def flush_over_budget(self) -> None:
-        """Write the fullest group's rows to the file if all groups together hold `batch_bytes_max`."""
+        """Write the fullest group's rows to the file if the rows of all groups reach `batch_bytes_max`."""
         limit_bytes = self.settings.batch_bytes_max
         pending_bytes = sum(group.writer.pending_bytes for group in self.groups)
         self.free_bytes = limit_bytes - pending_bytes

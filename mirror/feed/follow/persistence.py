@@ -11,7 +11,7 @@ A rollback can happen although no persisted row was lost. If a replica is promot
 its new history begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md), below the
 published seqno. So the rollback is deferred (storage/FORMAT.md): the new history is staged next to the rows that
 readers see. Readers change over at the new history's first persisted boundary at or above their seqno. If two polls on
-the new stream find a lower end of the new history, rows are really lost, and readers change over to that end.
+the new stream find that the new history ends lower, rows are really lost, and readers change over to that end.
 """
 
 from __future__ import annotations

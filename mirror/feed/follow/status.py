@@ -1,6 +1,6 @@
 """The report of a consumer: vbuckets, nodes, groups, counters, and warnings for people.
 
-Changes nothing. Invariants: counters only rise; a group with an unreadable store is reported without its figures.
+Only reads the consumer. Invariants: counters only rise; a group with an unreadable store is reported without figures.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ConsumerStatus:
         ]
 
     def _clock_warnings(self) -> list[str]:
-        """Warn that the wall clock was set, which makes times of publication wrong. Also log each step, once."""
+        """Warn that the wall clock was set, which makes times of publication wrong. Also log new steps, once."""
         clocks = [group.writer.owner.clock for group in self._consumer.commits.groups]
         steps = [(clock.step_count, clock.last_step_ms) for clock in clocks]
         count, step_ms = max(steps, default=(0, 0))
@@ -140,8 +140,8 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str,
 def _lag(vbucket: MirroredVbucket) -> int | None:
     """Return the number of seqnos that readers lack; None while the source's high seqno is unknown.
 
-    Rows served from an older history do not reduce the lag. Staged seqnos above the high seqno count, because the high
-    seqno of a filtered mirror does not include the drop of a collection.
+    While a new branch is staged, the served branch's rows do not reduce the lag. Staged seqnos above the high seqno add
+    to the lag, because the high seqno of a filtered mirror does not include the drop of a collection.
     """
     high_seqno = vbucket.source_high_seqno
     if high_seqno is None:

@@ -21,10 +21,10 @@ FREE_BYTES_MIN = 64 * 1024 * 1024
 
 
 POLLS_MIN = 2
-"""Number of polls after a stream's acceptance until a high seqno counts. The first poll may be older than that."""
+"""Number of polls after a stream's acceptance until a high seqno counts. The first may be older than the acceptance."""
 
 HELD_MAX = 64
-"""Limit of held snapshots. Above it, every second snapshot is forgotten: a later publish covers its rows."""
+"""Limit of held snapshots. Above the limit, every second snapshot is forgotten: a later publish covers its rows."""
 
 Held = tuple[int, int]
 """End and start of a snapshot."""
@@ -33,8 +33,8 @@ Held = tuple[int, int]
 class PersistenceGate:
     """Holds the complete snapshots of one vbucket that are not published yet.
 
-    A persisted seqno releases only snapshots that were held when it arrived. For later ones the source is asked again,
-    because its replicas or its history may have changed.
+    A persisted seqno releases only snapshots that were held when it arrived. For later snapshots the source is queried
+    again, because its replicas or its history may have changed.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class PersistenceGate:
 
     def polled(self, high_seqno: int, state: VbucketState) -> None:
         """Note a polled high seqno. If neither the source nor the staging branch has rows above the boundary to which a
-        deferred rollback went, no snapshot will follow: hold the boundary like one, so that it can be released.
+        deferred rollback went, no snapshot will follow: hold the boundary like a snapshot, for a later release.
         """
         self._highs = [*self._highs, high_seqno][-POLLS_MIN:]
         end_seqno = state.staging_published_seqno
@@ -68,7 +68,7 @@ class PersistenceGate:
             self.hold(end_seqno, end_seqno)
 
     def release(self, persisted_seqno: int, state: VbucketState) -> Held | None:
-        """Return the newest persisted snapshot, and forget all held snapshots up to that one. None if there is none.
+        """Return the newest persisted snapshot, and forget all held snapshots up to it. Return None if none qualifies.
 
         While a rollback is deferred, the snapshot must reach the seqno that readers see. If the new history is shorter,
         the snapshot must reach the end of that history.
@@ -171,7 +171,7 @@ class StoreSink:
         self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
-        """Drop the open snapshot. Return None if a complete snapshot still waits for its key rows (`abandon_due`)."""
+        """Drop open and held snapshots. Return None if a complete one still waits for its key rows (`abandon_due`)."""
         self._commit()
         self.drop_held()
         if not self.writer.abandon():

@@ -1,8 +1,8 @@
 """A vbucket of a mirror: the host that stores its stream, and its figures for status.
 
 Knows when a commit is due, the filter of its stream, and how snapshots wait to be persisted; decides nothing about the
-stream. Invariants: counters only rise; `requested_again_bytes` counts rows that were published when the process began,
-and that the source sends again. Rows that were rolled back or resynced since do not count.
+stream. Invariants: counters only rise; `requested_again_bytes` counts rows that were published when the process began
+and that the source sends again, except rows that were rolled back or resynced since.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class MirroredVbucket(VbucketHost):
         self.sink.note_rollback(result)
 
     def begin_resync(self, cause: str) -> events.ResyncOpened | events.ResyncRefused:
-        """Open an empty branch for an operator's command. Call `drop_machine` first."""
+        """Open an empty branch for an operator's command, if the disk has space. Call `drop_machine` first."""
         assert self.machine is None, "the machine decides about branches"
         answer = self.sink.begin_resync(cause)
         self.answered(answer)
@@ -188,7 +188,7 @@ class MirroredVbucket(VbucketHost):
     def on_event(self, event: ev.Event | KeyRefused) -> None:
         self.progressed()
         self.enter(event)
-        if isinstance(event, ev.SystemEvent):  # recount, because its bytes are pending, too
+        if isinstance(event, ev.SystemEvent):  # recount, because the event's bytes are pending, too
             self.group.commits.flush_over_budget()
 
     def progressed(self) -> None:

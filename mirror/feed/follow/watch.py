@@ -1,7 +1,7 @@
 """Polls the source's high seqnos from every node, and requests stalled streams again.
 
 A vbucket is stalled if it receives nothing for `stall_timeout_s` although its source is ahead. If it stalls twice in a
-row, its connection is closed. Only a new connection fixes a leaked flow-control window, or a node that answers but does
+row, its connection is closed: only a new connection fixes a leaked flow-control window, or a node that answers but does
 not stream (docs/protocol.md 3). A stream that stops inside a snapshot is requested again, too. If the filter leaves out
 the rest of the snapshot, the source sends the snapshot's end only to a new stream (docs/protocol.md 2.7). Invariants:
 - while a connection sends a disk snapshot of one vbucket, the connection's other vbuckets do not count as stalled;
@@ -28,7 +28,7 @@ from mirror.log import get_logger
 log = get_logger("feed")
 
 STREAMS_BEFORE_RECONNECT = 2
-"""If this many streams of a vbucket stall in a row, the connection is closed."""
+"""If this many streams of a vbucket stall in a row, its connection is closed."""
 COLLECTIONS_PER_S = 50
 """Limit of a node's queries per second. A poll queries each collection, so polls of many collections are less frequent.
 The first poll over a connection does not wait.
@@ -110,7 +110,7 @@ class SourceWatch:
                 vbucket.guarded(partial(vbucket.handle, events.HighSeqno(seqnos[vbucket.vbid])))
 
     def judge(self) -> None:
-        """Request the streams of stalled vbuckets again."""
+        """Request the streams of stalled vbuckets again, or close their connections."""
         for address in list(self._connections.keepers):
             for vbucket in self._vbuckets_at(address):
                 self._judge(vbucket)

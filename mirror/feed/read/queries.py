@@ -116,7 +116,7 @@ class SourceQueries:
         return session
 
     async def _until(self, attempt: Callable[[], Coroutine[Any, Any, T]], hint: str | None = None) -> T:
-        """Repeat an attempt while its error is retryable; after `timeout_s` raise SourceTimeout with its text."""
+        """Repeat an attempt after retryable errors; after `timeout_s` raise SourceTimeout with the last error text."""
         deadline = self.clock.monotonic() + self._timeout_s
         pause_s = POLL_S
         while True:

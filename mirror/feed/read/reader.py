@@ -154,7 +154,7 @@ class SourceReader:
         return all(session is not None and session.sends_purge_seqno for session in sessions)
 
     def high_seqnos(self) -> dict[int, int]:
-        """Return the high seqno of each vbucket, or the highest seqno of the selected collections."""
+        """Return the high seqno of each vbucket, or the highest seqno of the selected collections (not of a scope)."""
         return self._call(self._core.queries.high_seqnos())
 
     def failover_log(self, vbid: int) -> FailoverLog:

@@ -225,7 +225,7 @@ class BoundedRead:
         self.outbox.finish(error)
 
     def check_progress(self, timeout_s: float, why: str) -> None:
-        """Fail the read if an unfinished vbucket received nothing for `timeout_s`."""
+        """Fail the read if a vbucket received nothing for `timeout_s`, unless it is `idle` or the queue is full."""
         now = self.source.clock.monotonic()
         for vbucket in self.active.values():
             if vbucket.idle or self.outbox.full:

@@ -88,7 +88,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SourceRolledBack:
-    """The source lost all changes above `seqno` (0: some change since the position). The vbucket's read has ended."""
+    """The vbucket's read has ended: the source can continue it only from `seqno` or below (0: from the beginning)."""
 
     vbid: int
     seqno: int
@@ -115,7 +115,7 @@ class SpoolSink:
         hand_out: Callable[[Snapshot], None],
         on_lost: Callable[[int], None],
     ) -> None:
-        """`on_lost` ends the read; it gets the seqno up to which the source still holds the rows that were read."""
+        """`on_lost` ends the read; its argument is the seqno of SourceRolledBack."""
         self.vbid = vbid
         self._spool: Spool | None = None
         self._spools = spools

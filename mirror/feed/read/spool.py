@@ -1,4 +1,4 @@
-"""A spool keeps the rows of a snapshot until it is closed: in memory, or above a limit in a temporary file.
+"""A spool keeps the rows of a snapshot until the spool is closed: in memory, or above a limit in a temporary file.
 
 Knows frames and blocks of a file. Invariants:
 - frames are returned in the order in which they were added;
@@ -36,7 +36,7 @@ class SpoolFile:
         return self._count * BLOCK_BYTES
 
     def write(self, data: bytes) -> list[tuple[int, int]]:
-        """Put the data into free blocks; return their (number, length), in order. MirrorError: the disk is full."""
+        """Write the data to free blocks; return their (number, length), in order. Raises MirrorError if that fails."""
         blocks: list[tuple[int, int]] = []
         try:
             with self._lock:

@@ -1,7 +1,7 @@
 """The bucket: its vbuckets, manifest, users and map, with methods that change its data.
 
-Invariants: a cluster has one bucket; replicas share the data of the active vbucket, so replication takes no time; after
-each change of the map `map_changed` is called, which informs `on_map_change`.
+Invariants: a cluster has one bucket; replicas share the data of the active vbucket, so replication takes no time; a
+running cluster calls `map_changed`, which informs `on_map_change`, after each change of the map.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Bucket:
         keeps_history: bool = False,
         bounded: bool = False,
     ) -> None:
-        """Make an empty bucket without nodes. With `keeps_history` it keeps every version, as Magma does."""
+        """Make an empty bucket without nodes. With `keeps_history` it keeps every version, as the engine Magma does."""
         self.name = name
         self.profile = profile
         self.keeps_history = keeps_history
@@ -298,7 +298,7 @@ class Bucket:
             vbucket.to_disk()
 
     def purge(self, vbid: int | None = None, below_seqno: int | None = None) -> None:
-        """Compact: remove tombstones up to and including `below_seqno` (None: all), and raise the purge seqno."""
+        """Compact as `Vbucket.purge` does, up to and including `below_seqno` (None: all but the newest change)."""
         for vbucket in self._some(vbid):
             vbucket.purge(below_seqno)
 
@@ -312,7 +312,7 @@ class Bucket:
         return sum(self.documents.expire_all(vbucket) for vbucket in self._some(vbid))
 
     def recreate(self) -> None:
-        """Replace the bucket by an empty one of the same name, with new ids and histories."""
+        """Empty the bucket, and give it new ids and histories."""
         self.manifest = BucketManifest(history_default=self.keeps_history)
         self.documents = SandboxDocuments(self.clock, self.manifest)
         self.vbuckets[:] = map(self._new_vbucket, range(len(self.vbuckets)))
@@ -325,7 +325,6 @@ class Bucket:
         return sum(vbucket.document_count for vbucket in self.vbuckets)
 
     def _place(self, key: str | bytes, collection: str, vbid: int | None) -> tuple[Vbucket, bytes]:
-        """Return the vbucket and the wire key of a document."""
         number = vbucket_of(_bytes(key), len(self.vbuckets)) if vbid is None else vbid
         return self.vbuckets[number], self.wire_key(key, collection)
 

@@ -3,7 +3,7 @@ docs/BinaryProtocol.md, docs/protocol.md 2.11).
 
 Invariants: a version takes the next seqno; a new CAS is above all earlier ones of its vbucket; a refusal changes
 nothing and is a `DocumentError` with the status that Couchbase Server answers; the next operation on an expired
-document first makes it an expiration.
+document first writes its expiration.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SandboxDocuments:
         return len(due)
 
     def touch(self, vbucket: Vbucket, key: bytes, expiry: int) -> Item:
-        """Set the expiry. If it is the same already, there is no new version."""
+        """Set the expiry. If the document has this expiry already, make no new version."""
         old = self.get(vbucket, key)
         if self._lock(vbucket, key) is not None:
             raise DocumentError(Status.LOCKED)

@@ -138,7 +138,6 @@ class Profile:
         return frozenset(self._known(STREAM_KEYS))
 
     def abilities(self, *, keeps_history: bool) -> Abilities:
-        """Return the controls and stream flags of the release."""
         known = (
             name
             for name, (since, until) in CONTROLS.items()

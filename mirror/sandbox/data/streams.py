@@ -38,7 +38,7 @@ class StreamTuning:
     antilag_items: int = 0
     """Omitted items after which a filtered backfill sends SeqnoAdvanced (docs/protocol.md 2.7); 0: only at its end."""
     live_snapshot_items: int = 5
-    """The largest number of changes in a live snapshot. The average is about half, as recorded under load."""
+    """Limit of changes in a live snapshot, except a stream's first and long backlogs. Recorded average: about half."""
     in_turn: bool = True
     """True if each stream of a connection sends one message in turn, as in kv_engine; else a larger piece."""
 
@@ -74,7 +74,7 @@ class StreamFaults:
         self._refused.insert(0, RefusalFault(status, None if vbids is None else frozenset(vbids), times, value))
 
     def refusal(self, vbid: int) -> RefusalFault | None:
-        """Return the fault for a stream request of this vbucket, and count it as used."""
+        """Return the fault for a stream request of this vbucket, if any, and count it as used."""
         for fault in self._refused:
             if fault.vbids is None or vbid in fault.vbids:
                 if fault.times is not None:

@@ -31,7 +31,7 @@ CHECKPOINTS_KEPT = 4
 _SEQNO = attrgetter("seqno")
 
 FAILOVER_LOG_MAX = 25
-"""Entries kept: kv_engine's default."""
+"""Entries of the failover log that are kept: kv_engine's default."""
 
 
 class Vbucket:
@@ -55,8 +55,8 @@ class Vbucket:
         """Ids of collections whose superseded versions do not stay."""
         self.log: list[Item] = []
         self.forgotten_seqno = 0
-        """Versions that a change up to this seqno superseded are gone. So no snapshot can end below it, and no failover
-        can go back below it.
+        """A version is gone if a change up to this seqno superseded it. So no snapshot can end below this seqno, and no
+        failover can go back below it.
         """
         self.newest: dict[int, dict[bytes, Item]] = {0: {}}
         """Collection id -> key -> newest version, tombstones included."""
@@ -247,7 +247,7 @@ class Vbucket:
             self.history_start_seqno = max(self.history_start_seqno, min(below_seqno, self.high_seqno + 1))
 
     def failover(self, lose: int = 0) -> int:
-        """Begin a new history without the last `lose` changes (a group is lost whole); return where it begins."""
+        """Begin a new history without the last `lose` changes (a group is lost whole); return its start seqno."""
         base = max(self.high_seqno - lose, self.forgotten_seqno)
         base = self._group_first.get(base, base + 1) - 1
         if base < self.high_seqno:
@@ -316,7 +316,6 @@ class Vbucket:
         return Vbuuid(self._rng.getrandbits(48) | 1)
 
     def _cut(self, base: int) -> None:
-        """Return to the state at seqno `base`."""
         kept = self.log[: self._count_up_to(base)]
         purged = {item.seqno for item in kept if item.next_seqno == item.seqno}
         self.log, self.newest, self._system, self.prepared, self._aborted = [], {0: {}}, {}, {}, {}

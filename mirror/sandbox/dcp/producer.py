@@ -33,7 +33,7 @@ from storage.model import FailoverLog
 
 PIECE_BYTES = 256 * 1024
 TURNS_BYTES = 1024 * 1024
-"""Most bytes sent at once while the streams take turns: 1 KiB for each of 1,024 streams."""
+"""Limit of the bytes sent at once while the streams take turns: 1 KiB for each of 1,024 streams."""
 
 
 class SandboxProducerPort(ProducerPort, Protocol):
@@ -188,7 +188,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
                 await self._wake.wait()
 
     async def _round(self) -> bool:
-        """Send a piece with messages of all streams, or a piece of each stream. Return True if anything was sent."""
+        """Send a piece with messages of all streams, or a piece of each stream. Return True if a piece was sent."""
         self._send_stream_ends()
         busy = False
         for data, extra_bytes in self._one_piece() if self._port.in_turn else self._piece_of_each():

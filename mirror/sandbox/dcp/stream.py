@@ -219,7 +219,7 @@ class ProducerStream:
         return True
 
     def _ends_resumed_snapshot(self, last: int) -> bool:
-        """True if the client resumes inside a snapshot that ends by `last`. The rest is then sent even if empty."""
+        """True if a client with collections resumes a snapshot that ends by `last`. The rest is sent even if empty."""
         request = self._request
         is_partial = not self._first_marker_sent and request.start_seqno < request.snap_end_seqno <= last
         return is_partial and self._controls.collections

@@ -1,7 +1,7 @@
 """Requests that change documents: store, delete, touch, lock, count (kv_engine docs/BinaryProtocol.md; recording
 sdk_72_conn2).
 
-Quiet changes are answered only if they fail, quiet reads only if they find the document.
+Quiet changes are answered only if they fail. Quiet reads are not answered if the document is absent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A client's session at a node of the embedded source: its features, users, documents and histories."""
+"""A client's session at a node of the embedded source: its features, user, documents and histories."""
 
 from __future__ import annotations
 
@@ -103,13 +103,12 @@ class SandboxSession(DocumentSession):
 
     @property
     def sees_system(self) -> bool:
-        """True if the user can see the system's collections."""
         return not self.bucket.profile.system_collections or self.may(SYSTEM_COLLECTIONS)
 
     # -- answers
 
     def refused(self, error: Refused) -> Reply:
-        """Return the answer to a refused request. Adds the manifest uid if an unknown collection's refusal lacks it."""
+        """Return the answer to a refused request. If it names an unknown collection, add the manifest uid."""
         if error.status == Status.UNKNOWN_COLLECTION and not (error.bare or error.context):
             error = unknown_collection(self.manifest_uid)
         return super().refused(error)

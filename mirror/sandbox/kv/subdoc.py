@@ -1,4 +1,4 @@
-"""Sub-document changes of one document in memory (kv_engine docs/SubDocument.md); `document.lookup` reads.
+"""Sub-document changes of one document in memory (kv_engine docs/SubDocument.md); reads: `mirror.document.lookup`.
 
 Invariants: xattrs are changed as members of one object; a virtual attribute never changes; the caller discards the
 draft after a failed change.

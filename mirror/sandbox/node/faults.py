@@ -1,7 +1,7 @@
 """Faults of connections and streams, for tests.
 
-Invariants: a fault affects open connections, and with `future` also new ones until `clear`; by default only DCP
-connections.
+Invariants: a fault affects open connections, which `clear` does not repair, and with `future` also new ones until
+`clear`; by default it affects only DCP connections.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ Rule = Callable[[NodeConnection], None]
 
 
 class Where(TypedDict, total=False):
-    """Selects connections by node and by a part of their DCP name. `future` adds new connections."""
+    """Selects connections by node and by a part of their DCP name. `future` adds new connections. Without
+    `dcp_only`, a `name` selects no new connection.
+    """
 
     node: int | None
     name: str | None
@@ -33,7 +35,6 @@ class Faults:
     def connections(
         self, *, node: int | None = None, name: str | None = None, dcp_only: bool = True
     ) -> list[NodeConnection]:
-        """Return the open connections, of one node or of all, whose DCP name contains `name`."""
         return [
             connection
             for chosen in self._select(node)
@@ -72,7 +73,7 @@ class Faults:
     def end_streams(
         self, reason: StreamEndReason, vbids: Iterable[int] | None = None, *, node: int | None = None
     ) -> int:
-        """End open streams with a reason; return their number."""
+        """End open streams; return their number."""
         selected = None if vbids is None else set(vbids)
         count = 0
         for connection in self.connections(node=node):

@@ -1,7 +1,8 @@
 """A node: its listeners, certificate and connections, and the dispatch of requests.
 
 Invariants: answers come in the order of the requests; bytes that are no frame close only their connection; a request
-that cannot be decoded is refused, and the connection stays open; a new certificate is for new connections only.
+that cannot be decoded is refused, and the connection stays open (servers of 6.0 hang up after a bad DCP request); a new
+certificate is for new connections only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SMALL_PIECE_BYTES = 200
 """Size of a stream's piece if a fault must come inside a snapshot."""
 
 ACCEPT_TURNS = 4
-"""Turns of the event loop in which asyncio makes the connections that it has accepted."""
+"""Turns of the event loop that asyncio needs to make accepted connections."""
 
 DURATION_US = 0.5
 """The duration of a request, in answers to clients with TRACING."""

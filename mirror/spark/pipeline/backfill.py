@@ -3,8 +3,8 @@
 A task runs the same consumer as the service's workers. The consumer writes a group to LMDB on the disk of the task's
 machine. When the group has caught up, the task copies it to the target as one compacted file: the target may be on a
 network file system, where no LMDB environment may be open. Invariants: the target becomes a mirror (`mirror.json`) when
-it has every group. Until then its name is `<target>.incomplete`, and the next run for the same bucket pulls the missing
-groups. A vbucket has caught up when it has published the high seqno that the source had at the start of the task.
+it has every group. Until then its name is `<target>.incomplete`, and the next run with the same `Identity` pulls the
+missing groups. A vbucket has caught up when it has published the high seqno that the source had at the task's start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SILENCE_S = 120.0
 
 class BackfillTask(NamedTuple):
     settings: Values
-    """No password: the task reads it on its own machine."""
+    """Without the password: the task reads one on its own machine."""
     identity: Identity
     group: int
     scratch: str | None

@@ -1,8 +1,8 @@
 """`compare`: compare a mirror with its source, in tasks that compare some vbuckets each.
 
-A task runs `inspection.verify`; its docstring explains why the result is exact although both sides change. A task reads
-the source through its own connections, and the mirror on its own machine; the driver gets only results. Invariants: a
-vbucket has one result; neither side is changed.
+A task runs `inspection.verify`, whose docstring explains why the result is exact although mirror and source change. The
+task has its own connections to the source, and reads the mirror on the task's machine. The driver reads only the
+mirror's identity and the results. Invariants: a vbucket has one result; mirror and source are not changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CompareTask(NamedTuple):
     data: str
     source: str
     settings: Values
-    """No password: the task reads it on its own machine."""
+    """Without the password: the task reads one on its own machine."""
     vbids: list[int]
     bucket_uuid: str
     wait_s: float

@@ -7,9 +7,9 @@ the end makes one export of the files. Invariants:
 - The boundaries are pinned and leased before the first task, so the service may publish, roll back and purge during a
   long export.
 - Delta: one commit makes the table's next version. Its metadata has the boundaries as tokens. Parquet: tasks write the
-  files to `<target>.incomplete`, and `_SUCCESS` has the metadata as JSON. Then a rename makes the folder the target,
-  after another has moved an older target away.
-  A killed export leaves no version and no `_SUCCESS`; the next run removes its files.
+  files to `<target>.incomplete`, and `_SUCCESS` has the metadata as JSON. One rename moves an older target away, and
+  the next makes this folder the target. A killed export leaves no version and no complete target; the next run removes
+  its files.
 - An object store has no rename: Parquet files are written in place. `_SUCCESS` is the last object, and names the files.
   A prefix without `_SUCCESS` is not a complete export. `overwrite` removes `_SUCCESS` first.
 """
@@ -85,7 +85,7 @@ class Exported:
 
 def shape_of(fields: pa.Schema | None, reading: Reading = AS_DECLARED) -> Shape:
     """Return the columns of an export. `fields` of the body replace the column `value`, and follow the other columns,
-    whose names then begin with an underscore. Raises ConfigError for a type that cannot be read from JSON.
+    whose names then begin with an underscore. Raises ConfigError for such a name, or a type unfit for JSON.
     """
     if fields is None:
         return Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
@@ -164,7 +164,6 @@ def export(
 
 
 def export_task(task: ExportTask) -> Written:
-    """Write the documents of a task's vbuckets."""
     counts = Counts()
     with PartWriter(task.folder, task.prefix, task.shape.schema) as parts:
         for batch in read(task.job, task.vbids, task.shape, counts):
@@ -173,8 +172,8 @@ def export_task(task: ExportTask) -> Written:
 
 
 class _Target(ABC):
-    """The destination of the files; a folder or a table is locked until the context ends. After an error the context
-    removes the files of this run. The constructor raises ConfigError or MirrorError.
+    """The destination of the files; on a disk it is locked until the context ends. After an error the context removes
+    this run's files, but not those of a Delta table in an object store. The constructor raises MirrorError.
     """
 
     version: int | None = None

@@ -85,7 +85,7 @@ class SyncMetrics(Collector):
 
 @contextmanager
 def serving(metrics: SyncMetrics, host: str, port: int) -> Iterator[int]:
-    """Answer scrapes of `metrics` at http://host:port/metrics; yields the port. Raises ConfigError."""
+    """Answer scrapes of `metrics` at http://host:port/metrics, and yield the port. Raises ConfigError."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics)
     try:

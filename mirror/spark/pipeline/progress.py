@@ -1,7 +1,6 @@
 """Figures of a stream, batch by batch, from Spark's query listener.
 
-Knows Spark's progress events; never the display of figures. Invariant: a listener raises no error, which would end the
-stream: it omits unreadable figures.
+Knows Spark's progress events; never the display of figures. Invariant: a lag that cannot be read is None, not an error.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class MergeFigures:
     deleted: int
     misfits: int
     rewritten_bytes: int
-    """Bytes of the files that the merge wrote."""
     duration_ms: int
 
 

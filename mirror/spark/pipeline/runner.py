@@ -2,8 +2,8 @@
 
 Knows processes and Spark's job API; must never know the work of a task. A task gets its input as an argument, opens its
 own files and connections, and returns little. Invariants: each task has one result, even if Spark runs it twice because
-an executor was lost; results are in the order of the tasks; the first failure that no retry fixes ends the run, and is
-raised as the task's own error, without Spark's traceback.
+an executor was lost; results are in the order of the tasks; the first failure that no retry fixes is raised as the
+task's own error, without Spark's traceback (on Spark after the last task).
 """
 
 from __future__ import annotations
@@ -45,19 +45,21 @@ class Runner(Protocol):
     parallelism: int
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """Call `function`, which a module must define, with each task. Raises a task's error."""
+        """Call `function`, a function of a module, with each task. Raises a task's error."""
         ...
 
 
 class LocalRunner:
-    """Runs tasks in processes of this machine, by default one for each core. Each process first calls `prepare`."""
+    """Runs tasks in processes of this machine, by default one for each core. A new process first calls `prepare`."""
 
     def __init__(self, processes: int | None = None, prepare: Callable[[], None] | None = None) -> None:
         self.parallelism = processes or len(os.sched_getaffinity(0))
         self._prepare = prepare
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """Processes are spawned, never forked: an LMDB environment must not be used after a fork."""
+        """Run a single task, or all if `parallelism` is 1, in this process. Other processes are spawned, never forked:
+        an LMDB environment must not be used after a fork.
+        """
         if self.parallelism == 1 or len(tasks) <= 1:
             return self._run_here(function, tasks, progress)
         results: list[Any] = [None] * len(tasks)
@@ -98,7 +100,7 @@ class LocalRunner:
 
 
 def _begin(parent: int, prepare: Callable[[], None] | None) -> None:
-    """Prepare a new process. End it if its parent has died, because it would wait for tasks for ever."""
+    """Prepare a new process. End it if its parent has died: it would wait for tasks for ever."""
     if prepare is not None:
         prepare()
     if os.getppid() != parent:

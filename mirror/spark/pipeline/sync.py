@@ -177,7 +177,7 @@ class SyncTarget:
         return done
 
     def catch_up(self, *, due_only: bool) -> None:
-        """Fold deferred batches into `documents`. With `due_only`, only if a fold is due and no batch in progress."""
+        """Fold deferred batches into `documents`. With `due_only`: only if a fold is due and no batch is running."""
         if not self._busy.acquire(blocking=not due_only):
             return
         try:
@@ -200,8 +200,8 @@ def sync(
     on_warning: Callable[[str], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Synced:
-    """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set. With `available_now`, return
-    when they are current.
+    """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set. With `how.available_now`,
+    return when the tables are current.
 
     `source` are options of the data source. `on_warning` gets a warning if the disk may become full. Raises MirrorError
     and the store's errors.

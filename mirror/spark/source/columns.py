@@ -20,10 +20,10 @@ The other columns of changes are:
                 - resync: the vbucket's history could not be followed. All its earlier rows are void, and all its
                   documents follow, from the beginning. The key is null
     branch      from a directory: the branch of the version; from a connection, which has no branches: the number of
-                resyncs of the stream so far
+                resyncs of the vbucket so far
     vbuuid      the source's name of the version's history
-    snapshot_end_seqno      the first kept boundary that has the version; of a retraction or restoration the boundary
-                that the rollback went back to
+    snapshot_end_seqno      the first kept boundary that has the version (from a connection: its snapshot's end); of a
+                retraction or restoration the boundary that the rollback went back to
     at_branch, at_seqno     the position of the event, which an upsert compares. It rises strictly for each key, even
                 across rollbacks, where seqno falls. After a row of kind resync positions may be lower. A published
                 event has the (branch, seqno) of its version. A rollback opens a branch at a boundary: its retractions

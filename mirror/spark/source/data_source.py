@@ -1,9 +1,9 @@
 """The data source `mirror` of PySpark: chooses the reader for the options.
 
-Knows only PySpark's interface; `local`, `stream` and `remote` read. Spark pickles readers and sends them to the tasks:
-they hold options and plans, and open stores and connections only inside `read`. Invariants: planning reports every
-mistake that it can find, in one line (`failures`); only PushdownDocumentsReader has `pushFilters`, because a reader
-with this method makes every query fail if the session's setting for filters is off.
+Knows only PySpark's interface; `local`, `stream` and `remote` read. Spark pickles readers and sends them to the tasks,
+so readers hold options and plans, and open stores and connections only inside `read`. Invariants: planning reports
+every mistake that it can find, in one line (`failures`); only PushdownDocumentsReader has `pushFilters`, because a
+reader with this method makes every query fail if the session's setting for filters is off.
 
 Importing `remote` takes as long as all other imports, and Spark imports this module in a new process for each step of
 planning. So only a connection imports `remote`.
@@ -131,7 +131,7 @@ def inferred(options: Options) -> pa.Schema:
 
 
 def of_table(fields: Any, options: Options) -> bool:
-    """Return True if a catalog has passed the table's own columns. A user's schema has no binary `value`, and no
+    """Return True for the table's own columns, as a catalog passes them. A user's schema has no binary `value`, and no
     columns of changes.
     """
     table = TABLES[options.table]

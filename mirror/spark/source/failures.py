@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 HIDE = "SPARK_HIDE_TRACEBACK"
-"""If this variable is set, PySpark reports an exception without traceback (`pyspark.util.handle_worker_exception`)."""
+"""If this environment variable is set, PySpark reports no traceback (`pyspark.util.handle_worker_exception`)."""
 
 
 class MirrorSourceError(Exception): ...

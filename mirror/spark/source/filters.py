@@ -1,8 +1,8 @@
 """Filters on key, collection and vbucket, which a read of documents applies instead of Spark.
 
 Knows PySpark's filters and the order of keys; never a store. Spark does not apply accepted filters again, so only
-filters that the read applies exactly are accepted. Spark compares strings by their bytes, as the key trees do, and the
-three columns are never null. Invariant: a row is in `Restriction` if and only if it passes every accepted filter.
+filters that the read applies exactly are accepted. Spark compares strings by their bytes, as the store orders keys, and
+the three columns are never null. Invariant: `Restriction` admits exactly the rows that pass every accepted filter.
 """
 
 from __future__ import annotations

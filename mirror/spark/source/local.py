@@ -1,9 +1,9 @@
 """Documents of a mirror's directory, for Spark: `plan` fixes the boundaries of a job, and tasks `read` there.
 
 Knows views, pins and leases; must never know Spark. Planning and tasks run on the same machine. Invariants: a job reads
-one boundary of each vbucket, which `plan` chooses, despite later writes, rollbacks and purges. The
-plan and each running task renew a lease on that history, which ends `lease_seconds` after the last renewal. If the
-history is gone all the same, the job fails with an error.
+one boundary of each vbucket, which `plan` chooses, despite later writes, rollbacks and purges. `plan` takes a lease on
+that history, and each running task renews it. The lease ends `lease_seconds` after the last renewal. If the history is
+gone all the same, the job fails with an error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Job:
 
 
 def dealt(vbids: Sequence[int], parts: int, group_count: int) -> list[list[int]]:
-    """Return at most `parts` equal shares of vbuckets, each out of as few groups as possible."""
+    """Return at most `parts` equal shares of vbuckets, each from as few groups as possible."""
     order = sorted(vbids, key=lambda vbid: (vbid % group_count, vbid))
     parts = min(parts, len(order)) or 1
     cuts = [len(order) * part // parts for part in range(parts + 1)]

@@ -47,11 +47,11 @@ class Offset:
     """The position of each vbucket. A vbucket that `at` lacks is at the beginning."""
 
     origin: str
-    """`path` or `connection`. The numbers of the two have different meanings."""
+    """`path` or `connection`. Positions of one mean nothing to the other."""
     bucket_uuid: str
     at: Mapping[int, At] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
-    """Over a connection: collection id -> name, with dropped collections. The source forgets their names."""
+    """Over a connection: collection id -> name, with dropped collections, whose names the source forgets."""
     selection: str = ""
     """`Options.selection`. An offset is valid for one selection: it does not tell which changes were left out."""
 
@@ -121,7 +121,7 @@ class Lag(NamedTuple):
     """The start and the published position have the same history up to this seqno."""
     published: At
     turned: bool
-    """True if the start is above `base_seqno`, so that there are retractions."""
+    """True if retractions are sent (the start is above `base_seqno`), or the whole vbucket again."""
     weight: float
     """The share of a batch's limit that one seqno takes."""
 

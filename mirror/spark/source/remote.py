@@ -43,7 +43,7 @@ from storage.read.view import Pin
 AGAIN = "start the query again"
 FRAMES_AT_ONCE = 2_000
 SUSPECTS = 16
-"""Each batch requests the failover log of this many vbuckets with an unchanged high seqno."""
+"""Each batch also requests the failover logs of this many vbuckets whose high seqno may be unchanged."""
 LENGTH_BYTES = 4
 SPOOL_BYTES = 4 * 1024 * 1024
 """Bytes of a vbucket's rows in memory; more go to disk."""
@@ -284,7 +284,7 @@ class RemoteChanges(ChangesDriver):
 
     def _suspects(self) -> set[int]:
         """Return the vbuckets to check for a changed history even if their seqno is unchanged: all in a query's first
-        batch, then `SUSPECTS` in each.
+        batch, `SUSPECTS` in each later batch.
         """
         if not self._looked:
             self._looked = True

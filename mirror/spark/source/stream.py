@@ -2,7 +2,8 @@
 
 Knows PySpark's interface; `changes` (path) and `remote` (connection) know offsets and the rows between them. In Spark's
 driver, a reader has its own process until the query ends; tasks get a pickled copy. Invariants: a batch keeps its
-limit, except if Spark requests all changes; AvailableNow reads only changes published before the query began.
+limit approximately (`admit`), unless Spark requests all changes; AvailableNow reads what was published when the query
+began, or to the next kept boundary.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """`latest` also applies the limit of bytes."""
+        """Return the limit of rows. `LocalChanges.latest` also applies the limit of bytes."""
         return ReadMaxRows(self._options.max_rows)
 
     @with_clear_errors

@@ -36,7 +36,7 @@ RUN = "dcp_mirror_run"
 """Key in a commit's metadata. The value is the run that wrote the commit's files."""
 
 COMPACTED_BYTES_MAX = 128 * 1024 * 1024
-"""Compaction does not copy larger files."""
+"""Compaction does not copy files of this size or larger."""
 READ_ROWS = 8192
 
 
@@ -120,7 +120,7 @@ def commit_parts(
     metadata: dict[str, str] | None = None,
 ) -> None:
     """Commit `parts`, files in `folder`, as the version after `table` (None: the first version). They are added to the
-    table's rows, or with `overwrite` replace them. Raises CommitConflict if another writer made that version.
+    table's rows, or with `overwrite` replace them. Raises MirrorError; CommitConflict if that version exists already.
     """
     actions: list[AddAction | RemoveAction] = [part.add_action() for part in parts]
     expected = Schema.from_arrow(schema)
@@ -160,11 +160,11 @@ def compact(folder: Folder, table: DeltaTable, schema: pa.Schema) -> int:
 
 
 def files_to_merge(sizes: Sequence[int]) -> list[int]:
-    """Return the indexes of files to merge: the smallest files, as many as possible while the largest of them is no
-    larger than the others of them together.
+    """Return the indexes of files to merge: the smallest files, as many as possible such that the largest of them is
+    no larger than the others together.
 
-    So a copied byte gets into a file of at least twice the size. It is copied only as often as its first file can
-    double up to COMPACTED_BYTES_MAX, even if this is called often.
+    So each copy puts a byte into a file of at least twice the size. A byte is copied only as often as its first file
+    can double up to COMPACTED_BYTES_MAX, however often this is called.
     """
     ascending = sorted((size, at) for at, size in enumerate(sizes) if size < COMPACTED_BYTES_MAX)
     count = total = 0

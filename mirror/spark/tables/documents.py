@@ -5,9 +5,9 @@ Knows one table, and the files of `changes` as the events of batches; never the 
 (`Layout.fields`) these are named `_key`, `_value` and so on, and columns for fields of the JSON body follow. `_value`
 stays in the table: when a column is added, one commit writes all rows again and reads the column from `_value`.
 
-Invariants: rows are live documents, each once; a batch is folded in one commit that carries its number; all rows were
-read with one schema and one `Reading` (`READING_MARK`); for a first load or an added column, memory holds one row
-group.
+Invariants: rows are live documents, each once; a batch is folded in one commit, which carries the number of the newest
+batch in it; all rows were read with one schema and one `Reading` (`READING_MARK`); for a first load or an added column,
+memory holds one row group.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ NOTHING = Applied(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a table. Raises ConfigError for a schema that JSON cannot be read as, or Delta cannot have."""
+    """The columns of a table. Raises ConfigError for a schema unfit for JSON or Delta, or mode dropmalformed."""
 
     fields: Any = None
     """Arrow schema of the columns from the body. None: only `value` has the body."""
@@ -128,7 +128,7 @@ class Layout:
 
     @property
     def marks(self) -> list[Transaction]:
-        """The marks that tell with which `Reading` a table's bodies were read."""
+        """The mark that tells with which `Reading` a table's bodies were read."""
         if self.fields is None:
             return []
         reading = self.reading
@@ -272,7 +272,7 @@ class DocumentsTable:
     def fold(self, changes: Folder, names: Sequence[str], number: int, marks: list[Transaction]) -> Applied:
         """Fold files of `changes` into the table. `names` are all files that the table lacks up to batch `number`, in
         the order of batches. The last commit has `marks`. The result counts no events. Raises CommitConflict,
-        MirrorError.
+        TooManyMisfits, MirrorError.
         """
         self._misfits = self._bodies_read = self.rewritten_bytes = 0
         left, done = list(names), NOTHING

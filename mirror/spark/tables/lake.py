@@ -18,14 +18,15 @@ each event exactly once, for these reasons:
    compaction changes names. So before a compaction every table gets the newest batch's mark.
 4. There is a second guard: a merge changes a row only if the event's (at_branch, at_seqno) is above the row's. This
    position rises for each key even across rollbacks, where seqno falls. So a batch folded twice would have no second
-   effect. The guard does not work after a resync of a vbucket, where positions may begin again.
+   effect. The guard does not work after a resync of a vbucket, because positions may begin again.
 5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint would
    skip or repeat events. So would an older copy of the right one, in which a batch's number means other offsets. Both
    are refused.
 
 The cost of `documents`: a merge rewrites every file in which it changes a row, because delta-rs writes no deletion
 vectors. If changes are spread over all keys, each merge writes the whole table. So merges wait: on average they write
-at most `rewrite_rate` bytes a second (`Costs`). Replaced files are kept for only `keep_documents_hours`.
+at most `rewrite_rate` bytes a second (`Costs`), or more if WAITING_BYTES_MAX is exceeded. Replaced files are kept for
+only `keep_documents_hours`.
 
 Invariants: rows of `documents` are live documents; at any moment both tables can be read, and show the state after some
 batch.
@@ -73,7 +74,7 @@ STATISTICS = "key,kind,collection,vbid,seqno,at_branch,at_seqno"
 """Columns of `changes` whose statistics let readers skip files."""
 
 WAITING_BYTES_MAX = 64 * 1024 * 1024
-"""Most bytes of compressed events that wait for a fold. The fold holds all of them in memory."""
+"""If more bytes of compressed events wait, a fold is due at once. The fold holds all these events in memory."""
 VACUUM_INTERVAL_S = 900.0
 
 
@@ -112,8 +113,8 @@ class Lake:
         layouts: Layouts | None = None,
     ) -> None:
         """Make missing tables. `checkpoint` names the stream's checkpoint, or is None for a new one; `selection` is the
-        stream's. Raises ConfigError for tables with another checkpoint, another selection (stored in their description)
-        or another layout.
+        stream's. Raises MirrorError; ConfigError for tables with another checkpoint, another selection (stored in their
+        description) or another layout.
         """
         self.folder = folder
         self.changes_folder = folder.child(CHANGES_FOLDER)
@@ -235,7 +236,7 @@ class Lake:
         return True
 
     def add_changes(self, batch: Batch, parts: Iterable[Part]) -> int:
-        """Commit an attempt's files to `changes` and return the number of events. Raises CommitConflict."""
+        """Commit an attempt's files to `changes` and return the number of events. Raises MirrorError."""
         held = list(parts)
         metadata = {"batch": str(batch.number)}
         commit_parts(self.changes_folder, self.changes, held, CHANGES, marks=batch.marks(), metadata=metadata)
@@ -244,14 +245,14 @@ class Lake:
         return sum(part.rows for part in held)
 
     def update_documents(self, batch: Batch) -> Applied:
-        """Fold a batch of `changes`, and the deferred batches before it, into `documents`. Raises CommitConflict."""
+        """Fold a batch of `changes`, and the deferred batches before it, into `documents`. Raises MirrorError."""
         return self._fold(batch.number, batch.marks())
 
     def due(self) -> bool:
         return self._clock() >= self._due_s or self._waiting_bytes > WAITING_BYTES_MAX
 
     def catch_up(self) -> Applied:
-        """Fold deferred batches. The result counts no events: `add_changes` did. Raises CommitConflict."""
+        """Fold deferred batches. The result counts no events: `add_changes` did. Raises MirrorError."""
         done = self.done_batch
         if done is None or done == self._folded:
             return NOTHING

@@ -1,7 +1,7 @@
 """The Delta table of documents that do not fit a schema: the version, the reason, and the beginning of the text.
 
 Knows its own columns; never how documents are read, nor the tables that have nulls in place of misfits. The first
-misfit makes the table. Invariant: a version is recorded once for each reason, even if it is read again, and before the
+misfit makes the table. Invariant: a version is recorded once for each reason, even if it is read again, and before its
 row is committed to a table of documents.
 """
 

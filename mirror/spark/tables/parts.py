@@ -1,5 +1,5 @@
-"""Parquet files as parts of a table. The process that reads the data writes them, and reports a few hundred bytes for
-each.
+"""Parquet files as parts of a table. The process that reads the data writes the files, and reports a few hundred bytes
+for each file.
 
 Knows Arrow batches and one folder (places.py); never tables, commits or Spark. Invariants: a reported part is complete
 and synced. An unfinished part is never reported, and its file is removed. If the process is killed, the file stays as
@@ -24,13 +24,13 @@ from mirror.spark.places import folder_at
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 64 * 1024 * 1024
-"""Size at which a row group is written: large enough for fast reads, small enough for memory."""
+"""Bytes in memory at which a row group is written: large enough for fast reads, small enough for memory."""
 
 TEXT_BOUND_MAX = 256
 """A text column with a longer minimum or maximum (in characters) gets no statistics in the table's log."""
 
 PART_BYTES_MAX = 512 * 1024 * 1024
-"""Size at which a part is finished."""
+"""File size at which a part is finished."""
 
 NAME = re.compile(r"part-([0-9a-f]{16})-.+\.parquet")
 
@@ -99,7 +99,6 @@ class PartWriter:
                 self._finish()
 
     def write_empty(self) -> None:
-        """Write a part without rows."""
         self._write_group()
 
     def _write_group(self) -> None:
@@ -169,8 +168,8 @@ def _text_of(key: bytes) -> str:
 
 
 def statistics_of(metadata: pq.FileMetaData) -> str:
-    """Return the statistics by which Delta readers skip files: rows, and the bounds and nulls of top-level columns of
-    integers and text.
+    """Return the statistics by which Delta readers skip files: the row count, and bounds and null counts of top-level
+    columns of integers and text.
     """
     least: dict[str, object] = {}
     most: dict[str, object] = {}

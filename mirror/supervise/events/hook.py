@@ -2,8 +2,8 @@
 
 Invariants:
 - the service never waits for the command;
-- at most `RUNNING_MAX` commands run at once, each for `TIMEOUT_S`, and `WAITING_MAX` events wait;
-- a failure is logged if the run before succeeded; dropped events are logged once until the queue is empty;
+- at most `RUNNING_MAX` commands run at once, each for at most `TIMEOUT_S`, and `WAITING_MAX` events wait;
+- a failure is logged unless the run before failed; dropped events are logged once until the queue is empty;
 - the command gets no password of the service.
 """
 

@@ -62,9 +62,9 @@ class _OfGroups(_Kind):
 @dataclass(frozen=True, kw_only=True)
 class VbucketsRolledBack(_OfVbuckets, name="rollback", level="warning"):
     seqnos: int
-    """Retracted seqnos of all vbuckets."""
+    """Number of retracted seqnos of all vbuckets."""
     from_seqno: int | None
-    """None for several vbuckets."""
+    """None for several rollbacks."""
     to_seqno: int | None
 
     @property

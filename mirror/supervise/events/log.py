@@ -1,8 +1,8 @@
-"""The events of the service: logged, appended to a file next to the data, and read back.
+"""The events of the service: logged, appended to a file in the data directory, and read back.
 
-Invariants: each event is one line in the log, at its level; numbers rise, even across restarts, and a reader that is
-too slow finds a gap; the two files together have at most about twice `FILE_BYTES_MAX`; an event that cannot be written
-is still logged.
+Invariants: each event is one line in the log, at its level; stored numbers rise, even across restarts, and a slow
+reader finds a gap; the two files together have at most about twice `FILE_BYTES_MAX`; an event that cannot be written is
+still logged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mirror.supervise.events.kinds import Event, ShownEvent, fields_of, to_json
 
 EVENTS_FILE, OLDER_EVENTS_FILE = "events.jsonl", "events.1.jsonl"
 FILE_BYTES_MAX = 1024 * 1024
-"""About 4,000 events; a full file is renamed to `OLDER_EVENTS_FILE`."""
+"""About 4,000 events. A larger file is renamed to `OLDER_EVENTS_FILE`."""
 EVENTS_KEPT = 50
 """Events kept in memory for the status."""
 

@@ -1,7 +1,7 @@
 """The readers' addresses, and the slots of the processes that serve them.
 
-A server has a slot like a worker, but without groups, and with a higher number. Invariants: an address is opened
-before its first process starts, and closed after its last ends or a reload drops it; a reload changes all
+A server has a slot like a worker, but without groups, and with a higher number. Invariants: an address is opened before
+its first process starts, and closed after its last process ends or a reload drops the address; a reload changes all
 addresses or none; settings of readers restart no worker, and settings of workers no server.
 """
 
@@ -31,8 +31,8 @@ Held = dict[str, dict[Address, Reserved]]
 
 class Listeners:
     def __init__(self, settings: Settings, revision: int) -> None:
-        """Check the addresses without opening them. `revision` is that of the served cluster map, and must rise with
-        each start. Raises ConfigError.
+        """Check the addresses without opening them. `revision` is the served cluster map's, and must rise with each
+        start. Raises ConfigError.
         """
         self._addresses = check_servers(settings)
         self._held: Held = {}
@@ -169,7 +169,7 @@ def check_servers(settings: Settings) -> dict[str, list[Address]]:
     if found:
         users_of(settings)
         server_tls(settings)
-        raise_descriptor_limit(settings, settings.groups)  # the processes inherit it
+        raise_descriptor_limit(settings, settings.groups)  # the servers inherit the limit
     if settings.sql and find_spec("duckdb") is None:
         raise ConfigError("sql needs the package duckdb", hint="pip install 'dcp-mirror[sql]'", setting="sql")
     if settings.kv_nodes is not None:

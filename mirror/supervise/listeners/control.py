@@ -1,7 +1,7 @@
 """The control socket `<data>/control.sock`: a command is a line with a JSON object, and so is its answer.
 
 The socket has mode 0600, so only the service's user may send commands; `mirror.client` is the other end. Invariants:
-every line gets exactly one line back, errors included; a client that sends garbage or too much affects no other; a
+every line gets exactly one line back, even an error; a client that sends garbage or too much affects no other; a
 client that does not take an answer is disconnected.
 """
 
@@ -20,9 +20,9 @@ from mirror.errors import MirrorError, SupervisionError
 from mirror.messages import Reply
 
 REQUEST_LENGTH_MAX = 1024 * 1024
-"""Bytes of the longest command."""
+"""Bytes of the longest command; the client of a longer one is disconnected."""
 CLIENTS_MAX = 64
-"""More than operators, scripts and a status page need."""
+"""Limit of connected clients; a further client is disconnected at once."""
 ANSWER_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
 """Limit for a client to take an answer."""

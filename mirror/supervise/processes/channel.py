@@ -17,7 +17,7 @@ from mirror.errors import ConfigError, SupervisionError
 from mirror.messages import PipeMessage, encode, pipe_message
 
 MESSAGE_LENGTH_MAX = 64 * 1024 * 1024
-"""Twice the size of a status with 65,536 vbuckets of 500 bytes each."""
+"""Bytes of a report with 65,536 vbuckets of 1 KiB each."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -34,7 +34,7 @@ class Channel:
         return cls(reader, writer)
 
     def send(self, message: PipeMessage) -> None:
-        """Queue `message` without waiting. `receive` notices a dead peer."""
+        """Queue `message` without waiting. `receive` notices a dead peer. Raises SupervisionError above the limit."""
         body = msgpack.packb(encode(message))
         if len(body) > MESSAGE_LENGTH_MAX:
             raise SupervisionError(f"a message of {len(body)} bytes is over the limit of {MESSAGE_LENGTH_MAX}")

@@ -1,8 +1,8 @@
 """A child process from the supervisor's side: spawns it, sends it messages, kills and reaps it.
 
 The child opens the store itself: an LMDB environment must not cross a fork. Invariants: the child's messages, and its
-exit after them, become events in one queue; its command line contains no secrets; its figures (`Gauge`) are only shown,
-and are None after its exit or without /proc.
+exit after them, become events in one queue; its command line contains no secrets; its figures (`Gauge`) decide
+nothing, and are None after its exit or without /proc.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Child:
         self.phase = ProcessPhase.STARTING
         self.stopping_since_ms = 0
         self.outdated = False
-        """True if the child runs with old settings."""
         self.exit_report: ExitReport | None = None
         """The reason of its exit, from the child or from the supervisor that kills it."""
         self.status: ProcessReport = {}
@@ -105,8 +104,8 @@ class Child:
             self._process.send_signal(signal.SIGKILL)
 
     async def request(self, command: ProcessCommand, timeout_s: float) -> Reply:
-        """Return the answer to a command. Raises WorkerRefused for an error as the answer; SupervisionError if the
-        process dies, hangs, or takes no commands.
+        """Return the answer to a command. Raises WorkerRefused if it is an error, SupervisionError if the process dies,
+        hangs, or takes no commands.
         """
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
             raise SupervisionError(f"worker {self.slot} takes no commands")

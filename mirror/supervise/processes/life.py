@@ -73,7 +73,7 @@ def die_with_parent() -> None:
 
 class ChildProcess:
     def __init__(self, channel: Channel, make: Make) -> None:
-        """`make` opens the stores and returns the work."""
+        """`make` opens the mirror and returns the work."""
         self._channel = channel
         self._make = make
         self._ending = asyncio.Event()

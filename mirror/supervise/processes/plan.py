@@ -1,7 +1,7 @@
 """Decides which processes to start, stop or kill now. Pure.
 
-Compares the desired with the actual processes by slot, group and phase. The service calls `plan` after every event and
-executes the result. A process sends heartbeats from its event loop, so a stopped or stuck process sends none.
+Compares the desired with the actual processes by slot (a process's numbered place), group and phase. The
+service calls `plan` after every event and executes the result. A stopped or stuck process sends no heartbeat.
 
 Invariants:
 - A slot gets a group only if no living process holds the group; a killed process is reaped first.
@@ -86,7 +86,7 @@ def plan(
     stop_grace_ms: int,
     stopping: bool = False,
 ) -> list[Action]:
-    """Return the actions that bring `actual` closer to `desired`, or while `stopping` to no processes.
+    """Return the actions that bring `actual` closer to `desired`, or, if `stopping`, end all processes.
 
     A process that takes longer than `stop_grace_ms` to commit and close is killed, which loses no data.
     """
@@ -118,7 +118,7 @@ def plan(
 BEAT_INTERVAL_MS = 500
 
 DEADLINE_MS = 15_000
-"""Longest time without a heartbeat: thirty intervals, because a slow disk sync blocks the event loop."""
+"""Longest time without a heartbeat; the service uses `worker_heartbeat_timeout_s` instead."""
 
 START_DEADLINE_MS = 60_000
 """Longest time to the first heartbeat: opening a large store on a cold disk takes long."""
@@ -144,10 +144,10 @@ class Heartbeat:
 
 
 RESTART_FIRST_MS = 200
-"""Long enough for locks and sockets to be released, short enough to add little lag."""
+"""First restart pause: long enough for the release of locks and sockets, short enough to add little lag."""
 
 RESTART_LIMIT_MS = 30_000
-"""After the cause is fixed, an operator waits no longer than this."""
+"""Longest restart pause. After the cause is fixed, an operator waits no longer than this."""
 
 PROVEN_MS = 60_000
 """A worker that ran this long is not in a crash loop: its failures are counted anew."""

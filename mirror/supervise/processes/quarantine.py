@@ -64,7 +64,7 @@ class Quarantine:
         """Group -> time and signal of each death."""
 
     def note_death(self, group: int | None, status: int, now_ms: int) -> bool:
-        """Count a worker's death in a group. Returns True if the group is quarantined now."""
+        """Count a worker's death in a group. Returns True if this death quarantines the group."""
         if group is None or -status not in SIGNALS or group in self.groups:
             return False
         recent = [each for each in self._deaths.get(group, ()) if now_ms - each[0] < WINDOW_MS]

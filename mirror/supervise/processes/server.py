@@ -1,7 +1,7 @@
 """A server process: opens the mirror for reading, listens, and answers the supervisor.
 
-Invariants: the mirror is opened after the process was spawned; its sockets are its own (or inherited Unix sockets), so
-its death does not break other processes' connections.
+Invariants: the process opens the mirror after it was spawned; it opens its own sockets (or inherits Unix sockets), so
+its death breaks no connections of other processes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
         await serving.start()
         work = serving
     gc.collect()
-    gc.freeze()  # else each full collection takes 10 to 40 ms for what was imported
+    gc.freeze()  # else each full collection takes 10 to 40 ms for the imported modules
     return work
 
 

@@ -44,7 +44,7 @@ Command = Callable[[int], Sequence[str]]
 
 @dataclass(slots=True)
 class ProcessSlot:
-    """A numbered place for a process, with the history of all processes that ran in it."""
+    """A numbered place for a process, with the failures and last end of its processes."""
 
     child: Child | None = None
     failures: int = 0
@@ -67,7 +67,7 @@ class Processes:
         server: Command,
         ends_on_refusal: bool,
     ) -> None:
-        """`post` gets the messages and exits of all processes. `ends_on_refusal` is passed to the workers."""
+        """`post` gets the messages and exits of all processes. `StartWorker` explains `ends_on_refusal`."""
         self._context = context
         self._listeners = listeners
         self._event_log = event_log
@@ -81,7 +81,7 @@ class Processes:
         self.working = False
         """True once the bucket is known and workers are planned."""
         self.serves_readers = False
-        """True if servers are planned before the bucket is known."""
+        """True once servers are planned even if no worker is."""
         self.quarantine = Quarantine()
 
     def alive(self) -> list[Child]:
@@ -237,7 +237,7 @@ class Processes:
     # the cluster map
 
     def follow_map(self, found: ClusterMap) -> None:
-        """Record a cluster map if it is newer, and send it to all workers."""
+        """If a cluster map is newer, record it and send it to all workers."""
         maps = self._context.maps
         assert maps is not None, "maps come when the directory is known"
         known = maps.current
@@ -249,7 +249,7 @@ class Processes:
                     child.send(NewClusterMap(found.to_wire()))
 
     def map_found(self, child: Child, found: ClusterMap) -> None:
-        """Send a worker's map to all workers if it is newer, else the newest map to this worker."""
+        """If a worker's map is newer, send it to all workers, else send the newest map to this worker."""
         self.follow_map(found)
         current = self._context.maps.current if self._context.maps is not None else None
         if current is not None and current is not found:

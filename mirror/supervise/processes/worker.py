@@ -53,13 +53,13 @@ from storage.write.writer import GroupWriter, WriterOptions
 LOOK_S = 0.1
 """Interval between checks for news."""
 BEHIND_S = 1.0
-"""Time behind after which catching up is news: under live writes some vbucket is always behind for a moment."""
+"""Catching up is news only after this time behind: under live writes some vbucket is always behind for a moment."""
 
 log = get_logger("worker")
 
 
 class News:
-    """Decides if the worker has news: all streams are open, one has ended, or all have caught up."""
+    """Decides if the worker has news: all streams are open, a stream has ended, or all vbuckets have caught up."""
 
     def __init__(self) -> None:
         self._streaming = False
@@ -119,7 +119,7 @@ class MirrorWork:
     def status(self) -> ProcessReport:
         report = self._status.report()
         for writer in self._writers:
-            with contextlib.suppress(StorageError):  # its vbuckets report the error
+            with contextlib.suppress(StorageError):  # the group's vbuckets report the error
                 self._pins.look(writer.group, writer.readers(), writer.figures()["file_bytes"])
         report["readers"] = self._pins.rows()
         report["warnings"] = [*report["warnings"], *self._pins.warnings()]
@@ -151,7 +151,7 @@ class MirrorWork:
         self._consumer.follow(ClusterMap.from_wire(found))
 
     def _hold(self, command: HoldPositions) -> None:
-        """Hold or renew positions. Raises NoSuchBoundary if one is no longer kept."""
+        """Hold or renew positions. Raises NoSuchBoundary if one is no longer kept, StorageError."""
         name, until_ms = command.id, command.until_ms
         for writer in self._writers:
             own = {vbid: (branch, seqno) for vbid, branch, seqno in command.positions if vbid in writer.vbids}
@@ -194,7 +194,7 @@ def share(path: str, gid: int) -> None:
 
 
 async def open_stores(start: StartMessage, send: Send) -> Work:
-    """Open the groups of the first message. Raises an error if none can be opened."""
+    """Open the groups of the first message. Raises StorageError if none can be opened, ConfigError."""
     assert isinstance(start, StartWorker), "a server is another program"
     settings = from_wire(start.settings)
     set_up_logs(settings.log_level, json=settings.log_json, process=f"worker {start.slot}")
@@ -259,9 +259,9 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
 
 
 NEW_CONTAINERS_MAX = 100_000
-"""New containers that start a collection of the youngest generation; about 10 MB."""
+"""Number of new containers, about 10 MB, after which Python collects the youngest generation."""
 OLDER_EVERY = 10
-"""Collections of a generation per collection of the next older one: Python's default."""
+"""A generation is collected once in this many collections of the next younger one: Python's default."""
 
 
 def settle_collector() -> None:

@@ -1,7 +1,7 @@
-"""Collects the reports of all processes, once a second or on a command, and makes the status from them.
+"""Collects the reports of all processes, at intervals or on a command, and makes the status from them.
 
-Owns the rows of all vbuckets and the state of the service. Invariants: rows and state of a status are of one moment;
-the rows of a process that does not answer do not change; vbuckets without a worker have no lag.
+Owns the rows of all vbuckets and the state of the service. Invariants: rows stay if a process does not answer, except
+for age and lag; the lag in seqnos of a vbucket without a worker is unknown.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.status import VbucketRow, reported_row, status_document, totals
 
 REPORT_INTERVAL_S = 1.0
-"""Shortest interval between full reports."""
+"""Interval between collections, if no worker has news."""
 VBUCKETS_PER_REPORT_S = 256
-"""With more vbuckets the interval is longer: each costs the supervisor 0.1 ms, and its worker less."""
+"""With more vbuckets the interval is longer: a vbucket costs the supervisor 0.1 ms, and its worker less."""
 TURN_PAUSE_S = 0.1
 """Pause between a worker's news and the next report, because other workers mostly get the same news."""
 VBUCKETS_PER_NEWS_S = 1000
-"""With many vbuckets the pause is longer."""
+"""News leads to at most one report in `vbuckets / VBUCKETS_PER_NEWS_S` seconds."""
 REPORT_TIMEOUT_S = 10.0
 REPORTS_AWAITED_S = 2.0
-"""A collection waits this long for reports; the next collection counts later ones."""
+"""A collection waits this long for reports; the next collection counts later reports."""
 
 log = get_logger("supervisor")
 
@@ -115,7 +115,7 @@ class Reports:
             self._event_log.add(event)
 
     def worker_exited(self, child: Child) -> None:
-        """Mark the vbuckets of a dead worker: their lag is unknown."""
+        """Mark the vbuckets of a dead worker: their lag in seqnos is unknown."""
         self._observer.forget(child.groups, self._rows.values())
         for row in self._rows.values():
             if row["group"] in child.groups:
@@ -187,7 +187,7 @@ class Reports:
             self._event_log.add(event)
 
     def _note_ages(self) -> None:
-        """Write the age of the worker's report into each row. The lag in a silent worker's rows becomes unknown."""
+        """Write the age of the worker's last message into each row. Forget the lag in the rows of a silent worker."""
         owners = {group: child for child in self._processes.running() for group in child.groups}
         now_ms = self._context.now_ms()
         for row in self._rows.values():

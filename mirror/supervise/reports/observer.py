@@ -37,7 +37,7 @@ FORGOTTEN_MS = 60_000
 COLLECT_MS = 1_000
 """News of one kind is collected for this long."""
 CONTACT_LOST_MS = 1_000
-"""After this long without contact, contact counts as lost."""
+"""A vbucket without contact for this long has lost contact."""
 
 
 def _rose(known: int | None, count: int | None) -> bool:
@@ -105,7 +105,7 @@ class Observer:
         return [*self._fill(rows, held_count), *self._disk(groups), *self.due(now_ms)]
 
     def troubles(self, found: Sequence[Trouble], now_ms: int) -> list[Event]:
-        """Return events for new troubles older than a second. After a minute's absence a trouble is new again."""
+        """Return events for new troubles that last a second. After a minute's absence a trouble is new again."""
         new: list[Event] = []
         for trouble in found:
             if trouble.state != DEGRADED or trouble.what in REPORTED:
