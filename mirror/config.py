@@ -152,8 +152,8 @@ class Settings:
     """KV processes, a core each. One answers some ten thousand requests a second."""
     kv_nodes: str | None = takes(Effect.LIVE, None)
     """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same on each mirror), with
-    `host:port=0-511` if a mirror holds only some `vbuckets`. The state is `degraded` while one does not answer for its
-    vbuckets. Unset: this mirror."""
+    `host:port=0-511` if a mirror holds only some `vbuckets`. The state is `degraded` while one answers that it does not
+    hold its vbuckets. Unset: this mirror."""
     users_file: Path | None = takes(Effect.SERVERS, None)
     """Users that may read, written by `dcp-mirror user`. Unset: local clients and the source's user read everything."""
     listen_tls_cert_file: Path | None = takes(Effect.SERVERS, None)
@@ -164,10 +164,10 @@ class Settings:
     """Authorities (PEM) of client certificates, whose common name is the user; other clients log in. Unset: no client
     certificates."""
     reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 1024)
-    """Connections of a listening process; it closes further ones at once."""
+    """Connections of a listening process. Beyond it, the oldest one without a login is closed; else the new one."""
     reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 256)
-    """`reader_connections_max` for one peer: an IPv4 address, IPv6 /64, loopback, or user of a Unix socket. Raise it
-    for clients behind a proxy."""
+    """`reader_connections_max` for one peer: an IPv4 address, IPv6 /64, or user of a Unix socket; not for loopback and
+    the service's own user. Raise it for clients behind a proxy."""
     reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = takes(Effect.SERVERS, 10.0)
     """Time for a login, TLS handshake included; then the client is disconnected."""
     reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.SERVERS, 600.0)
