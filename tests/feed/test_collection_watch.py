@@ -123,6 +123,25 @@ async def test_a_scope_gets_its_new_collections_by_itself(cluster: SandboxCluste
     assert mirror.status()["counters"]["requested_again_bytes"] == 0
 
 
+async def test_a_scope_without_collections_has_nothing_to_wait_for(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+    """Its lag was unknown for ever: no collection's high seqno could be polled."""
+    cluster.bucket.create_scope("bare")
+    mirror = mirrors.start(selection=Selection.of("bare", None))
+    await until_caught_up(mirror)
+    cluster.bucket.create_collection("bare", "one")
+    write(cluster, 7, "doc", "bare.one")
+    await until_holds(mirror, "bare.one", keys(7))
+    await mirror.until(lambda: all(mirror.consumer.source_high_seqnos().values()), "the collection's seqnos polled")
+    cluster.bucket.drop_collection("bare.one")
+    await mirror.until(lambda: gone(mirror, "bare.one"), "the dropped collection gone")
+    await mirror.until(lambda: not any(mirror.consumer.source_high_seqnos().values()), "nothing left to wait for")
+    for node in cluster.nodes:
+        for connection in list(node.connections):
+            connection.link.cut()
+    await mirror.until(lambda: all(node["reconnects"] for node in mirror.status()["nodes"]), "other connections")
+    await until_caught_up(mirror)
+
+
 def gone(mirror: Mirror, collection: str) -> bool:
     try:
         documents(mirror, collection)

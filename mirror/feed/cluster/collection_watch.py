@@ -85,7 +85,7 @@ class CollectionWatch:
     async def run(self) -> None:
         """Follow the manifest until cancelled. Raises NotSupported if the source does not support collections."""
         while True:
-            polls = bool(self.selection.collections or self.resolved.missing or self._waiting or self.hidden)
+            polls = bool(not self.selection.whole or self._waiting or self.hidden)
             await happens(self._wake, self._settings.map_poll_interval_s if polls else None)
             self._wake.clear()
             await self._look_once()

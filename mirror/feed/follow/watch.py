@@ -91,6 +91,8 @@ class SourceWatch:
         published = {each.vbid: each.writer.state.staging_published_seqno for each in self._vbuckets_at(keeper.address)}
         try:
             seqnos = await fetch_high_seqnos(session.link, self._settings, collections)
+            if collections == () and self._collections.resolved.streams:
+                seqnos = dict.fromkeys(published, 0)  # a scope without collections: no row is missing
             by_mirror = session.handshake.by_mirror
             lost_ms = await fetch_lost_contact(session.link, self._settings) if by_mirror else {}
         except SourceTimeout as error:
