@@ -83,12 +83,10 @@ class PersistenceGate:
         self._held = self._held[len(ready) :]
         return ready[-1]
 
-    def drop(self) -> bool:
-        """Forget the held snapshots, because the history may change. Return True if there was one."""
-        waited = bool(self._held)
+    def drop(self) -> None:
+        """Forget the held snapshots, because their rows are dropped."""
         self._held = []
         self.persisted_seqno = 0
-        return waited
 
 
 class StoreSink:
@@ -140,8 +138,9 @@ class StoreSink:
     def save(self, facts: SourceFacts) -> None:
         self.writer.save(**facts)
 
-    def drop_held(self) -> bool:
-        return self.gate is not None and self.gate.drop()
+    def drop_held(self) -> None:
+        if self.gate is not None:
+            self.gate.drop()
 
     def forget(self) -> None:
         self.abandon_due = False
@@ -152,18 +151,20 @@ class StoreSink:
     def roll_back(self, target: ins.RollbackTo) -> RolledBack | NoBoundary:
         """Go back to the newest kept boundary at or below a seqno. With `publish=persisted`, defer the rollback."""
         self._commit()  # so that the machines learn of published snapshots
-        held = self.drop_held()
+        held = self.gate is not None and self.gate.waiting
         state = self.state()
         if state.staging_branch != state.branch and not state.rollback_deferred:
             # The new copy of a resync has no boundary yet, and the old copy's boundaries are of another history.
             return NoBoundary()
         if held and state.published_seqno <= target.seqno and not state.rollback_deferred:
             # The lost rows were held back, so no reader has seen them.
+            self.drop_held()
             self.writer.abandon(keep_complete=False)
             return RolledBack(self.state())
         result = self.writer.rollback(target.seqno, deferred=self.gate is not None)
         if result.boundary_seqno == 0:
             return NoBoundary()
+        self.drop_held()
         self.note_rollback(result)
         return RolledBack(self.state())
 
