@@ -109,6 +109,23 @@ async def test_whatever_a_groups_store_raises_stops_that_group_alone(
     directory.GroupLock(writer.path).release()  # given up
 
 
+async def test_a_group_whose_file_was_moved_away_is_reported_as_failed_at_once_and_damaged_soon(
+    cluster: SandboxCluster, mirrors: Mirrors
+) -> None:
+    """Until the group had noticed it itself, its worker gave no report at all, of no group."""
+    write(cluster, 100)
+    mirror = await mirrors.follow()
+    path = mirror.writers[1].path
+    os.rename(path, f"{path}.aside")
+    good, lost = mirror.status()["groups"]
+    assert (good["error"], good["pending_bytes"]) == (None, 0)
+    assert "No such file or directory" in lost["error"]
+    await mirror.until_state(1, "damaged")
+    assert "moved, removed or replaced while the service runs" in mirror.status()["groups"][1]["error"]
+    await mirror.stop()
+    os.rename(f"{path}.aside", path)
+
+
 async def test_groups_that_always_have_something_to_commit_take_turns(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:

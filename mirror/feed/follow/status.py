@@ -181,9 +181,15 @@ def _node_row(keeper: NodeKeeper) -> dict[str, object]:
 
 
 def _group_row(group: Group) -> dict[str, object]:
+    error, figures = group.error, {}
+    if error is None:
+        try:
+            figures = group.writer.figures()
+        except StorageError as unreadable:
+            error = unreadable
     return {
         "group": group.writer.group,
-        "error": str(group.error) if group.error is not None else None,
-        "full": isinstance(group.error, Full),
-        **(group.writer.figures() if group.error is None else {}),
+        "error": str(error) if error is not None else None,
+        "full": isinstance(error, Full),
+        **figures,
     }
