@@ -254,6 +254,16 @@ async def test_a_source_without_collections_is_one_clear_error(tmp_path: Path) -
         assert "7.0 or newer" in str(error)
 
 
+async def test_a_service_shows_a_source_without_collections_as_refused(tmp_path: Path, short_pauses: None) -> None:
+    async with (
+        SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1, profile="6.6") as old,
+        Mirrors(old, tmp_path, compares=False, map_poll_interval_s=0.05) as mirrors,
+    ):
+        mirror = mirrors.start(selection=AIRLINE, run={"ends_on_refusal": False})
+        await mirror.until(lambda: {row["state"] for row in mirror.status()["vbuckets"]} == {"refused"}, "refused")
+        assert "7.0 or newer" in mirror.row(0)["text"]
+
+
 async def test_a_user_who_may_not_see_the_servers_own_collections_learns_what_is_missing(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:

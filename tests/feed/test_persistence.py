@@ -14,6 +14,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import NotSupported
+from mirror.feed.cluster.discovery import discover
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import NodeAddress, parse
 from mirror.feed.follow.persistence import PersistencePoller, common_persisted
@@ -178,6 +179,20 @@ async def test_an_ephemeral_bucket_is_refused_by_name(cluster: SandboxCluster, m
     assert "set publish to received" in str(error)
 
 
+@pytest.mark.usefixtures("short_pauses")
+async def test_a_service_shows_an_ephemeral_bucket_as_refused(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+    """Its workers once ended and started again without end, and no vbucket said why."""
+    cluster.bucket.map.ephemeral = True
+    cluster.bucket.map.bump()
+    mirror = mirrors.make()
+    source = await discover(Access.of(parse(cluster.connection_string), mirror.settings), SystemClock())
+    mirror.start(cluster.connection_string, ends_on_refusal=False, cluster_map=source)
+    await mirror.until(lambda: {row["state"] for row in mirror.status()["vbuckets"]} == {"refused"}, "refused")
+    assert "set publish to received" in mirror.row(0)["text"]
+    mirror.consumer.follow(replace(source, rev=source.rev + 1))
+    assert mirror.status()["map"]["rev"] is None, "a map from the supervisor is refused, too"
+
+
 async def test_a_replica_that_is_away_holds_its_vbuckets_until_the_map_forgets_it(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
@@ -222,6 +237,22 @@ async def test_a_server_that_cannot_say_is_refused(
     error = await mirror.fails()
     assert isinstance(error, NotSupported)
     assert "does not report persisted seqnos" in str(error)
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_a_service_shows_a_server_that_cannot_say_as_refused_until_it_can(
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example a mirror as the source, that does not wait for persistence itself."""
+    with monkeypatch.context() as patch:
+        patch.delitem(sandbox_node.OPERATIONS, Opcode.OBSERVE_SEQNO)
+        mirror = mirrors.start(run={"ends_on_refusal": False})
+        write(cluster, 1, 1)
+        await mirror.until_state(1, "refused")
+        assert "set publish to received" in mirror.row(1)["text"]
+        assert mirror.row(1)["published_seqno"] == 0
+    await mirror.until_published(1, cluster.vbucket(1).high_seqno)
+    await mirror.until(lambda: {row["state"] for row in mirror.status()["vbuckets"]} == {"streaming"}, "streaming")
 
 
 async def test_answers_that_say_nothing_hold_and_another_place_refreshes_the_map(

@@ -14,14 +14,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import ClusterError, MirrorError, NotSupported
 from mirror.feed.cluster.collection_watch import CollectionWatch
-from mirror.feed.cluster.connections import Connections, NodeKeeper, report_defect
+from mirror.feed.cluster.connections import Connections, NodeKeeper, pause_s, report_defect
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
@@ -109,11 +109,11 @@ class Consumer:
             "maps": self._follow_maps(),
             "high seqnos": self._source_watch.run(),
             "background work": self.commits.work_in_background(),
-            "collections": self.collections.run(),
+            "collections": self._retried(self.collections.run),
         }
         if self._gated:
             poller = PersistencePoller(self._access, self.map_follower, self.clock)
-            works["persistence"] = poller.run(list(self.vbuckets.values()))
+            works["persistence"] = self._retried(partial(poller.run, list(self.vbuckets.values())))
         tasks = [asyncio.create_task(work, name=f"feed {name}") for name, work in works.items()]
         for task in tasks:
             task.add_done_callback(partial(report_defect, on_defect=self._end))
@@ -144,17 +144,31 @@ class Consumer:
         if not self._ending.done():
             self._ending.set_exception(error)
 
+    async def _retried(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work`. Without `ends_on_refusal`, show a refusal and run it again after a pause."""
+        refusals = 0
+        while True:
+            try:
+                await work()
+            except ClusterError as error:
+                if self._ends_on_refusal:
+                    raise
+                self._show_refusal(error)
+                await self.clock.sleep(pause_s(refusals, self.settings, self.clock.jitter(), error))
+                refusals += 1
+
     # -- the map --------------------------------------------------------------------------------------------------
 
     async def _follow_maps(self) -> None:
         if self._first_map is not None:
-            self.map_follower.check(self._first_map)
             self.follow(self._first_map)
         await self.map_follower.find_first(None if self._ends_on_refusal else self._show_refusal)
         await self.map_follower.run()
 
     def _show_refusal(self, error: ClusterError) -> None:
         for vbucket in self.vbuckets.values():
+            if vbucket.streaming and vbucket.observed_vbuuid is None:
+                continue  # it waits for no answer
             vbucket.report(VbucketStatus.REFUSED, str(error))
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
@@ -178,7 +192,12 @@ class Consumer:
             session.close(error if isinstance(error, ClusterError) else None)
 
     def follow(self, found: ClusterMap) -> None:
-        """Move the vbuckets to the nodes of a newer map. A map that is not newer is ignored."""
+        """Move the vbuckets to the nodes of a newer map. A map that is not newer, or is refused, is ignored."""
+        try:
+            self.map_follower.check(found)
+        except ClusterError as error:
+            self.on_map_refused(error)
+            return
         if not self.map_follower.take(found):
             return
         log.debug("map-followed", rev_epoch=found.rev_epoch, rev=found.rev, nodes=len(found.nodes))

@@ -256,6 +256,8 @@ class MirroredVbucket(VbucketHost):
         """Publish held snapshots: every copy has persisted the history `vbuuid` up to `seqno`."""
         if self.gate is None or vbuuid != self.observed_vbuuid:
             return
+        assert self.machine is not None
+        self.report(self.machine.shown.status, self.machine.shown.text)  # an earlier refusal is over
         released = self.gate.release(seqno, self.sink.state())
         if released is not None:
             self.writer.publish(*released)
