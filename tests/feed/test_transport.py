@@ -152,6 +152,22 @@ async def test_everybody_who_waits_is_notified_once_when_the_connection_ends() -
     assert "reset" in listener.lost[0].what
 
 
+async def test_a_node_that_does_not_read_ends_the_connection_but_nobody_hears_of_it_within_a_call() -> None:
+    """The caller may be a machine that executes instructions, which takes one event at a time."""
+    async with ScriptedNode() as node:
+        link, reported = await connect(node), Listener()
+        link.on_lost = reported.on_lost
+        answers: list[object] = []
+        large = request(Opcode.NOOP, opaque=link.next_opaque(), value=bytes(20 * 1024 * 1024))
+        link.ask(large, answers.append)
+        link.ask(request(Opcode.NOOP, opaque=link.next_opaque()), answers.append)
+        link.send(b"more")
+        assert (answers, reported.lost) == ([], [])
+        await asyncio.sleep(0)
+        assert answers == reported.lost * 2
+        assert "does not read our requests" in str(reported.lost[0])
+
+
 async def test_no_opaque_is_given_twice_while_it_is_used() -> None:
     opaques = Opaques()
     opaques._last = OPAQUE_MAX - 1

@@ -164,11 +164,12 @@ class Link(asyncio.BufferedProtocol):
                 return opaque
 
     def send(self, data: bytes) -> None:
-        """Send bytes to which no answer is expected."""
+        """Send bytes to which no answer is expected. If the node does not read, close soon after."""
         if self.error is not None or self._transport is None:
             return
         if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
-            self.close(SourceTimeout(f"{self.address} does not read our requests"))
+            error = SourceTimeout(f"{self.address} does not read our requests")
+            asyncio.get_running_loop().call_soon(self.close, error)
             return
         if self.tap is not None:
             self.tap(self, data, True)
