@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
+
 from mirror.health import WITHOUT_CONTACT, Trouble
 from mirror.supervise.events.kinds import (
     DamageFound,
@@ -77,6 +79,16 @@ def test_a_rollback_of_one_vbucket_is_said_with_its_seqnos() -> None:
     mirror = settled(rollback_count=4)
     mirror.change(range(3, 4), rollback_count=5, last_rollback=[568, 400])
     assert mirror.news() == [VbucketsRolledBack(vbuckets=1, vbids=(3,), seqnos=168, from_seqno=568, to_seqno=400)]
+
+
+@pytest.mark.parametrize("change", [{"rollback_count": 6, "last_rollback": [90, 80]}, {"rollback_count": 5}])
+def test_rollbacks_of_unknown_seqnos_are_said_without_them(change: dict[str, Any]) -> None:
+    """Two since the last report, or one of a worker that has ended since: only a worker's last one is reported."""
+    mirror = settled(rollback_count=4)
+    mirror.change(range(3, 4), **change)
+    (event,) = mirror.news()
+    assert event == VbucketsRolledBack(vbuckets=1, vbids=(3,), seqnos=None, from_seqno=None, to_seqno=None)
+    assert event.text == "1 vbucket rolled back"
 
 
 def test_a_resync_is_said_when_it_begins_and_when_it_is_done() -> None:

@@ -61,16 +61,17 @@ class _OfGroups(_Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class VbucketsRolledBack(_OfVbuckets, name="rollback", level="warning"):
-    seqnos: int
-    """Number of retracted seqnos of all vbuckets."""
+    seqnos: int | None
+    """Number of retracted seqnos of all vbuckets; None: unknown."""
     from_seqno: int | None
-    """None for several rollbacks."""
+    """None for several rollbacks, or if unknown."""
     to_seqno: int | None
 
     @property
     def text(self) -> str:
         span = "" if self.to_seqno is None else f" from seqno {self.from_seqno:,} to {self.to_seqno:,}"
-        return f"{self.counted} rolled back{span}, {_counted(self.seqnos, 'seqno')} retracted"
+        retracted = "" if self.seqnos is None else f", {_counted(self.seqnos, 'seqno')} retracted"
+        return f"{self.counted} rolled back{span}{retracted}"
 
 
 @dataclass(frozen=True, kw_only=True)

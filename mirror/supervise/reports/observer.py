@@ -61,7 +61,8 @@ class _Known:
 class _News:
     since_ms: int
     vbids: list[int] = field(default_factory=list)
-    rollbacks: list[tuple[int, int]] = field(default_factory=list)
+    rollbacks: list[tuple[int, int] | None] = field(default_factory=list)
+    """From and to seqno of each; None: unknown."""
     nodes: dict[str, None] = field(default_factory=dict)
     why: str = ""
     away_ms: int = 0
@@ -137,7 +138,9 @@ class Observer:
         if row["state"] == "starting":
             return  # no worker has reported it yet
         if _rose(known.rollback_count, row["rollback_count"]):
-            self._add(VbucketsRolledBack, vbid, now_ms).rollbacks.append(row["last_rollback"] or (0, 0))
+            # A worker reports its last rollback only: not an earlier one, nor one of the worker before it.
+            is_last = row["rollback_count"] == (known.rollback_count or 0) + 1
+            self._add(VbucketsRolledBack, vbid, now_ms).rollbacks.append(row["last_rollback"] if is_last else None)
         if begun is not None and begun > (known.resyncs_begun or 0):
             self._add(ResyncBegun, vbid, now_ms, row["resync_why"] or "")
         if _rose(known.resync_count, row["resync_count"]):
@@ -198,8 +201,11 @@ class Observer:
 
 
 def _seqnos(news: _News) -> dict[str, Any]:
-    one = news.rollbacks[0] if len(news.rollbacks) == 1 else (None, None)
-    seqnos = sum(from_seqno - to_seqno for from_seqno, to_seqno in news.rollbacks)
+    spans = [span for span in news.rollbacks if span is not None]
+    if len(spans) < len(news.rollbacks):
+        return {"seqnos": None, "from_seqno": None, "to_seqno": None}
+    one = spans[0] if len(spans) == 1 else (None, None)
+    seqnos = sum(from_seqno - to_seqno for from_seqno, to_seqno in spans)
     return {"seqnos": seqnos, "from_seqno": one[0], "to_seqno": one[1]}
 
 
