@@ -499,6 +499,15 @@ def test_a_low_high_seqno_does_not_publish_the_boundary_below_an_open_snapshot(g
     assert gated.published == 85
 
 
+def test_a_low_high_seqno_does_not_take_readers_back_below_an_open_snapshot(gated: GatedVbucket) -> None:
+    promoted(gated)
+    gated.snapshot(82, 84, {83: (b"a", b"2"), 84: (b"c", b"3")})
+    gated.snapshot(85, 90, {86: (b"a", b"6")})
+    gated.high_seqno(0)
+    gated.persisted(0xB, 84)
+    assert gated.published == 85
+
+
 def test_a_held_snapshot_outlasts_a_rollback_that_goes_to_no_boundary(gated: GatedVbucket) -> None:
     """The source's failover log shares the snapshot, so it is kept; it once stayed hidden until the next write."""
     gated.accept((0xA, 0))

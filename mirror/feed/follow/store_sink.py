@@ -61,11 +61,16 @@ class PersistenceGate:
         deferred rollback went, no snapshot will follow: hold the boundary like a snapshot, for a later release.
         """
         self._highs = [*self._highs, high_seqno][-POLLS_MIN:]
-        end_seqno = state.staging_published_seqno
-        # The high seqno of a filtered stream may be below the staged rows: it leaves out dropped collections.
-        nothing_above = len(self._highs) == POLLS_MIN and max(high_seqno, state.staged_seqno) <= end_seqno
-        if state.rollback_deferred and nothing_above and not self._held:
-            self.hold(end_seqno, end_seqno)
+        boundary, end_seqno = state.staging_published_seqno, self._end_seqno(state)
+        if state.rollback_deferred and end_seqno is not None and end_seqno <= boundary and not self._held:
+            self.hold(boundary, boundary)
+
+    def _end_seqno(self, state: VbucketState) -> int | None:
+        """Return the end of the source's history; None while it is unknown.
+
+        The high seqno of a filtered stream may be below the staged rows: it leaves out dropped collections.
+        """
+        return max(self._highs[-1], state.staged_seqno) if len(self._highs) == POLLS_MIN else None
 
     def release(self, persisted_seqno: int, state: VbucketState) -> Held | None:
         """Return the newest persisted snapshot, and forget all held snapshots up to it. Return None if none qualifies.
@@ -75,8 +80,8 @@ class PersistenceGate:
         """
         self.persisted_seqno = persisted_seqno
         at_least = state.published_seqno if state.rollback_deferred else 0
-        if len(self._highs) == POLLS_MIN:
-            at_least = min(at_least, self._highs[-1])
+        if (end_seqno := self._end_seqno(state)) is not None:
+            at_least = min(at_least, end_seqno)
         ready = [held for held in self._held if held[0] <= persisted_seqno]
         if not ready or ready[-1][0] < at_least:
             return None
