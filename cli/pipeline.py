@@ -114,7 +114,7 @@ MisfitsOption = Annotated[
         "--max-misfits",
         min=0,
         max=1,
-        help="Largest share of documents that do not fit --schema (sync: at the first load). Above it: exit code 3.",
+        help="Largest share of documents that do not fit --schema (sync: in the first batch). Above it: exit code 3.",
     ),
 ]
 ProcessesOption = Annotated[

@@ -89,7 +89,7 @@ class Layout:
     """Arrow schema of the columns from the body. None: only `value` has the body."""
     reading: Reading = PERMISSIVE
     misfits_max: float = MISFITS_MAX
-    """The greatest share of misfits when the whole table is written: at first, or after a change of columns."""
+    """The greatest share of misfits in the stream's first batch, and when a change of columns writes all rows again."""
     overwrite_schema: bool = False
     """True if columns of an existing table may be removed or get other types."""
 
@@ -225,13 +225,13 @@ class DocumentsTable:
                     live = pa.array([True] * len(state))
                     rows = pa.RecordBatch.from_arrays([*state.columns, live], schema=FOLDED)
                     parts.write(self._typed(rows).select(self._layout.schema.names))
+            self._misfits_table.flush()
             self._check_misfits()
         marks = self._layout.marks
         commit_parts(self.folder, self.table, parts.finished, self._layout.schema, overwrite=True, marks=marks)
         self.refresh()
 
     def _check_misfits(self) -> None:
-        self._misfits_table.flush()
         check_misfits(self._misfits, self._bodies_read, self._layout.misfits_max)
 
     def refresh(self) -> None:
@@ -309,7 +309,9 @@ class DocumentsTable:
                         rows = self._typed(batch.filter(batch.column("live")))
                         parts.write(rows.select(self._layout.schema.names))
                         self._vbids_there().update(pc.unique(rows.column(f"{self._layout.mark}vbid")).to_pylist())
-            self._check_misfits()
+            self._misfits_table.flush()
+            if batch_of(names[0]) == 0:  # a later batch may be one new document, whose misfit must not stop the stream
+                self._check_misfits()
         if not parts.finished:
             return NOTHING
         metadata = {"batch": str(batch_of(names[0]))}

@@ -210,6 +210,18 @@ def test_a_schema_of_other_documents_is_not_loaded_and_may_be_corrected(tmp_path
         assert rows(lake, "total")["k7"] == ("7 EUR",)
 
 
+@pytest.mark.parametrize("collection", ["_default._default", "shop.new"])
+def test_a_misfit_after_the_first_batch_does_not_stop_the_stream(tmp_path: Path, collection: str) -> None:
+    """It was once 1 of 1 documents of a vbucket or a table without rows, at every restart."""
+    layout = Layout(fields_of("n int"), Reading("permissive"), misfits_max=0.01)
+    with lake_in(tmp_path, Layouts(True, layout)) as lake:
+        apply(lake, batch(0), [[put(f"k{number}", number + 1, n=number) for number in range(100)]])
+        misfit = event("mutation", "a", (1, 1), value=body(n="many"), vbid=7, collection=collection)
+        assert apply(lake, batch(1), [[misfit]]) == Applied(1, 1, 0, 0, misfits=1)
+        table = lake.documents_of(collection).to_pyarrow_table(columns=["_key", "_vbid", "n"]).to_pylist()
+        assert [row for row in table if row["_vbid"] == 7] == [{"_key": "a", "_vbid": 7, "n": None}]
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
