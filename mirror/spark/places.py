@@ -107,7 +107,8 @@ class LocalFolder(Folder):
     def discard(self, file: Any, name: str) -> None:
         with contextlib.suppress(Exception):
             file.raw.close()
-        self.remove(name)
+        with contextlib.suppress(OSError):
+            self.remove(name)
 
     def open(self, name: str) -> Any:
         return (self.path / name).open("rb")

@@ -81,10 +81,14 @@ class PartWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._finish()
-        else:
+        if kind is not None:
             self._discard()
+            return
+        try:
+            self._finish()
+        except BaseException:
+            self._discard()
+            raise
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Raises MirrorError if the folder cannot be written."""
@@ -104,8 +108,9 @@ class PartWriter:
     def _write_group(self) -> None:
         try:
             if self._writer is None:
-                self._name = f"{self._prefix}-{uuid.uuid4().hex}.parquet"
-                self._file = self._folder.create(self._name)
+                name = f"{self._prefix}-{uuid.uuid4().hex}.parquet"
+                self._file = self._folder.create(name)
+                self._name = name
                 self._writer = pq.ParquetWriter(
                     self._file, self._schema, compression="zstd", metadata_collector=self._metadata
                 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +17,20 @@ from mirror.spark.tables import parts
 from mirror.spark.tables.parts import PartWriter, run_name, run_of, text_keys
 
 SCHEMA = pa.schema([("key", pa.string()), ("seqno", pa.int64()), ("value", pa.binary())])
+
+
+FILE_BYTES_MAX = 8192
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Let this process write no file beyond FILE_BYTES_MAX."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES_MAX, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def rows(first: int, count: int) -> pa.RecordBatch:
@@ -72,13 +89,38 @@ def test_after_an_error_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_named_with_its_machine(tmp_path: Path) -> None:
+def test_a_last_write_that_fails_leaves_nothing(tmp_path: Path, small_files: None) -> None:
+    """A full disk shows at the end: the last row group is written when the writer closes."""
+    noise = pa.record_batch([["k"], [1], [os.urandom(3 * FILE_BYTES_MAX)]], schema=SCHEMA)
+    with (
+        pytest.raises(MirrorError, match="File too large"),
+        PartWriter(str(tmp_path), f"part-{run_name()}-0", SCHEMA) as writer,
+    ):
+        writer.write(noise)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["absent", "file/below"])
+def test_a_folder_that_cannot_be_written_is_named_with_its_machine(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 1)
+    (tmp_path / "file").touch()
     with (
         pytest.raises(MirrorError, match="cannot be written on") as error,
-        PartWriter(str(tmp_path / "absent"), f"part-{run_name()}-0", SCHEMA) as writer,
+        PartWriter(str(tmp_path / name), f"part-{run_name()}-0", SCHEMA) as writer,
     ):
         writer.write(rows(0, 1))
-    assert str(tmp_path / "absent") in error.value.what
+    assert str(tmp_path / name) in error.value.what
+
+
+def test_a_store_that_takes_no_part_is_named_with_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 1)
+    with (  # an account is missing, which the library finds out when the file is made
+        pytest.raises(MirrorError, match=r"cannot be written on.*Account must be specified"),
+        PartWriter("abfss://container/x", f"part-{run_name()}-0", SCHEMA) as writer,
+    ):
+        writer.write(rows(0, 1))
 
 
 def test_statistics_leave_out_what_is_not_known_of_all_rows(tmp_path: Path) -> None:
