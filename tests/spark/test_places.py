@@ -15,15 +15,16 @@ from deltalake.fs import DeltaStorageHandler
 
 from cli.pipeline import check_destination
 from mirror.errors import ConfigError, MirrorError
+from mirror.lease import Lease
 from mirror.spark.pipeline import export as exports
 from mirror.spark.pipeline.export import export
 from mirror.spark.pipeline.runner import LocalRunner
 from mirror.spark.pipeline.sync import How, checkpoint_for
 from mirror.spark.places import LocalFolder, ObjectFolder, folder_at, local_path
 from mirror.spark.source.columns import CHANGES
+from mirror.spark.source.local import Job, hold
 from mirror.spark.tables.delta import CommitConflict
 from mirror.spark.tables.lake import Lake
-from mirror.spark.tables.parts import PartWriter, run_name
 from tests.cli.conftest import call_here
 from tests.spark.events import event, table_of
 from tests.spark.mirrors import SmallMirror, orders, scanned
@@ -200,21 +201,21 @@ def test_a_failed_export_to_s3_leaves_nothing(
     assert objects(url) == []
 
 
-def test_two_exports_to_one_prefix_do_not_both_succeed(
+def test_of_two_exports_to_one_prefix_the_later_fails_and_leaves_the_other(
     small: SmallMirror, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"s3://lake/{tmp_path.name}"
-    check = exports._Target.check
 
-    def other_first(self: exports._Target, parts: object) -> None:
-        monkeypatch.setattr(exports._Target, "check", check)
-        with PartWriter(url, f"part-{run_name()}-00000", CHANGES) as other:
-            other.write_empty()
+    def other_first(job: Job) -> Lease:
+        """Both found the prefix empty."""
+        monkeypatch.setattr(exports, "hold", hold)
+        export(small.path, url, LocalRunner(1))
+        return hold(job)
 
-    monkeypatch.setattr(exports._Target, "check", other_first)
+    monkeypatch.setattr(exports, "hold", other_first)
     with pytest.raises(MirrorError, match="another export is writing here"):
         export(small.path, url, LocalRunner(1))
-    assert "_SUCCESS" not in objects(url)
+    assert exported(url) == scanned(small.path)
 
 
 def test_a_bucket_that_is_not_there_is_one_line(small: SmallMirror, s3: ObjectStore) -> None:

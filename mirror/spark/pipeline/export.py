@@ -321,6 +321,7 @@ class _Prefix(_Target):
 
     def __init__(self, target: ObjectFolder, overwrite: bool) -> None:
         super().__init__(target)
+        self._succeeding = False
         try:
             names = target.names()
             if strangers := [each for each in names if each != SUCCESS_FILE and run_of(each) is None]:
@@ -339,7 +340,8 @@ class _Prefix(_Target):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             with contextlib.suppress(OSError):
-                self.folder.remove(SUCCESS_FILE)  # this run's: `__init__` removed an older one
+                if self._succeeding:  # otherwise another run's
+                    self.folder.remove(SUCCESS_FILE)
                 for each in self.folder.names():
                     if run_of(each) == self.run:
                         self.folder.remove(each)
@@ -351,6 +353,7 @@ class _Prefix(_Target):
                 raise MirrorError(
                     f"{self.folder}: another export is writing here ({min(others)})", hint="run it again, alone"
                 )
+            self._succeeding = True
             self.success(parts, facts)
         except OSError as error:
             raise self.folder.error(error) from error
