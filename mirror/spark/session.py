@@ -85,8 +85,11 @@ def register(spark: SparkSession, path: str) -> list[str]:
     with open_view(path) as view:
         names = sorted(Boundaries(view, None, "register").collections())
     views = {name: "documents" if name == DEFAULT_COLLECTION else re.sub(r"\W", "_", name) for name in names}
-    if len(set(views.values())) < len(views):
-        raise ConfigError("two collections would be one view", hint="load each with option collection")
+    collections: dict[str, str] = {}
+    for name, made in views.items():
+        other = collections.setdefault(made.lower(), name)  # Spark ignores the case of a view's name
+        if other != name:
+            raise ConfigError(f"{other} and {name} would be one view", hint="load each with option collection")
     for name, made in views.items():
         reader = spark.read.format("mirror").option("collection", name).option("inferSchema", True)
         reader.load(path).createOrReplaceTempView(made)

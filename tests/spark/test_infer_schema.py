@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
@@ -56,6 +57,15 @@ def test_one_line_registers_a_view_of_each_collection(spark: SparkSession, path:
     assert spark.sql("SELECT * FROM shop_empty").columns == ["_key"]
     for name in names:
         spark.catalog.dropTempView(name)
+
+
+def test_collections_that_only_case_distinguishes_get_no_view(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark's temporary views ignore case: the second once replaced the first."""
+    with made(tmp_path) as source:
+        source.collections(0, Collection(9, 8, "Users", Seqno(0)), Collection(10, 8, "users", Seqno(0)))
+        with pytest.raises(ConfigError, match=r"shop\.Users and shop\.users"):
+            pyspark_mirror.register(spark, source.path)
+    assert not spark.catalog.tableExists("shop_users")
 
 
 def test_sync_takes_the_schema_of_a_sample(path: str) -> None:
