@@ -319,7 +319,12 @@ def sync(
     ] = False,
     trigger_s: Annotated[float, typer.Option("--trigger", min=0, help="Seconds from one batch to the next.")] = 10.0,
     max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Approximate events of a batch.")] = 1_000_000,
-    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Approximate stored bytes of a batch.")] = "1g",
+    max_bytes: Annotated[
+        str | None,
+        options.optional(
+            "--max-bytes", metavar="BYTES", help="Approximate stored bytes of a batch; not with --source. Default: 1g."
+        ),
+    ] = None,
     on_lost_history: Annotated[
         str,
         options.optional(
@@ -392,7 +397,7 @@ def sync(
     need("pyspark", "pyarrow", "deltalake")
     source_options = {
         "maxRowsPerBatch": str(max_rows),
-        "maxBytesPerBatch": max_bytes,
+        **({"maxBytesPerBatch": max_bytes} if max_bytes is not None else {}),
         "onLostHistory": on_lost_history,
         **({"collection": collection} if collection else {}),
         **({"connection": source} if source else {"path": str(data_from(data, config))}),

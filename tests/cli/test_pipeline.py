@@ -80,6 +80,7 @@ def test_compare_is_silent_about_what_is_equal(source: SandboxThread, mirrored: 
         (["export", "--to", "out", "--schema", "a int", "--epoch", "days"], "option epoch='days'"),
         (["compare", "--source", "couchbase://demo@localhost/demo", "--vbuckets", "x"], "--vbuckets 'x'"),
         (["sync", "--to", "out", "--max-bytes", "many"], "maxBytesPerBatch"),
+        (["sync", "--to", "out", "--source", "couchbase://h/b", "--max-bytes", "1g"], "maxBytesPerBatch is for a path"),
         (["sync", "--to", "out", "--on-lost-history", "cry"], "onLostHistory"),
         (["export"], "--to"),
     ],

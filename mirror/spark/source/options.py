@@ -113,6 +113,11 @@ def parse(given: Mapping[str, str]) -> Options:
         )
     if options.as_of_ms is not None and (options.connection is not None or options.table != "documents"):
         raise ConfigError("option asOf is for documents of a path", hint="leave it out, or read a mirror's directory")
+    if options.connection is not None and "maxbytesperbatch" in values:
+        raise ConfigError(
+            "option maxBytesPerBatch is for a path: a cluster does not say how many bytes a batch will have",
+            hint="limit its rows with maxRowsPerBatch (sync: --max-rows)",
+        )
     if options.infer_schema and (options.path is None or options.table != "documents" or options.columns is not None):
         raise ConfigError("option inferSchema is for documents of a path, with all columns", hint="give a schema")
     if options.latest and options.table != "changes":

@@ -34,7 +34,6 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
             "epoch": "millis",
             "pushdown": "true",
             "maxrowsperbatch": "10",
-            "maxBytesPerBatch": "64m",
             "startingFrom": "latest",
             "onLostHistory": "resync",
             "leaseSeconds": "30",
@@ -46,8 +45,9 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
     assert (options.partitions, options.names, options.pushdown) == (5, ("key", "kind"), True)
     assert options.reading == Reading("permissive", "_bad", "Europe/Berlin", "millis")
     assert reading_of({"mode": "dropmalformed"}) == Reading("dropmalformed")
-    assert (options.max_rows, options.max_bytes, options.latest, options.resync) == (10, 64 << 20, True, True)
+    assert (options.max_rows, options.latest, options.resync) == (10, True, True)
     assert (options.lease_seconds, options.ca_file) == (30.0, "/ca.pem")
+    assert parse({"path": "/d", "MAXBYTESPERBATCH": "64m"}).max_bytes == 64 << 20
     at = parse({"path": "/d", "asOf": "2026-01-31T12:00:00+00:00"}).as_of_ms
     assert at == int(datetime(2026, 1, 31, 12, tzinfo=UTC).timestamp() * 1000)
 
@@ -68,6 +68,7 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
         ({"path": "/a", "asOf": "yesterday"}, "expected a time such as"),
         ({"connection": "couchbase://h/b", "asOf": "2026-01-31"}, "asOf is for documents of a path"),
         ({"path": "/a", "maxBytesPerBatch": "much"}, "must be a number with KiB"),
+        ({"connection": "couchbase://h/b", "maxBytesPerBatch": "1g"}, "is for a path.*maxRowsPerBatch"),
         ({"path": "/a", "startingFrom": "latest"}, "is for table=changes"),
         ({"path": "/a", "mode": "lax"}, "expected failfast or permissive or dropmalformed"),
         ({"path": "/a", "timeZone": "Moon"}, "'Moon' is not a time zone"),
