@@ -167,10 +167,10 @@ class SyncTarget:
             self._lake.tidy_documents()
 
     def _merged(self, fold: Callable[[], Applied]) -> Applied:
-        began_s = time.monotonic()
+        began_s, before = time.monotonic(), self._lake.folded_batch
         done = fold()
-        batch = self._lake.done_batch
-        if any(done) and batch is not None:
+        batch = self._lake.folded_batch
+        if batch is not None and (any(done) or before not in (None, batch)):
             took_ms = round((time.monotonic() - began_s) * 1000)
             changed = (done.inserted, done.updated, done.deleted, done.misfits)
             self._on_merge(MergeFigures(batch, *changed, self._lake.rewritten_bytes, took_ms))

@@ -124,7 +124,7 @@ class Lake:
         self._costs = costs or Costs()
         self._layouts = layouts or Layouts()
         self._clock = clock
-        self._folded: int | None = None  # the newest batch that this object has folded into `documents`
+        self.folded_batch: int | None = None  # the newest batch that this object has folded into `documents`
         self._due_s = self._vacuumed_s = clock()
         self.rewritten_bytes = 0  # bytes that the last merge wrote
         self._waiting_bytes = 0  # bytes of files in `changes` that are not folded yet
@@ -254,7 +254,7 @@ class Lake:
     def catch_up(self) -> Applied:
         """Fold deferred batches. The result counts no events: `add_changes` did. Raises MirrorError."""
         done = self.done_batch
-        if done is None or done == self._folded:
+        if done is None or done == self.folded_batch:
             return NOTHING
         return self._fold(done, self._marks())._replace(events=0)
 
@@ -285,7 +285,7 @@ class Lake:
         if folded:
             with opened(self.changes_folder, self._files_of(number - 1, number)) as files:
                 done = done._replace(events=sum(file.metadata.num_rows for file in files))
-        self._folded, self._waiting_bytes = number, 0
+        self.folded_batch, self._waiting_bytes = number, 0
         self._collections.clear()
         if self.rewritten_bytes and self._costs.rewrite_rate:
             self._due_s = self._clock() + self.rewritten_bytes / self._costs.rewrite_rate
@@ -346,7 +346,7 @@ class Lake:
 
         Call this only between batches: compaction must not rename files that are not folded yet.
         """
-        assert self.done_batch == self._folded, "not within a batch"
+        assert self.done_batch == self.folded_batch, "not within a batch"
         for table in self._tables.values():
             table.mark(self._marks())
         compact(self.changes_folder, self.changes, CHANGES)

@@ -78,7 +78,7 @@ def test_a_batch_without_events_leaves_no_version(tmp_path: Path, executors: lis
 def test_a_batch_that_was_put_off_is_merged_when_it_is_due_or_the_stream_ends(
     tmp_path: Path, executors: list[str]
 ) -> None:
-    place = checkpoint(tmp_path / "_checkpoint", **{f"b{number}": str(number) for number in range(4)})
+    place = checkpoint(tmp_path / "_checkpoint", **{f"b{number}": str(number) for number in range(5)})
     now_s = 0.0
     done: list[tuple[int, Applied]] = []
     merges: list[MergeFigures] = []
@@ -96,13 +96,17 @@ def test_a_batch_that_was_put_off_is_merged_when_it_is_due_or_the_stream_ends(
         sink.catch_up(due_only=False)
         sink.catch_up(due_only=False)
         assert done[4:] == [(3, Applied(1, 0, 0, 0)), (3, Applied(0, 0, 1, 0))]
+        sink([event("deletion", "absent", (1, 5))], 4)
+        sink.catch_up(due_only=False)
+        sink.catch_up(due_only=False)
     assert [(each.batch, each.inserted, each.updated) for each in merges] == [
         (0, 1, 0),
         (1, 0, 1),
         (2, 0, 1),
         (3, 0, 1),
-    ]
-    assert [each.rewritten_bytes > 0 for each in merges] == [False, True, True, True]
+        (4, 0, 0),
+    ], "a merge that changes no row is over, too: its events wait no longer"
+    assert [each.rewritten_bytes > 0 for each in merges] == [False, True, True, True, False]
 
 
 def test_tables_are_tidied_between_batches(tmp_path: Path, executors: list[str]) -> None:
