@@ -223,8 +223,15 @@ def sync(
                 hint="restore the tables, or remove the checkpoint to begin again",
             )
         lake.remove_unfinished()
-        if warning := space_warning(folder, lake.projected_bytes()):
-            on_warning(warning)
+        warned = False
+
+        def warn() -> None:
+            nonlocal warned
+            if not warned and (warning := space_warning(folder, lake.projected_bytes())):
+                warned = True
+                on_warning(warning)
+
+        warn()
 
         def on_batch(number: int, applied: Applied) -> None:
             nonlocal total
@@ -233,7 +240,12 @@ def sync(
             if listener is not None:
                 listener.applied(number, applied)
 
-        sink = SyncTarget(lake, checkpoint, how, on_batch, on_figures or (lambda _: None))
+        def on_merge(figures: MergeFigures) -> None:
+            warn()
+            if on_figures is not None:
+                on_figures(figures)
+
+        sink = SyncTarget(lake, checkpoint, how, on_batch, on_merge)
         try:
             sink.catch_up(due_only=False)
             for left in reversed(range(STARTS_MAX)):
@@ -258,7 +270,7 @@ def space_warning(folder: Folder, projected_bytes: int) -> str | None:
         return None
     return (
         f"{folder}: older versions of documents may take {projected_bytes >> 20:,} MiB, and {free_bytes >> 20:,} MiB "
-        "are free (lower --rewrite-rate or --keep-documents-hours)"
+        "are free (give a lower --rewrite-rate above 0, or lower --keep-documents-hours)"
     )
 
 

@@ -127,6 +127,7 @@ class Lake:
         self.folded_batch: int | None = None  # the newest batch that this object has folded into `documents`
         self._due_s = self._vacuumed_s = clock()
         self.rewritten_bytes = 0  # bytes that the last merge wrote
+        self._since_vacuum_bytes = 0  # bytes that merges wrote since `_vacuumed_s`
         self._waiting_bytes = 0  # bytes of files in `changes` that are not folded yet
         self._misfits_table = MisfitsTable(folder.child(QUARANTINE_FOLDER))
         self._tables: dict[str | None, DocumentsTable] = {}  # by collection; None: the table of all
@@ -287,6 +288,7 @@ class Lake:
                 done = done._replace(events=sum(file.metadata.num_rows for file in files))
         self.folded_batch, self._waiting_bytes = number, 0
         self._collections.clear()
+        self._since_vacuum_bytes += self.rewritten_bytes
         if self.rewritten_bytes and self._costs.rewrite_rate:
             self._due_s = self._clock() + self.rewritten_bytes / self._costs.rewrite_rate
         return done
@@ -314,8 +316,11 @@ class Lake:
         return sum(table.bytes() for table in self._tables.values())
 
     def projected_bytes(self) -> int:
-        """Return the bytes that merges at `rewrite_rate` write before vacuum removes files, plus one whole merge."""
-        return self._costs.rewrite_rate * 3600 * max(1, self._costs.keep_documents_hours) + self.documents_bytes()
+        """Return the bytes that merges write before vacuum removes files, plus one whole merge. Without a
+        `rewrite_rate` they go on as since the last vacuum.
+        """
+        rate = self._costs.rewrite_rate or self._since_vacuum_bytes / VACUUM_INTERVAL_S
+        return round(rate * 3600 * max(1, self._costs.keep_documents_hours)) + self.documents_bytes()
 
     def _files_of(self, above: int, to: int) -> list[str]:
         """Return the files in `changes` of the batches above `above`, up to `to`, in order."""
@@ -359,7 +364,7 @@ class Lake:
     def tidy_documents(self) -> None:
         """Remove expired files of older versions of `documents`, at most every VACUUM_INTERVAL_S."""
         if self._clock() >= self._vacuumed_s + VACUUM_INTERVAL_S:
-            self._vacuumed_s = self._clock()
+            self._vacuumed_s, self._since_vacuum_bytes = self._clock(), 0
             for table in self._tables.values():
                 table.vacuum(self._costs.keep_documents_hours)
 

@@ -24,8 +24,9 @@ from mirror.spark.tables.documents import Applied
 from mirror.spark.tables.lake import Costs, Lake
 from mirror.spark.tables.parts import PartWriter
 from storage.errors import NotAMirror
-from tests.spark.events import event, table_of
+from tests.spark.events import Event, event, table_of
 from tests.spark.mirrors import SmallMirror
+from tests.spark.tables.test_lake import orders_of
 
 
 def checkpoint(folder: Path, name: str = "an-id", **offsets: str) -> Path:
@@ -129,8 +130,29 @@ def test_space_that_merging_will_need_and_the_disk_does_not_have_is_a_warning(
         how = How(costs=Costs(rewrite_rate=(50 << 20) // 3600 + 1, keep_documents_hours=2))
         sync(Spark(""), {"path": str(tmp_path / "data")}, tmp_path / "lake", how, on_warning=said.append)
     assert len(said) == 1
-    assert "may take 100 MiB, and 99 MiB are free (lower --rewrite-rate" in said[0]
+    assert "may take 100 MiB, and 99 MiB are free (give a lower --rewrite-rate" in said[0]
     assert space_warning(folder_at("s3://bucket/lake"), 1 << 60) is None
+
+
+def test_merges_of_each_batch_warn_when_they_write_more_than_the_disk_has(
+    tmp_path: Path, executors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At rate 0 nothing is known at the start, and merges write most."""
+    SmallMirror(tmp_path / "data").close()
+    checkpoint(tmp_path / "lake" / "_checkpoint", **{f"b{number}": str(number) for number in range(9)})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    spark = Feeding(*(orders_of(range(1_000), 1 + number * 1_000) for number in range(9)))
+    said: list[tuple[int, str]] = []
+    sync(
+        spark,
+        {"path": str(tmp_path / "data")},
+        tmp_path / "lake",
+        How(costs=Costs(rewrite_rate=0)),
+        on_warning=lambda line: said.append((spark.batch, line)),
+    )
+    ((batch, line),) = said
+    assert batch > 1, "the first load fits, and so do a few versions"
+    assert "older versions of documents may take 1 MiB, and 1 MiB are free" in line
 
 
 def test_a_checkpoints_name(tmp_path: Path) -> None:
@@ -177,6 +199,25 @@ class Spark:
         if text := self.ends.pop(0):
             raise RuntimeError(text)
         return True
+
+
+class Feeding(Spark):
+    """One query, whose batches have these events."""
+
+    def __init__(self, *batches: list[Event]) -> None:
+        super().__init__("")
+        self.batches = batches
+        self.batch = -1
+
+    def foreachBatch(self, sink: SyncTarget) -> Feeding:
+        self.sink = sink
+        return self
+
+    def awaitTermination(self, timeout_s: float) -> bool:
+        for number, events in enumerate(self.batches):
+            self.batch = number
+            self.sink(events, number)
+        return super().awaitTermination(timeout_s)
 
 
 def test_a_query_whose_processes_were_too_slow_to_connect_is_started_again(tmp_path: Path) -> None:
