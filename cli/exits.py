@@ -1,8 +1,9 @@
 """Turns an error into one clear line and an exit code, for all commands.
 
 Exit codes: 0 done; 1 failed while running; 2 wrong usage or configuration; 3 the mirror's data is damaged or belongs to
-another bucket; 4 the source refused; 5 the requested document or user does not exist; 130 interrupted. Invariant: each
-error, even a bug, is one line on stderr; `DCP_MIRROR_LOG_LEVEL=debug` adds a traceback, and the line of a bug says so.
+another bucket; 4 the source refused; 5 the requested document or user does not exist; 130 interrupted. Invariants: each
+error, even a bug, is one line on stderr; `DCP_MIRROR_LOG_LEVEL=debug` adds a traceback, and the line of a bug says so;
+no command runs without asserts (`python -O`), because they guard the data.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ def _message_of(error: BaseException) -> str:
 
 
 def guarded(command: Callable[[], Any]) -> int:
+    if not __debug__:
+        complain("asserts are switched off (python -O, PYTHONOPTIMIZE): they guard the data, so nothing runs")
+        return ExitCode.USAGE
     try:
         result = command()
         sys.stdout.flush()

@@ -1,7 +1,6 @@
 """The command `dcp-mirror`: mounts the commands and turns errors into exit codes.
 
-Only the module of the named command is imported, because importing all takes half a second. Invariant: no command runs
-without asserts (`python -O`), because they guard the data.
+Only the module of the named command is imported, because importing all takes half a second.
 """
 
 from __future__ import annotations
@@ -164,9 +163,6 @@ def named_command(arguments: Sequence[str]) -> str:
 
 
 def main() -> None:
-    if not __debug__:
-        exits.complain("asserts are switched off (python -O, PYTHONOPTIMIZE): they guard the data, so nothing runs")
-        sys.exit(2)
     sys.exit(
         exits.guarded(lambda: application(named_command(sys.argv[1:]))(prog_name="dcp-mirror", standalone_mode=False))
     )
