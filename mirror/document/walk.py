@@ -123,7 +123,7 @@ class _JsonWalk:
             position = yield from self._mark(position, _COMMA)
 
     def _is_name(self, start: int, end: int, name: bytes) -> bool:
-        if end - start > NAME_BYTES_MAX:
+        if end - start - 2 > NAME_BYTES_MAX:
             return False
         text = bytes(self._data[start + 1 : end - 1])
         if _BACKSLASH not in text:

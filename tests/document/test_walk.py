@@ -118,6 +118,12 @@ def test_each_step_is_bounded(text: bytes, path: str) -> None:
     assert count >= len(text) // walk.STEP_BYTES - 2
 
 
+def test_the_longest_name_of_a_path_is_found_with_an_escape_for_each_byte() -> None:
+    path = "k" * jsonpath.PATH_BYTES_MAX
+    text = b'{"' + b"\\u006b" * len(path) + b'":12}'
+    assert found(text, jsonpath.parse_path(path)) == b"12"
+
+
 def test_a_bracket_costs_more_than_its_byte() -> None:
     """Of a value that is passed over: 80,000 brackets are 100 kB, and more work than three steps."""
     text = b"[[" + b"[[]]," * 20_000 + b"0],1]"
