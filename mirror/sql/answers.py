@@ -37,8 +37,8 @@ def plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, dict):
         return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # an interval
-        return value._asdict()
+    if isinstance(value, pa.MonthDayNano):
+        return {"months": value.months, "days": value.days, "nanoseconds": value.nanoseconds}
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     if isinstance(value, Decimal):

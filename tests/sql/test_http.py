@@ -164,10 +164,11 @@ def test_a_number_keeps_its_digits_and_what_json_has_not_is_text_or_null(site: S
     answer = ask(
         site,
         "SELECT 9007199254740993 AS a, 1.50::DECIMAL(4,2) AS b, 12345678901234567890.5::DECIMAL(38,1) AS c, "
-        "'nan'::DOUBLE AS d, 'a'::BLOB AS e, DATE '2026-01-31' AS f, [1, NULL] AS g, {'a': 1} AS h",
+        "'nan'::DOUBLE AS d, 'a'::BLOB AS e, DATE '2026-01-31' AS f, [1, NULL] AS g, {'a': 1} AS h, "
+        "INTERVAL '1 month 2 days 3 seconds' AS i",
     )
     expected = [9007199254740993, 1.5, "12345678901234567890.5", None, "YQ==", "2026-01-31", [1, None], {"a": 1}]
-    assert answer.json()["rows"] == [expected]
+    assert answer.json()["rows"] == [[*expected, {"months": 1, "days": 2, "nanoseconds": 3_000_000_000}]]
 
 
 def test_a_query_may_be_as_of_an_earlier_time(site: Site, source: Source) -> None:
