@@ -59,7 +59,7 @@ def backup(
         output.print_json(summary_object(summary) | {"data": path, "backup": to})
     else:
         where = "stdout" if to == STDOUT else to
-        typer.echo(f"{path}: copied to {where} ({in_words(summary)})", err=to == STDOUT)
+        output.echo(f"{path}: copied to {where} ({in_words(summary)})", err=to == STDOUT)
 
 
 def to_tar(
@@ -141,4 +141,4 @@ def restore(
     if as_json:
         output.print_json(summary_object(summary) | {"data": path, "backup": source})
     else:
-        typer.echo(f"{path}: restored ({in_words(summary)}, of {output.moment(summary.time_ms)})")
+        output.echo(f"{path}: restored ({in_words(summary)}, of {output.moment(summary.time_ms)})")

@@ -73,7 +73,7 @@ def print_change(change: Change, *, as_json: bool) -> None:
         what = output.for_people(change.document.key)
     else:
         what = ""
-    typer.echo(f"{change.token}\t{change.kind}\t{what}")
+    output.echo(f"{change.token}\t{change.kind}\t{what}")
 
 
 class Pump:

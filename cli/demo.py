@@ -271,9 +271,9 @@ def finish(story: Story, ok: bool, data: Path | None, *, as_json: bool) -> None:
     if as_json:
         output.print_json({"ok": ok, "elapsed_s": round(story.elapsed_s, 1), **story.facts})
         return
-    typer.echo("the demo ended well: every claim above was measured" if ok else "the demo did NOT end well: see above")
+    output.echo("the demo ended well: every claim above was measured" if ok else "the demo did NOT end well: see above")
     command = render.command_name()
     if data is None:
-        typer.echo(f"keep the next one, and ask it questions: {command} demo --data DIR")
+        output.echo(f"keep the next one, and ask it questions: {command} demo --data DIR")
     else:
-        typer.echo(f"the mirror stays in {data}; ask it: {command} sql --data {shlex.quote(str(data))} '{QUESTION}'")
+        output.echo(f"the mirror stays in {data}; ask it: {command} sql --data {shlex.quote(str(data))} '{QUESTION}'")

@@ -10,7 +10,7 @@ import typer
 
 from cli import options, output
 from cli.exits import CommandEnded
-from mirror import client
+from mirror import client, units
 from mirror.config import required_source
 from mirror.inspection.doctor import Doctor, Finding, StepVerdict
 from mirror.messages import GetStatus
@@ -66,4 +66,4 @@ def say(finding: Finding) -> None:
     verdict = typer.style(
         f"{finding.verdict:<4}", fg=COLOURS[finding.verdict], bold=finding.verdict is not StepVerdict.OK
     )
-    typer.echo(f"{verdict}  {finding.step:<11} {finding.text}{remedy}")
+    typer.echo(f"{verdict}  {finding.step:<11} {units.printable(f'{finding.text}{remedy}')}")

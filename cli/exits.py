@@ -19,6 +19,7 @@ from typing import Any
 import typer
 
 from mirror.errors import ExitCode, MirrorError
+from mirror.units import printable
 from storage.errors import StorageError
 
 UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
@@ -38,7 +39,7 @@ class CommandEnded(Exception):
 
 
 def complain(text: str) -> None:
-    typer.echo(f"dcp-mirror: {' '.join(text.split())}", err=True)
+    typer.echo(f"dcp-mirror: {printable(' '.join(text.split()))}", err=True)
 
 
 def end_by_sigterm() -> None:

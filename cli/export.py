@@ -86,7 +86,7 @@ def export(
     if as_json:
         output.print_json(facts)
     else:
-        typer.echo(f"{path}: {count:,} documents of {len(pins)} vbuckets exported", err=True)
+        output.echo(f"{path}: {count:,} documents of {len(pins)} vbuckets exported", err=True)
 
 
 def collection_ids(view: View, pins: list[Pin], collection: str | int | None) -> dict[int, dict[int, str]]:

@@ -1,7 +1,7 @@
 """`get`: one document; `scan`: documents by vbucket, collection and key. Both read the newest or an older boundary.
 
-Invariants: without --json and --meta, stdout of `get` holds only the value, byte for byte (plus a newline on a
-terminal); the boundary goes to stderr; `scan` prints rows as it reads them, so memory does not grow with the bucket.
+Invariants: without --json and --meta, stdout of `get` holds only the value, byte for byte if it is no terminal; the
+boundary goes to stderr; `scan` prints rows as it reads them, so memory does not grow with the bucket.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def boundary_of(view: View, vbid: int, as_of: AsOf) -> Boundary | None:
 def announce(boundary: Boundary | None, vbid: int) -> None:
     if boundary is not None:
         when = output.moment(boundary.time_ms)
-        typer.echo(f"as of vbucket {vbid}, seqno {boundary.seqno}, published {when}", err=True)
+        output.echo(f"as of vbucket {vbid}, seqno {boundary.seqno}, published {when}", err=True)
 
 
 def meta_facts(document: Document) -> dict[str, str]:
@@ -87,10 +87,10 @@ def get(
         output.print_parts(document_parts(document))
     elif meta:
         render.show(render.fact_table(meta_facts(document)))
+    elif sys.stdout.isatty():
+        output.echo(document.value.decode(errors="backslashreplace"))
     else:
         sys.stdout.buffer.write(document.value)
-        if sys.stdout.isatty():
-            sys.stdout.buffer.write(b"\n")
         sys.stdout.buffer.flush()
 
 
@@ -126,4 +126,4 @@ def scan(
             else:
                 value = "(deleted)" if document.deleted else output.for_people(document.value)
                 key = output.for_people(document.key)
-                typer.echo(f"{document.vbid}\t{document.seqno}\t{key}\t{value}")
+                output.echo(f"{document.vbid}\t{document.seqno}\t{key}\t{value}")

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli import options
+from cli import options, output
 from cli.doctor import say
 from cli.exits import CommandEnded
 from mirror.config import PasswordSource, Settings, Values
@@ -86,9 +86,9 @@ def init(
     files[to] = settings_text(given), 0o644
     write(files, force=force)
     for path in files:
-        typer.echo(f"written  {path}")
+        output.echo(f"written  {path}")
     for command in next_commands(to, systemd):
-        typer.echo(f"next     {command}")
+        output.echo(f"next     {command}")
 
 
 def prompt_for(question: str, option: str, judge: Callable[[str], object], default: str | None = None) -> str:
@@ -140,7 +140,7 @@ def try_source(settings: Settings, source: str, password: str | None) -> str | N
         if password is None or failed[0].step != "login" or not attempts_left:
             break
         password = typed_password("Password, again (Ctrl-C ends this): ")
-    typer.echo("nothing was written: correct the failed step, or give --no-check", err=True)
+    output.echo("nothing was written: correct the failed step, or give --no-check", err=True)
     raise CommandEnded(int(failed[0].exit_code))
 
 

@@ -1,6 +1,6 @@
 """JSON objects on stdout (shapes: cli/JSON.md), one a line, and readable text for bytes, figures and times.
 
-Invariant: an unknown figure is shown as a dash.
+Invariants: an unknown figure is shown as a dash; lines of text have no control characters from data.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import typer
+
+from mirror import units
 
 DASH = "-"
 
@@ -24,10 +28,15 @@ def print_parts(parts: Iterable[bytes]) -> None:
     sys.stdout.buffer.write(b"\n")
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Print a line of text, which may hold names and errors of others."""
+    typer.echo(units.printable(text), err=err)
+
+
 def for_people(data: bytes, limit: int = 200) -> str:
     """Return bytes as one readable line: UTF-8 if possible, shortened if long."""
     text = data[: limit * 4].decode(errors="backslashreplace").translate({10: "\\n", 13: "\\r", 9: "\\t", 27: "\\e"})
-    text = "".join(character if character.isprintable() else "." for character in text)
+    text = units.printable(text)
     return text if len(text) <= limit and len(data) <= limit * 4 else text[:limit] + "..."
 
 

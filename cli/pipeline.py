@@ -301,7 +301,7 @@ def export(
         return
     version = "" if done.version is None else f", version {done.version}"
     misfits = f"; {done.misfits:,} do not fit the schema" if done.misfits else ""
-    typer.echo(
+    output.echo(
         f"{done.target}: {output.counted(done.documents, 'document')} of {output.counted(done.vbuckets, 'vbucket')} in "
         f"{output.counted(done.files, 'file')} "
         f"({output.size(done.bytes)}{version}), {output.duration(done.elapsed_s)}{misfits}"
@@ -439,14 +439,14 @@ def sync(
             to,
             how,
             on_figures=partial(show_figures, counted, screen, as_json),
-            on_warning=lambda line: typer.echo(f"warning: {line}", err=True),
+            on_warning=lambda line: output.echo(f"warning: {line}", err=True),
             stop=stop,
         )
     if as_json:
         output.print_json(asdict(done))
         return
     batches = output.counted(done.batches, "batch", "batches")
-    typer.echo(f"{to}: {output.counted(done.events, 'event')} in {batches}, {changed_rows(done)}")
+    output.echo(f"{to}: {output.counted(done.events, 'event')} in {batches}, {changed_rows(done)}")
 
 
 def show_figures(
@@ -590,7 +590,7 @@ def backfill(
         output.print_json(asdict(done))
         return
     again = f", {done.groups_done_before} of them by an earlier run" if done.groups_done_before else ""
-    typer.echo(
+    output.echo(
         f"{done.target}: {done.vbuckets} vbuckets of {done.bucket} in {done.groups} groups{again}; "
         f"{done.received_documents:,} documents received, {output.size(done.file_bytes)}, "
         f"{output.duration(done.elapsed_s)}"

@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cli import options, output, render
 from mirror.clock import SystemClock
 from mirror.config import Settings, required_source
@@ -70,7 +68,7 @@ def record(
     if as_json:
         output.print_json(facts)
     else:
-        typer.echo(
+        output.echo(
             f"{to}: {facts['frames']:,} frames, {output.size(recorder.byte_count)}, {snapshots:,} snapshots "
             f"({ended_by})"
         )

@@ -10,20 +10,22 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from cli.output import DASH, duration, lag_text, moment, number, size
 from mirror.config_reader import Description
+from mirror.units import printable
 
 GOOD_STATES = {"streaming", "following", "running", "up"}
 BUSY_STATES = {
@@ -42,8 +44,17 @@ TASK_INTERVAL_S = 5.0
 TROUBLES_MAX = 8
 """Limit of the errors that a status shows, worst first."""
 
-stdout = Console(highlight=False)
-stderr = Console(stderr=True, highlight=False)
+
+class DataConsole(Console):
+    """A console whose text may come from data."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
+stdout = DataConsole(highlight=False)
+stderr = DataConsole(stderr=True, highlight=False)
 
 LEASES_SHOWN = 3
 SELDOM_CHANGES = frozenset({"mirrored", "data", "history", "held"})
@@ -468,7 +479,7 @@ def show(view: RenderableType) -> None:
         stdout.print(view)
         return
     width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else 160
-    console = Console(highlight=False, width=width, file=sys.stdout)
+    console = DataConsole(highlight=False, width=width, file=sys.stdout)
     with console.capture() as drawn:
         console.print(view)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in drawn.get().splitlines()))

@@ -129,15 +129,15 @@ def take(events: Iterable[tuple[str, Document]], limit: int) -> tuple[list[tuple
 def say(facts: Reply, shown: list[tuple[str, Document]], time_ms: int) -> None:
     seqno = facts["boundary"]["seqno"]
     if seqno == facts["from_seqno"]:
-        typer.echo(f"vbucket {facts['vbid']} stands at seqno {seqno}: nothing to take back")
+        output.echo(f"vbucket {facts['vbid']} stands at seqno {seqno}: nothing to take back")
         return
     verb = "went" if facts["done"] else "would go"
-    typer.echo(
+    output.echo(
         f"vbucket {facts['vbid']} {verb} from seqno {facts['from_seqno']} to the boundary at seqno {seqno}, "
         f"published {output.moment(time_ms)}: {facts['retracted']:,} retracted, {facts['restored']:,} restored"
     )
     for kind, document in shown:
         what = "deleted" if document.deleted else output.for_people(document.value, 60)
-        typer.echo(f"{kind}\t{document.seqno}\t{output.for_people(document.key)}\t{what}")
+        output.echo(f"{kind}\t{document.seqno}\t{output.for_people(document.key)}\t{what}")
     if len(shown) < facts["retracted"] + facts["restored"] and facts["done"]:
-        typer.echo(f"all of them: dcp-mirror changes --vbid {facts['vbid']} --since {facts['since']}", err=True)
+        output.echo(f"all of them: dcp-mirror changes --vbid {facts['vbid']} --since {facts['since']}", err=True)

@@ -107,7 +107,7 @@ def run(
     if replace_bucket:
         set_aside = asyncio.run(set_aside_another_bucket(loaded.settings, look_up_with(SystemClock())))
         if set_aside is not None:
-            typer.echo(f"the data of the old bucket is at {set_aside} now", err=True)
+            output.echo(f"the data of the old bucket is at {set_aside} now", err=True)
     began_s = time.monotonic()
     last: Status = {}
     with render.Screen(to_stderr=True) if until_caught_up else contextlib.nullcontext() as screen:
@@ -119,7 +119,7 @@ def run(
 
         def announce(line: str) -> None:
             with contextlib.suppress(OSError):  # the reader of stdout may be gone
-                typer.echo(line, err=as_json)
+                output.echo(line, err=as_json)
 
         service = Supervisor(
             loaded.settings,
@@ -138,7 +138,7 @@ def run(
         if as_json:
             output.print_json(caught_up_object(loaded.settings.data, last, int(code), elapsed_s))
         elif code == 0:
-            typer.echo(f"caught up: {render.progress_line(last)} in {output.duration(elapsed_s)}", err=True)
+            output.echo(f"caught up: {render.progress_line(last)} in {output.duration(elapsed_s)}", err=True)
     if code:
         raise CommandEnded(int(code))
 

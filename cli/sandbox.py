@@ -114,9 +114,9 @@ async def serve(cluster: SandboxCluster, workload: Workload, load: int, control_
     await control.start()
     writing = asyncio.create_task(workload.run())
     try:
-        typer.echo(cluster.connection_string)
+        output.echo(cluster.connection_string)
         if sys.stderr.isatty():
-            typer.echo(next_steps(cluster), err=True)
+            output.echo(next_steps(cluster), err=True)
         await ended.wait()
     finally:
         writing.cancel()

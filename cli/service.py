@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from cli import options
+from cli import options, output
 from mirror import client
 from mirror.errors import ConfigError, SupervisionError
 from mirror.messages import ReloadSettings, StopService
@@ -62,6 +62,6 @@ def assets(
                 raise ConfigError(f"{path} exists with other content", hint="move it away, or name another directory")
         for path, text in texts.items():
             path.write_text(text)
-            typer.echo(path)
+            output.echo(str(path))
     except OSError as error:
         raise ConfigError(f"{to}: {error.strerror}", hint="name a directory that this user may write to") from None

@@ -115,7 +115,7 @@ def print_table(found: Iterator[Any]) -> int:
     names = [output.for_people(name.encode(errors="replace")) for name in schema.names]
     render.show(render.plain_table(names, lines[:SHOWN_ROWS], right=right))
     if len(lines) > SHOWN_ROWS:
-        typer.echo(f"the first {SHOWN_ROWS:,} rows; --csv, --json and --to give all", err=True)
+        output.echo(f"the first {SHOWN_ROWS:,} rows; --csv, --json and --to give all", err=True)
     return min(len(lines), SHOWN_ROWS)
 
 
@@ -194,7 +194,7 @@ def sql(
             return
         with closing(Running(session, query).batches()) as found:
             if to is not None:
-                typer.echo(f"{output.counted(write_file(found, to), 'row')} written to {to}", err=True)
+                output.echo(f"{output.counted(write_file(found, to), 'row')} written to {to}", err=True)
             elif as_json:
                 write_json(found)
             elif as_csv or not sys.stdout.isatty():
@@ -221,7 +221,7 @@ def shell(session: Session) -> None:
         completer=WordCompleter(words, ignore_case=True, pattern=WORD),
         complete_while_typing=False,
     )
-    typer.echo(HELP)
+    output.echo(HELP)
     while True:
         try:
             line = prompts.prompt("sql> ").strip()
@@ -244,7 +244,7 @@ def answer(session: Session, line: str) -> None:
         if command != "\\d":
             with closing(Running(session, line).batches()) as found:
                 count = print_table(found)
-            typer.echo(f"{output.counted(count, 'row')}, {time.monotonic() - began_s:.2f} s")
+            output.echo(f"{output.counted(count, 'row')}, {time.monotonic() - began_s:.2f} s")
         elif table:
             with closing(Running(session, f"SELECT * FROM {table} LIMIT 0").batches()) as found:
                 print_pairs("column", "type", [(field.name, str(field.type)) for field in next(found)])
@@ -254,7 +254,7 @@ def answer(session: Session, line: str) -> None:
     except (MirrorError, StorageError) as error:
         exits.complain(str(error))
     except KeyboardInterrupt:
-        typer.echo("cancelled", err=True)
+        output.echo("cancelled", err=True)
 
 
 def print_pairs(left: str, right: str, pairs: list[tuple[str, str]]) -> None:
@@ -303,10 +303,10 @@ def schema(
                 output.print_json({"collection": name, "columns": shown, "schema": text})
                 continue
             lines = [[cell_text(f"{cell:.1%}" if isinstance(cell, float) else cell) for cell in row] for row in rows]
-            typer.echo(f"{name}: {output.counted(len(columns), 'column')}")
+            output.echo(f"{name}: {output.counted(len(columns), 'column')}")
             if columns:
                 render.show(render.plain_table(SCHEMA_HEADERS, lines, right=(2,)))
-                typer.echo(f"--collection {name} --schema {shlex.quote(text)}")
+                output.echo(f"--collection {name} --schema {shlex.quote(text)}")
 
 
 def collections_of(view: View) -> list[str]:

@@ -5,8 +5,6 @@ Both read only the store, not the service: `state` shows the state that a crash 
 
 from __future__ import annotations
 
-import typer
-
 from cli import options, output, render
 from cli.exits import CommandEnded
 from mirror.errors import ExitCode
@@ -127,8 +125,8 @@ def check(
         output.print_json(shape | looked_at)
     else:
         for problem in found:
-            typer.echo(problem)
+            output.echo(problem)
         looked = f"{report.vbuckets} vbuckets, {report.rows:,} rows, {report.boundaries:,} boundaries"
-        typer.echo(f"{path}: {f'{len(found)} problems' if found else 'sound'} ({looked})")
+        output.echo(f"{path}: {f'{len(found)} problems' if found else 'sound'} ({looked})")
     if found:
         raise CommandEnded(ExitCode.DATA)

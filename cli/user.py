@@ -71,9 +71,9 @@ def list_users(file: FileOption, as_json: options.JsonOption = False) -> None:
         output.print_json({"users": rows, "anonymous": sorted(anonymous.patterns) if anonymous else None})
         return
     for name, patterns in rows.items():
-        typer.echo(f"{name}  {' '.join(patterns)}")
+        output.echo(f"{name}  {' '.join(patterns)}")
     if anonymous is not None:
-        typer.echo(f"(local clients without a login)  {' '.join(sorted(anonymous.patterns))}")
+        output.echo(f"(local clients without a login)  {' '.join(sorted(anonymous.patterns))}")
 
 
 def _password(name: str) -> str:

@@ -187,23 +187,23 @@ def say(facts: Reply, results: list[VbucketResult], limit: int) -> None:
                 )
                 if getattr(result, name)
             )
-            typer.echo(f"vbucket {result.vbid}: {'; '.join(filter(None, (result.state, counts, result.detail)))}")
+            output.echo(f"vbucket {result.vbid}: {'; '.join(filter(None, (result.state, counts, result.detail)))}")
         for difference in result.differences[: max(0, left)]:
             left -= 1
             key = output.for_people(keys.split_key(difference.key)[1])
             sides = f"here {seqno_of(difference.here)}, source {seqno_of(difference.there)}"
             if difference.fields:
                 sides += f": {', '.join(difference.fields)}"
-            typer.echo(f"  {difference.verdict.value.replace('_', ' ')}\t{key}\t{sides}")
+            output.echo(f"  {difference.verdict.value.replace('_', ' ')}\t{key}\t{sides}")
     sums = facts["totals"]
     count = sums["different"] + sums["missing_here"] + sums["missing_there"]
     if count > limit:
-        typer.echo(f"  ... {count - limit:,} more keys: --json names up to 100 of each vbucket")
+        output.echo(f"  ... {count - limit:,} more keys: --json names up to 100 of each vbucket")
     if facts["repaired"]:
-        typer.echo(f"fetched again: {len(facts['repaired'])} vbuckets")
+        output.echo(f"fetched again: {len(facts['repaired'])} vbuckets")
     verdict = "equal" if facts["ok"] else f"NOT equal: {sums['vbuckets'] - sums['states'].get('equal', 0)} vbuckets"
     more = f", {unsaid}" if (unsaid := not_said(results)) else ""
-    typer.echo(
+    output.echo(
         f"{facts['data']}: {verdict} ({sums['vbuckets']} vbuckets, {sums['documents']:,} documents and "
         f"{sums['tombstones']:,} tombstones compared in {output.duration(facts['elapsed_s'])}{more})"
     )

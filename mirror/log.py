@@ -12,6 +12,8 @@ import os
 import sys
 from typing import Any, TextIO, cast
 
+from mirror.units import printable
+
 _rich = sys.modules.get("rich")
 sys.modules["rich"] = None  # type: ignore[assignment]  # structlog takes rich as not installed
 try:
@@ -61,7 +63,7 @@ def set_up_logs(level: str, *, json: bool = False, process: str = "") -> None:
     if json:
         processors.append(structlog.processors.JSONRenderer())
     else:
-        processors.append(_drop_unknown)
+        processors.append(_readable)
         processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0))
     structlog.configure(
         processors=processors,
@@ -73,6 +75,10 @@ def set_up_logs(level: str, *, json: bool = False, process: str = "") -> None:
         structlog.contextvars.bind_contextvars(process=process)
 
 
-def _drop_unknown(_logger: Any, _level: str, event: dict[str, Any]) -> dict[str, Any]:
-    """Leave unknown values out of text lines. JSON lines have null."""
-    return {name: value for name, value in event.items() if value is not None}
+def _readable(_logger: Any, _level: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Leave unknown values, for which JSON lines have null, and control characters out of text lines."""
+    return {
+        name: printable(value) if isinstance(value, str) else value
+        for name, value in event.items()
+        if value is not None
+    }

@@ -1,4 +1,6 @@
-"""Durations, sizes and times as people write them: `1.5h`, `250ms`, `64MiB`, `1g`, `2026-01-31T12:00Z`. Pure."""
+"""Durations, sizes and times as people write them: `1.5h`, `250ms`, `64MiB`, `1g`, `2026-01-31T12:00Z`; and text of
+others that they may read on a terminal. Pure.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,13 @@ def moment_ms(text: str, *, needs_zone: bool = False) -> int:
         return int(found.astimezone(UTC).timestamp() * 1000)  # the year in UTC must also be 1 to 9999
     except (ValueError, OverflowError, OSError):
         raise ValueError("expected a time such as 2026-01-31T12:00:00+01:00") from None
+
+
+def printable(text: str) -> str:
+    """Return the text with a dot for each character that is neither printable nor a newline or tab: terminals obey
+    control characters, and show the text around some others in another order.
+    """
+    return "".join(character if character.isprintable() or character in "\n\t" else "." for character in text)
 
 
 def _parsed(text: str, units: dict[str, float] | dict[str, int], meant: str) -> float:

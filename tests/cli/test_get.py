@@ -12,12 +12,20 @@ from storage.read.view import Time
 from tests.bench import stores
 from tests.cli.conftest import call
 from tests.sandbox.past import state_at
+from tests.terminal import Terminal, plain
 
 
 def test_the_value_comes_byte_for_byte(mirrored: Path) -> None:
     assert call("get", "--data", mirrored, "order::001").raw == b'{"number": 1}'
     assert call("get", "--data", mirrored, "text").raw == b"plain text"
     assert call("get", "--data", mirrored, "schlüssel").raw == '{"straße": "Ü"}'.encode()
+
+
+def test_a_terminal_gets_no_control_characters_of_the_value(mirrored: Path) -> None:
+    key = b"\xff\xfekey".decode(errors="surrogateescape")
+    with Terminal("get", "--data", mirrored, key, cwd=mirrored) as terminal:
+        assert terminal.end() == 0
+        assert plain(terminal.shown) == "..binary\r\n"
 
 
 def test_a_key_that_is_no_text(mirrored: Path) -> None:

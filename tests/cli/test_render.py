@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from cli import output, render
+from cli import doctor, exits, output, render
+from mirror.inspection.doctor import Finding, StepVerdict
 from mirror.supervise.status import reported_row, totals
 
 
 def drawn(view: RenderableType, width: int = 80) -> str:
     file = io.StringIO()
-    Console(file=file, width=width, highlight=False).print(view)
+    render.DataConsole(file=file, width=width, highlight=False).print(view)
     return file.getvalue()
 
 
@@ -154,6 +155,26 @@ def test_markup_in_data_is_text() -> None:
     text = drawn(render.status_view(document(), every_vbucket=True), 160)
     assert "/data/[red]mirror" in text
     assert "no [bold]privilege" in text
+
+
+CLEARING = "a\x1b[2J\x9b2J\u202eb"
+"""Clears the screen, twice, and turns the writing around."""
+SHOWN = "a.[2J.2J.b"
+
+
+def test_control_characters_of_data_never_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A reader could take a lease under a name that cleared the screen of everybody who looked at the status."""
+    lease = {"id": "x", "name": CLEARING, "until_ms": 1_700_000_000_000, "vbuckets": 64}
+    assert f"history for {SHOWN} (64" in drawn(render.status_view(document(leases=[lease])), 160)
+    assert SHOWN in drawn(render.plain_table(["a long headline"], [[CLEARING]]))
+    render.print_event({"time_ms": 0, "level": "info", "event": "lease-taken", "text": CLEARING})
+    render.Screen().say(CLEARING)
+    render.show(render.fact_table({"name": f"{CLEARING}\na longer line"}))
+    output.echo(CLEARING)
+    doctor.say(Finding("login", StepVerdict.FAIL, CLEARING))
+    assert [line.count(SHOWN) for line in capsys.readouterr().out.splitlines()] == [1, 1, 1, 0, 1, 1]
+    exits.complain(CLEARING)
+    assert capsys.readouterr().err == f"dcp-mirror: {SHOWN}\n"
 
 
 def test_every_vbucket_is_shown_on_request() -> None:

@@ -47,6 +47,18 @@ def test_a_line_leaves_out_what_is_not_known_and_json_says_null(capsys: pytest.C
     assert json.loads(capsys.readouterr().err)["from_seqno"] is None
 
 
+def test_a_text_of_a_client_neither_ends_the_line_nor_reaches_the_terminal_as_control(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A failed login logged the user's name as it came, and cleared the screen of whoever read the log."""
+    logs.set_up_logs("info")
+    get_logger("test").info("logins\x1b[2J", user="a\n2026-01-01 [info] all is well\x1b[2J", peer="::1")
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "\x1b" not in line
+    assert r"user='a\n2026-01-01 [info] all is well.[2J'" in line
+
+
 def test_a_reader_that_left_does_not_end_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
