@@ -51,6 +51,8 @@ def start(view: View, vbid: int | None, since: list[str], file: Path | None) -> 
     """Return the vbuckets to print and the tokens after which to begin. Raises ConfigError, StorageError."""
     every = list(view.vbids) if vbid is None else [vbid]
     if file is not None and file.exists():
+        if not file.is_file():
+            raise ConfigError(f"the cursor file {file} is no regular file", hint="give --cursor a file, or a new name")
         return every, {each: token for each, token in load_cursor(file).items() if each in every}
     if since == [NOW]:
         return every, {each: view.token(each) for each in every}

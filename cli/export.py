@@ -3,7 +3,8 @@
 Invariants:
 - each vbucket is read as of its position at the start (or at `--as-of`), despite later writes and rollbacks;
 - memory does not grow with the mirror;
-- a file gets its name once it is complete, and the positions are written last.
+- a new file gets its name once it is complete; the positions are written last;
+- a pipe, device or link that exists is written to, never replaced.
 """
 
 from __future__ import annotations
@@ -123,10 +124,14 @@ def write(view: View, pins: list[Pin], chosen: dict[int, dict[int, str]], to: st
 
 @contextlib.contextmanager
 def opened(to: str) -> Iterator[IO[bytes]]:
-    """Open stdout, or a file that gets its name once it is complete. Raises OSError."""
+    """Open stdout, a pipe, device or link, or a file that gets its name once it is complete. Raises OSError."""
     if to == STDOUT:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
+        return
+    if os.path.exists(to) and (os.path.islink(to) or not os.path.isfile(to)):
+        with open(to, "wb") as file:
+            yield file
         return
     temporary = to + ".new"
     os.makedirs(os.path.dirname(to) or ".", mode=0o700, exist_ok=True)

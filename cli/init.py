@@ -191,6 +191,8 @@ def unit_files(root: Path) -> dict[Path, tuple[str, int]]:
 def write(files: Mapping[Path, tuple[str, int]], *, force: bool) -> None:
     try:
         for path, (text, _) in files.items():
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{path} is no regular file", hint="give --to a file, or a new name")
             if path.exists() and not force and path.read_text() != text:
                 raise ConfigError(f"{path} exists", hint="give --force to overwrite it, or another --to or --root")
         for path, (text, mode) in files.items():

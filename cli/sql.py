@@ -2,7 +2,7 @@
 
 Knows the terminal, threads and files; `mirror.sql` answers. Invariants: a query runs in a thread of its own, so in the
 shell Ctrl-C cancels only the query; outside the shell stdout has only the answer; errors and progress go to stderr; a
-file gets its name once it is complete.
+new file gets its name once it is complete.
 """
 
 from __future__ import annotations

@@ -157,6 +157,13 @@ def test_a_limit_ends_no_call_within_a_rollback(tmp_path: Path) -> None:
     assert call(*follow_up, "--limit", "1").lines == []
 
 
+def test_a_cursor_file_takes_the_place_of_no_device(mirrored: Path, tmp_path: Path) -> None:
+    (tmp_path / "null").symlink_to(os.devnull)
+    result = call("changes", "--data", mirrored, "--cursor", tmp_path / "null")
+    result.assert_complains(2, "is no regular file")
+    assert (result.out, (tmp_path / "null").is_char_device()) == ("", True)
+
+
 def test_a_cursor_file_is_not_ahead_of_output_that_nobody_took(
     moving: tuple[SandboxThread, Path], tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.model import Branch, Document, Kind, Seqno
 from storage.read.view import open_view
-from tests.cli.conftest import call, succeed
+from tests.cli.conftest import LIMIT_S, background, call, succeed
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
@@ -73,6 +73,20 @@ def test_what_is_exported_is_its_users_alone_unless_a_file_or_directory_says_mor
     export_to(str(tmp_path / "one"))
     export_to(f"{tmp_path}/split/")
     assert modes(tmp_path / "split", tmp_path / "one") == ["755", "644"]
+
+
+def test_a_pipe_or_device_gets_the_documents_and_stays(mirrored: Path, tmp_path: Path) -> None:
+    """As root, `--to /dev/null` put a file in the place of the device."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to(os.devnull)
+    arguments = ["export", "--data", mirrored, "--vbid", "3", "--to"]
+    assert call(*arguments, tmp_path / "null").code == 0
+    assert (tmp_path / "null").is_char_device()
+    with background(*arguments, tmp_path / "pipe") as exporting:
+        assert (tmp_path / "pipe").read_bytes() == call(*arguments, "-").raw
+        assert exporting.wait(LIMIT_S) == 0
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["null", "pipe"]
 
 
 def test_a_cursor_of_changes_is_not_replaced(mirrored: Path, tmp_path: Path) -> None:

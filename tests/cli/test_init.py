@@ -107,6 +107,13 @@ def test_a_source_that_is_not_reached_is_named_and_nothing_is_written(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_settings_file_takes_the_place_of_no_device(tmp_path: Path) -> None:
+    (tmp_path / "null").symlink_to(os.devnull)
+    arguments = ["--source", "couchbase://a@b/c", "--data", tmp_path / "data", "--to", tmp_path / "null"]
+    call("init", *arguments, "--no-check", "--force").assert_complains(2, "is no regular file")
+    assert (tmp_path / "null").is_char_device()
+
+
 def test_systemd_files_go_below_a_root_and_only_the_owner_reads_the_password(tmp_path: Path) -> None:
     arguments = ["--no-check", "--systemd", "orders", "--root", tmp_path]
     made = succeed(
