@@ -11,13 +11,12 @@ import signal
 import sys
 import uuid
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cli import output
 from cli.options import optional
-from mirror.config import Values
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.cluster import SandboxCluster
@@ -152,28 +151,15 @@ def socket_of(at: str | None, port: int | None, control: Path | None) -> Path:
     raise ConfigError("no source given", hint="give --port, --source or --control")
 
 
-def arguments_from(pairs: list[str]) -> Values:
-    """Parse `node=0 lose=10`: numbers, true and false, lists of numbers, else text. Raises ConfigError."""
-    arguments: Values = {}
+def arguments_from(pairs: list[str]) -> dict[str, str]:
+    """Parse `node=0 lose=10`. Raises ConfigError."""
+    arguments: dict[str, str] = {}
     for pair in pairs:
         name, separator, text = pair.partition("=")
         if not separator or not name:
             raise ConfigError(f"{pair!r} is not NAME=VALUE", hint="for instance `node=0 lose=10`")
-        arguments[name.replace("-", "_")] = _value_from(text)
+        arguments[name.replace("-", "_")] = text
     return arguments
-
-
-def _value_from(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    if "," in text and all(part.isdigit() for part in text.split(",")):
-        return [int(part) for part in text.split(",")]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def fault_kinds() -> list[str]:

@@ -215,6 +215,8 @@ class SandboxCluster:
 
     async def rebalance(self, numbers: Iterable[int] | None = None, *, pause_seconds: float = 0.0) -> int:
         targets = list(numbers) if numbers is not None else [node.number for node in self._members() if node.alive]
+        if not targets:
+            raise ValueError("no node is left that could have a vbucket")
         members = {node.number for node in self.bucket.map.nodes}
         self.bucket.map.nodes += [self.nodes[number].address for number in targets if number not in members]
         moved = 0

@@ -2,7 +2,7 @@
 
 A request is a line with one JSON object, `{"command": NAME, ...}`. The answer is `{"ok": true, "result": ...}` or
 `{"ok": false, "error": "..."}`. `dcp-mirror sandbox fault --help` lists the commands and their arguments; numbers of
-nodes begin at 0. Invariant: a bad command has no effect, and the connection stays open unless the line is too long.
+nodes begin at 0. Invariants: a bad command has no effect; each line has an answer, unless it is too long.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mirror.errors import ConfigError, ConnectFailed, MirrorError
+from mirror.errors import ConfigError, ConnectFailed
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.data.bucket import DEFAULT_COLLECTION
 from mirror.sandbox.data.documents import DocumentError
@@ -63,15 +65,14 @@ class SandboxControl:
         except (ValueError, KeyError, TypeError, AttributeError):
             return {"ok": False, "error": f"no such command; there are: {', '.join(COMMANDS)}"}
         try:
-            check_numbers(self, command)
-            result = handler(self, command)
+            result = handler(self, checked(self, command))
             if isinstance(result, Awaitable):
                 result = await result
         except KeyError as error:
             return {"ok": False, "error": f"{error.args[0]} is missing"}
         except DocumentError as error:
             return {"ok": False, "error": f"refused as a client would be: {error}"}
-        except (TypeError, ValueError, LookupError, MirrorError) as error:
+        except Exception as error:
             return {"ok": False, "error": str(error) or type(error).__name__}
         return {"ok": True, "result": result}
 
@@ -103,14 +104,77 @@ USUAL_REFUSALS = (
 """Usual statuses of refused stream requests, for error texts; `refuse-streams` takes others, too."""
 
 
-def check_numbers(server: SandboxControl, arguments: Arguments) -> None:
-    """Raise ValueError for a vbucket or node that does not exist."""
-    for kind, count in (("vbid", len(server.cluster.vbuckets)), ("node", len(server.cluster.nodes))):
-        for name in arguments.keys() & {kind, f"{kind}s"}:
-            said = arguments[name]
-            for number in said if isinstance(said, list) else [said]:
-                if number is not None and (not isinstance(number, int) or not 0 <= number < count):
-                    raise ValueError(f"{name}={number}: there are 0 to {count - 1}")
+def _whole(said: object, largest: int = 2**64 - 1) -> int:
+    number = int(said) if isinstance(said, str) else said
+    if type(number) is not int or not 0 <= number <= largest:
+        raise ValueError
+    return number
+
+
+def _wholes(said: object) -> list[int]:
+    parts = said.split(",") if isinstance(said, str) else said if isinstance(said, list) else [said]
+    if not parts:
+        raise ValueError
+    return [_whole(part) for part in parts]
+
+
+def _number(said: object) -> float:
+    number = float(said) if isinstance(said, str | int | float) and not isinstance(said, bool) else -1.0
+    if not 0 <= number < math.inf:
+        raise ValueError
+    return number
+
+
+def _flag(said: object) -> bool:
+    if said not in (True, False, "true", "false"):
+        raise ValueError
+    return said in (True, "true")
+
+
+def _text(said: object) -> str:
+    if not isinstance(said, str):
+        raise ValueError
+    said.encode()  # raises ValueError for half of a surrogate pair
+    return said
+
+
+def _text_or_whole(said: object) -> str | int:
+    return said if isinstance(said, str) else _whole(said)
+
+
+WHOLE, NUMBER, FLAG, TEXT = "a whole number", "a number", "true or false", "a text"
+KINDS: dict[str, tuple[str, Callable[[object], object]]] = {
+    **dict.fromkeys(("vbid", "node", "lose", "times", "seqno", "below_seqno", "count"), (WHOLE, _whole)),
+    **dict.fromkeys(("pieces", "after_pieces", "antilag_items"), (WHOLE, _whole)),
+    "max_ttl": (WHOLE, partial(_whole, largest=2**32 - 1)),
+    **dict.fromkeys(("vbids", "nodes"), ("a list of whole numbers", _wholes)),
+    **dict.fromkeys(("bytes_per_second", "rate"), (NUMBER, _number)),
+    **dict.fromkeys(("future", "dcp_only", "history"), (FLAG, _flag)),
+    **dict.fromkeys(("name", "key", "value", "collection", "path", "scope"), (TEXT, _text)),
+    **dict.fromkeys(("user", "password", "lacks", "cert"), (TEXT, _text)),
+    **dict.fromkeys(("status", "reason"), ("a name or number", _text_or_whole)),
+}
+"""Every argument of a command, in words and as the function that parses it: each may also come as text."""
+
+
+def checked(server: SandboxControl, arguments: Arguments) -> Arguments:
+    """Return the arguments with the types that the commands take; leave null out. Raises ValueError."""
+    found = {}
+    counts = {"vbid": len(server.cluster.vbuckets), "node": len(server.cluster.nodes)}
+    for name, said in arguments.items():
+        if name not in KINDS:
+            raise ValueError(f"no such argument: {name}; there are: {', '.join(sorted(KINDS))}")
+        if said is None:
+            continue
+        words, parse = KINDS[name]
+        try:
+            found[name] = parse(said)
+        except (ValueError, OverflowError):
+            raise ValueError(f"{name}={said} is not {words}") from None
+        count = counts.get(name.removesuffix("s"))
+        if count is not None and max(_wholes(found[name])) >= count:
+            raise ValueError(f"{name}={said}: there are 0 to {count - 1}")
+    return found
 
 
 def _status(server: SandboxControl, _said: Arguments) -> Any:
@@ -160,7 +224,7 @@ def _refuse_streams(server: SandboxControl, arguments: Arguments) -> None:
     seqno = arguments.get("seqno")
     server.cluster.faults.streams.refuse(
         _one_of(Status, arguments["status"]),
-        _vbids(arguments),
+        arguments.get("vbids"),
         times=arguments.get("times"),
         value=None if seqno is None else codec_dcp.encode_rollback_seqno(seqno),
     )
@@ -168,25 +232,20 @@ def _refuse_streams(server: SandboxControl, arguments: Arguments) -> None:
 
 def _end_streams(server: SandboxControl, arguments: Arguments) -> Any:
     reason = _one_of(StreamEndReason, arguments["reason"])
-    return {"streams": server.cluster.faults.end_streams(reason, _vbids(arguments), node=arguments.get("node"))}
+    return {"streams": server.cluster.faults.end_streams(reason, arguments.get("vbids"), node=arguments.get("node"))}
 
 
 def _one_of(kind: type[Code], said: object) -> Code:
     for member in kind:
-        if said == int(member) or str(said).upper().replace("-", "_") == member.name:
+        if str(said) == str(int(member)) or str(said).upper().replace("-", "_") == member.name:
             return member
     usual = ", ".join(member.name for member in (USUAL_REFUSALS if kind is Status else kind))
     raise ValueError(f"no such {kind.__name__}: {said}; there are: {usual}")
 
 
-def _vbids(arguments: Arguments) -> list[int] | None:
-    said = arguments.get("vbids")
-    return said if said is None or isinstance(said, list) else [said]
-
-
 def _user(server: SandboxControl, arguments: Arguments) -> Any:
     users = server.cluster.bucket.users
-    name, lacks = arguments["user"], frozenset(str(arguments.get("lacks", "")).split(",")) - {""}
+    name, lacks = arguments["user"], frozenset(arguments.get("lacks", "").split(",")) - {""}
     if not lacks <= ALL_PRIVILEGES:
         raise ValueError(
             f"no such privilege: {min(lacks - ALL_PRIVILEGES)}; there are: {', '.join(sorted(ALL_PRIVILEGES))}"
@@ -195,7 +254,7 @@ def _user(server: SandboxControl, arguments: Arguments) -> Any:
     password = arguments.get("password", known.password if known else None)
     if password is None:
         raise KeyError("password")
-    return {"privileges": sorted(users.add(name, str(password), ALL_PRIVILEGES - lacks).privileges)}
+    return {"privileges": sorted(users.add(name, password, ALL_PRIVILEGES - lacks).privileges)}
 
 
 def _rotate_certificate(server: SandboxControl, arguments: Arguments) -> Any:
@@ -212,8 +271,7 @@ def _split_off(server: SandboxControl, arguments: Arguments) -> None:
 
 
 def _prepare(server: SandboxControl, arguments: Arguments) -> Any:
-    value = str(arguments["value"]) if "value" in arguments else None
-    return _written(server.cluster.bucket.prepare(str(arguments["key"]), value, **_where(arguments)))
+    return _written(server.cluster.bucket.prepare(arguments["key"], arguments.get("value"), **_where(arguments)))
 
 
 async def _named(name: str, result: Awaitable[Any]) -> Any:
@@ -230,10 +288,7 @@ def _written(item: Item) -> Any:
 
 def _tune(server: SandboxControl, arguments: Arguments) -> Any:
     tuning = server.cluster.bucket.tuning
-    for name, content in arguments.items():
-        if name != "antilag_items" or not isinstance(content, int):
-            raise ValueError(f"{name}={content} is not antilag_items=N")
-        tuning.antilag_items = content
+    tuning.antilag_items = arguments.get("antilag_items", tuning.antilag_items)
     return {"antilag_items": tuning.antilag_items}
 
 
@@ -260,7 +315,7 @@ COMMANDS: dict[str, Command] = {
     "stop-mid-snapshot": _on_connections(Faults.stop_mid_snapshot),
     "refuse-streams": _refuse_streams,
     "end-streams": _end_streams,
-    "mute-streams": lambda server, said: server.cluster.faults.streams.mute(_vbids(said), node=said.get("node")),
+    "mute-streams": lambda server, said: server.cluster.faults.streams.mute(said.get("vbids"), node=said.get("node")),
     "withhold-noops": lambda server, _: setattr(server.cluster.faults.streams, "noops_withheld", True),
     "clear": lambda server, _: server.cluster.faults.clear(),
     "user": _user,
@@ -278,11 +333,11 @@ COMMANDS: dict[str, Command] = {
     "discard-history": lambda server, said: server.cluster.bucket.discard_history(
         said.get("vbid"), said.get("below_seqno")
     ),
-    "set": lambda server, said: _written(server.cluster.set(str(said["key"]), str(said["value"]), **_where(said))),
-    "delete": lambda server, said: _written(server.cluster.delete(str(said["key"]), **_where(said))),
+    "set": lambda server, said: _written(server.cluster.set(said["key"], said["value"], **_where(said))),
+    "delete": lambda server, said: _written(server.cluster.delete(said["key"], **_where(said))),
     "prepare": _prepare,
-    "commit": lambda server, said: _written(server.cluster.bucket.commit(str(said["key"]), **_where(said))),
-    "abort": lambda server, said: _written(server.cluster.bucket.abort(str(said["key"]), **_where(said))),
+    "commit": lambda server, said: _written(server.cluster.bucket.commit(said["key"], **_where(said))),
+    "abort": lambda server, said: _written(server.cluster.bucket.abort(said["key"], **_where(said))),
     "tune": _tune,
     "expire": lambda server, said: {"expired": server.cluster.bucket.expire_all(said.get("vbid"))},
     "create-scope": lambda server, said: {"scope_id": server.cluster.bucket.create_scope(said["scope"])},
@@ -299,7 +354,7 @@ COMMANDS: dict[str, Command] = {
     "flush-collection": lambda server, said: server.cluster.bucket.flush_collection(said["path"]),
     "recreate-bucket": lambda server, _: server.cluster.recreate_bucket(),
     "write": _write,
-    "rate": lambda server, said: setattr(_workload(server), "rate", float(said["rate"])),
+    "rate": lambda server, said: setattr(_workload(server), "rate", said["rate"]),
 }
 
 
