@@ -86,6 +86,7 @@ def record_into(
         vbids = sorted(set(requested)) if requested else list(range(reader.vbucket_count))
         until = {vbid: seqno for vbid, seqno in reader.high_seqnos().items() if vbid in vbids}
         behind = {vbid for vbid, seqno in until.items() if seqno}
+        rolled_back = set()
         timer = threading.Timer(seconds, reader.stop_reading) if seconds is not None else None
         if timer is not None:
             timer.start()
@@ -99,14 +100,17 @@ def record_into(
                     snapshots += 1
                     if item.end_seqno >= until[item.vbid]:
                         behind.discard(item.vbid)
+                else:  # the reader reads nothing more of this vbucket
+                    rolled_back.add(item.vbid)
+                    behind.discard(item.vbid)
                 size = output.size(recorder.byte_count)
                 line = f"{recorder.frame_count:,} frames, {size}, {len(behind)} vbuckets behind"
                 screen.show_line(line)
                 if recorder.full:
                     return snapshots, recorder.error or "bytes"
                 if not behind and timer is None:
-                    return snapshots, "caught up"
-            return snapshots, "seconds"
+                    return snapshots, "rolled back" if rolled_back else "caught up"
+            return snapshots, "rolled back" if len(rolled_back) == len(vbids) else "seconds"
         finally:
             items.close()
             if timer is not None:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from cli.record import record_into
+from mirror.clock import SystemClock
+from mirror.config import Settings
+from mirror.feed.connection.transport import Link
+from mirror.inspection.recording import Recorder
+from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from mirror.wire.constants import Opcode
-from tests.cli.conftest import call, succeed
+from tests.cli.conftest import LIMIT_S, call, succeed
 from tests.recordings import passed
 
 
@@ -29,6 +38,36 @@ def test_it_ends_after_a_stop_command(source: SandboxThread, tmp_path: Path) -> 
     result = call("record", "--source", url, "--to", tmp_path / "timed", "--seconds", "0.5")
     assert result.code == 0
     assert "(seconds)" in result.out
+
+
+class FailsOver(Recorder):
+    """Lets the source lose changes: some before its first stream begins, and some of those that it has sent."""
+
+    def __init__(self, path: Path, source: SandboxThread) -> None:
+        super().__init__(path, SystemClock())
+        self._at = [b"stream request", b"key 3"]
+        self._source = source
+
+    def passed(self, link: Link, data: bytes, ours: bool) -> None:
+        super().passed(link, data, ours)
+        seen = b"stream request" if ours and data[1] == Opcode.DCP_STREAM_REQ else data
+        if self._at and self._at[0] in seen:
+            del self._at[0]
+            self._source.call(self._source.cluster.failover, 0, lose=2)
+
+
+@pytest.mark.parametrize(("vbuckets", "seconds"), [(2, None), (1, None), (1, LIMIT_S)])
+def test_it_ends_if_the_source_rolls_back(vbuckets: int, seconds: float | None, tmp_path: Path) -> None:
+    """It waited for the vbucket, which the reader had left, until Ctrl-C."""
+    with SandboxThread(SandboxCluster(vbuckets=vbuckets)) as source:
+        for number in range(1, 6):
+            source.call(source.cluster.set, f"key {number}", {}, vbid=0)
+        url = source.connection_string
+        settings = replace(Settings(), source=url, password_file=tmp_path / "password")
+        (tmp_path / "password").write_text("demo")
+        recorder = FailsOver(tmp_path / "recording", source)
+        assert record_into(recorder, url, settings, seconds, None) == (1, "rolled back")
+        recorder.close()
 
 
 def test_every_mistake_is_one_line_and_leaves_no_file(source: SandboxThread, tmp_path: Path) -> None:
