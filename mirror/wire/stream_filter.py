@@ -36,8 +36,10 @@ def parse_filter(value: bytes, *, has_stream_ids: bool, known: frozenset[str] = 
     if value and not fields:
         raise _wrong("The value of the request has no known key")
     stream_id = fields.get("sid")
-    if (stream_id is not None) != has_stream_ids:
-        raise _wrong("A stream id is for a connection that has turned them on", Status.DCP_STREAM_ID_INVALID)
+    if stream_id is None and has_stream_ids:
+        raise _wrong("The connection has turned on stream ids: the request needs a `sid`", Status.DCP_STREAM_ID_INVALID)
+    if stream_id is not None and not has_stream_ids:
+        raise _wrong("`sid` is for a connection that has turned on stream ids", Status.DCP_STREAM_ID_INVALID)
     if stream_id is not None and not (type(stream_id) is int and 0 < stream_id <= _STREAM_ID_MAX):
         raise _wrong("`sid` is a number of 16 bits, and not 0", Status.DCP_STREAM_ID_INVALID)
     if "uid" in fields:

@@ -76,8 +76,12 @@ def test_a_stream_id_is_a_number_of_16_bits(sid: str) -> None:
 def test_a_stream_id_is_there_where_they_were_turned_on_and_only_there() -> None:
     assert parse_filter(b'{"sid":1}', has_stream_ids=True).stream_id == 1
     assert parse_filter(b'{"sid":65535,"scope":"8"}', has_stream_ids=True) == FilterRequest(8, None, 65535)
-    for value, turned_on in ((b"", True), (b'{"uid":"7"}', True), (b'{"sid":1}', False)):
-        with pytest.raises(RemoteProtocolError) as caught:
+    for value, turned_on, words in (
+        (b"", True, "has turned on stream ids: the request needs a `sid`"),
+        (b'{"uid":"7"}', True, "needs a `sid`"),
+        (b'{"sid":1}', False, "`sid` is for a connection that has turned on stream ids"),
+    ):
+        with pytest.raises(RemoteProtocolError, match=words) as caught:
             parse_filter(value, has_stream_ids=turned_on)
         assert caught.value.status == Status.DCP_STREAM_ID_INVALID
 
