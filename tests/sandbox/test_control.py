@@ -54,6 +54,7 @@ from .client import send_command
         (b'{"command":"failover-node","node":0,"los":10}\n', "no such argument: los"),
         (b'{"command":"slow","bytes_per_second":"x","future":true}\n', "bytes_per_second=x is not a number"),
         (b'{"command":"slow","bytes_per_second":1%b}\n' % (b"0" * 400), "bytes_per_second=1000"),
+        (b'{"command":"cut","name":"x","future":true,"dcp_only":false}\n', "a new connection has no name"),
         (b'{"command":"rate","rate":"nan"}\n', "rate=nan is not a number"),
         (b'{"command":"rate","rate":-1}\n', "rate=-1 is not a number"),
         (b'{"command":"rebalance","nodes":[]}\n', "nodes=[] is not a list of whole numbers"),

@@ -17,8 +17,8 @@ Rule = Callable[[NodeConnection], None]
 
 
 class Where(TypedDict, total=False):
-    """Selects connections by node and by a part of their DCP name. `future` adds new connections. Without
-    `dcp_only`, a `name` selects no new connection.
+    """Selects connections by node and by a part of their DCP name. `future` adds new connections. A method
+    raises ValueError for `future` and a `name` without `dcp_only`.
     """
 
     node: int | None
@@ -102,6 +102,8 @@ class Faults:
         dcp_only: bool = True,
         future: bool = False,
     ) -> int:
+        if future and name is not None and not dcp_only:
+            raise ValueError("a new connection has no name until DCP is opened: leave out name or dcp_only=false")
         found = self.connections(node=node, name=name, dcp_only=dcp_only)
         for connection in found:
             rule(connection)
