@@ -10,9 +10,9 @@ from __future__ import annotations
 import base64
 import json
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
-from mirror.document import judge
+from mirror.document import judge, values
 from storage.format.records import value_problem
 from storage.model import JSON_FIELDS, Document, Kind
 from storage.read.view import Change, Rollback
@@ -48,10 +48,6 @@ def _head(document: Document) -> dict[str, object]:
     return named | dict(zip(JSON_FIELDS, _numbers(document), strict=True)) | {"deleted": document.deleted}
 
 
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON")
-
-
 def _is_json(value: bytes) -> bool:
     if len(value) > STEPS_BYTES:
         steps = judge.is_json(value)
@@ -60,11 +56,7 @@ def _is_json(value: bytes) -> bool:
                 next(steps)  # other threads can run between two steps
             except StopIteration as done:
                 return bool(done.value)
-    try:
-        json.loads(value.decode(), parse_constant=_no_number, parse_float=str, parse_int=str)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    return values.is_json(value)
 
 
 def value_parts(document: Document) -> list[bytes]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mirror.document import values
@@ -19,7 +21,17 @@ def test_compression_is_undone_and_only_done_where_it_helps() -> None:
 
 
 def test_json_is_judged_by_content() -> None:
-    assert [values.datatype_of(body) for body in (b"{}", b'"x"', b"1", b"", b"\xff", b"{")] == [1, 1, 1, 0, 0, 0]
+    assert [values.datatype_of(body) for body in (b"{}", b'"x"', b"1", b"1" * 5000)] == [1, 1, 1, 1]
+    assert [values.datatype_of(body) for body in (b"", b"\xff", b"{", b"[" * 100_000)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"NaN", b"[Infinity]", b'{"a":-Infinity}', "\ufeff{}".encode(), "{}".encode("utf-16"), "1".encode("utf-32-le")],
+)
+def test_a_body_that_only_python_reads_is_no_json(body: bytes) -> None:
+    assert json.loads(body) is not None
+    assert not values.is_json(body)
 
 
 def test_parts_of_a_value() -> None:
