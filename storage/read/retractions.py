@@ -64,7 +64,7 @@ def undone(
     `bytes_max` bytes of positions at once. Raises ViewInvalidated.
 
     `replacing` is the chain that a deferred rollback made visible. A key is left out if `replacing` has a version of
-    the key above `common_seqno`, or has dropped or flushed the key's collection.
+    the key above `common_seqno` in a collection that lasts, or if `lost` has dropped or flushed the key's collection.
     """
     rows_max = scan.CHUNK_ROWS if bytes_max is None else max(1, min(scan.CHUNK_ROWS, bytes_max // UNDONE_BYTES))
     return _RetractionWalk(reader, served, lost, common_seqno, replacing, rows_max).run()
@@ -142,15 +142,18 @@ class _RetractionWalk:
     def _retracted(self, txn: Transaction, key_rows: list[tuple[bytes, bytes]]) -> list[Undone]:
         found = []
         cursor = txn.raw.cursor(self.reader.keys)
+        held = self.reader.manifest_on(txn, self.lost)
         manifest = self.reader.manifest_on(txn, self.replacing or self.restored_links)
         for wire_key, dup in key_rows:
             if chain.newest_version(cursor, wire_key, self.lost) != dup:
                 continue  # the key's newest lost version comes later
             collection_id = keys.split_key(wire_key)[0]
             if self.replacing:
+                if not held.has(collection_id, records.seqno_of(dup)):
+                    continue
                 newest = chain.newest_version(cursor, wire_key, self.replacing)
-                replaced = newest is not None and records.seqno_of(newest) > self.restored_links[0].cut
-                if replaced or not manifest.has(collection_id, records.seqno_of(dup)):
+                seqno = 0 if newest is None else records.seqno_of(newest)
+                if seqno > self.restored_links[0].cut and manifest.has(collection_id, seqno):
                     continue
             found.append(Undone("retraction", wire_key, dup))
             again = chain.newest_version(cursor, wire_key, self.restored_links)
