@@ -510,12 +510,13 @@ class _Shared:
                 return
             known, count = self.open.get(environment.path, (None, 0))
             if known is not environment:
-                return  # its file was replaced; garbage collection closes it
+                return  # its file was replaced
             if count > 1:
                 self.open[environment.path] = (environment, count - 1)
-            else:
-                del self.open[environment.path]
-                environment.close()
+                return
+            del self.open[environment.path]
+            if environment.writable or not environment.replaced:
+                environment.close()  # a replaced file may be read by other threads; garbage collection closes it
 
 
 SHARED = _Shared()

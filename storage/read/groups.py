@@ -2,12 +2,13 @@
 
 Knows the data directory and its identity; never a row. Many threads may use a `Groups`. Invariants:
 - every environment belongs to the mirror that was opened first (`identity`);
-- after a group's file was replaced, a use opens the new file, a second later at most; the old file is closed when its
-  last transaction ends.
+- after a group's file was replaced, a use opens the new file, a second later at most; the old file is closed when no
+  read refers to it any more.
 """
 
 from __future__ import annotations
 
+from threading import Lock
 from time import monotonic
 
 from storage.env import directory
@@ -34,6 +35,8 @@ class Groups:
         call the method `reader` instead.
         """
         self._closed: str | None = None
+        self._lock = Lock()
+        """Held while environments are opened or released."""
 
     def reader(self, vbid: int) -> VbucketReader:
         """Raises Closed, NotHeld, StorageError."""
@@ -49,8 +52,6 @@ class Groups:
 
     def environment(self, vbid: int) -> Environment:
         """Return the environment of a vbucket's group. Raises Closed, NotHeld, StorageError."""
-        if self._closed:
-            raise Closed(self._closed, path=self.path)
         if vbid not in self.vbids:
             if not 0 <= vbid < self.vbucket_count:
                 raise StorageError(f"there is no vbucket {vbid}; this bucket has {self.vbucket_count}", path=self.path)
@@ -61,12 +62,18 @@ class Groups:
             )
         group = vbid % self.count
         environment = self._environments.get(group)
-        if environment is not None and environment.look():
-            self._leave_replaced()
-            environment = None
-        if environment is None:
-            environment = self._environments[group] = self._open(group)
-        return environment
+        if environment is not None and not environment.look():
+            return environment
+        with self._lock:
+            if self._closed:
+                raise Closed(self._closed, path=self.path)
+            environment = self._environments.get(group)
+            if environment is not None and environment.look():
+                self._leave_replaced()
+                environment = None
+            if environment is None:
+                environment = self._environments[group] = self._open(group)
+            return environment
 
     def _open(self, group: int) -> Environment:
         path = directory.group_path(self.path, group)
@@ -82,9 +89,7 @@ class Groups:
         return environment
 
     def _leave_replaced(self) -> None:
-        """Release files that were moved, removed or replaced, so that the next use opens the new file. Other threads
-        may be reading an old file: the last thread to release the file closes it.
-        """
+        """Release files that were moved, removed or replaced, so that the next use opens the new file."""
         identity = directory.load(self.path)
         if identity != self.identity:
             self._closed = "another mirror is at this path now; open another view"
@@ -96,14 +101,16 @@ class Groups:
         self.readers.clear()
 
     def close(self) -> None:
-        self._closed = self._closed or "the view is closed"
-        self.readers.clear()
-        for environment in self._environments.values():
-            SHARED.release(environment)
-        self._environments.clear()
+        with self._lock:
+            self._closed = self._closed or "the view is closed"
+            self.readers.clear()
+            for environment in self._environments.values():
+                SHARED.release(environment)
+            self._environments.clear()
 
     def leave_to_parent(self) -> None:
         """Close in a forked child, without a call of LMDB: transactions and reader slots belong to the parent."""
         self._closed = "opened before fork; open another view in the child"
+        self._lock = Lock()  # another thread of the parent may hold the old one
         self.readers.clear()
         self._environments.clear()

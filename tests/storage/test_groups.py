@@ -6,15 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 
 import pytest
 
 from storage.env import directory
+from storage.env.environment import SHARED
 from storage.errors import Closed, CorruptedError, ViewInvalidated
+from storage.format import keys
 from storage.model import Seqno
 from storage.read import changes, validity
-from storage.read.view import open_view
+from storage.read.view import View, open_view
 from tests.storage.model import IDENTITY, keys_of
 from tests.storage.rig import open_writer, publish
 
@@ -33,6 +38,71 @@ def test_a_file_that_another_view_has_found_replaced_is_not_read_until_the_next_
         assert before.look_now()
         assert view.get(key) is not None
         assert view.groups.readers[0].environment is not before
+
+
+@pytest.fixture
+def short_turns() -> Iterator[None]:
+    """Threads switch so often that they meet between any two lines."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def replace_group(path: str) -> None:
+    folder = directory.group_path(path, 0)
+    shutil.copytree(folder, folder + ".copy")
+    shutil.rmtree(folder)
+    os.rename(folder + ".copy", folder)
+
+
+@pytest.mark.usefixtures("short_turns")
+def test_threads_share_a_view_while_its_file_is_replaced_and_it_leaves_nothing_open(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them opened the file, and one was closed. Two of them removed the replaced file: a KeyError."""
+    monkeypatch.setattr("storage.env.environment.LOOK_INTERVAL_S", 0.0)
+    key = keys_of(0, 1)[0]
+    writer = open_writer(path)
+    publish(writer, 0, [(key, b"value", 1)])
+    writer.close()
+    together = Barrier(6)
+
+    def read(view: View) -> bytes | None:
+        together.wait()
+        while True:
+            try:
+                found = view.get(key)
+            except ViewInvalidated:
+                continue
+            return None if found is None else found.value
+
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(20):
+            with open_view(path) as view:
+                for _ in range(3):
+                    assert set(pool.map(read, [view] * 6)) == {b"value"}
+                    replace_group(path)
+            assert SHARED.open == {}
+    open_writer(path).close()
+
+
+def test_a_read_ends_in_the_file_that_another_thread_has_found_replaced(path: str) -> None:
+    """The file was closed, and the read failed because the view was closed, which it was not."""
+    key = keys_of(0, 1)[0]
+    writer = open_writer(path)
+    publish(writer, 0, [(key, b"value", 1)])
+    writer.close()
+    with open_view(path) as view:
+        reader = view.reader(0)
+        with reader.environment.read() as txn:
+            replace_group(path)
+            assert reader.environment.look_now()
+            assert view.get(key) is not None
+            assert view.reader(0).environment is not reader.environment
+            assert txn.get(keys.rows_db(0), keys.ROW.pack(1, 1)) is not None
+        with pytest.raises(ViewInvalidated, match="start the read again"), reader.environment.read():
+            pass
 
 
 def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
