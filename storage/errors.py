@@ -73,7 +73,7 @@ class DeviceFailed(StorageError):
 
 
 class Full(StorageError):
-    """No space left: on the device, in a quota, or below the process's file size limit."""
+    """No space left: on the device, in a quota, or below the process's limit of file size or address space."""
 
     retryable = True
 

@@ -15,6 +15,7 @@ import stat
 import time
 from dataclasses import asdict, astuple, dataclass, fields, replace
 
+import lmdb
 import msgpack
 
 from storage.env.environment import DATA_FILE, WRITER_LOCK_FILE, Environment, storage_error
@@ -64,11 +65,16 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
 
 
 def check_unused(path: str) -> None:
-    """Raise CorruptedError if a writer has ever opened a group at `path`, where `mirror.json` is missing."""
+    """Raise CorruptedError if a writer has ever opened a group at `path`, where `mirror.json` is missing. Raises
+    StorageError if a group cannot be read.
+    """
     for file in sorted(glob.glob(os.path.join(glob.escape(path), "group-*", DATA_FILE))):
-        with open(file, "rb") as data:
-            if not any(data.read(META_BYTES)):  # a power cut interrupted a creation
-                continue
+        try:
+            with open(file, "rb") as data:
+                if not any(data.read(META_BYTES)):  # a power cut interrupted a creation
+                    continue
+        except OSError as error:
+            raise storage_error(error, file) from error
         environment = Environment(os.path.dirname(file), ())
         try:
             stored, fence = _meta(environment)
@@ -86,8 +92,8 @@ def check_unused(path: str) -> None:
 
 def _meta(environment: Environment) -> tuple[bytes, bytes]:
     """Read the stored identity and fence of an environment; both are empty if its creation was interrupted."""
-    with environment.env.begin() as txn:
-        if txn.get(keys.DB_META) is None:
+    with environment.read() as read:
+        if read.raw.get(keys.DB_META) is None:
             return b"", b""
     environment.open_all()
     with environment.read() as read:
@@ -118,7 +124,7 @@ def description(identity: Identity) -> dict[str, object]:
 
 
 def create_environment(path: str, group: int, identity: Identity, *, time_ms: int = 0) -> None:
-    """Create a group's environment with empty vbuckets: branch 1, nothing published."""
+    """Create a group's environment with empty vbuckets: branch 1, nothing published. Raises StorageError."""
     vbids = identity.group_vbids(group)
     environment = Environment(path, vbids, writable=True, create=True, sync="full")
     try:
@@ -133,6 +139,8 @@ def create_environment(path: str, group: int, identity: Identity, *, time_ms: in
                 txn.put_state_row(vbid, records.StateRow(1, 0, 0, 0, None, FailoverLog(), 0, 0, None))
             txn.put(keys.DB_META, b"identity", identity_bytes(identity, group))
             txn.put(keys.DB_META, b"fence", (0).to_bytes(8, "big"))
+    except lmdb.Error as error:
+        raise storage_error(error, path) from error
     finally:
         environment.close()
 

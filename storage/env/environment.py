@@ -83,6 +83,8 @@ def storage_error(error: Exception, path: str) -> StorageError:
         return error
     if "closed/deleted/dropped" in text:
         return Closed("the view is closed", path=path, hint="open another view")
+    if isinstance(error, lmdb.MemoryError):
+        return Full("no address space to map the file", path=path, hint="raise the limit (ulimit -v)")
     if isinstance(error, lmdb.MapFullError):
         return Full("the LMDB map is full and cannot grow", path=path, hint="free address space or raise the limit")
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in text or "File too large" in text:
@@ -235,7 +237,9 @@ class Environment:
         self.look_at = time.monotonic() + self._look_interval_s
         """Time of the next check by `look` (`time.monotonic`); 0: the next call checks."""
         self.replaced = False
-        """True once the group's folder or file was moved, removed or replaced. The open file is then no longer read."""
+        """True once the group's folder or file was moved, removed or replaced, or the map was lost. The open file is
+        then no longer read.
+        """
         try:
             self._refuse_cut_short(tries=1 if writable else READER_TRIES)
             if writable and sync != "unsafe":
@@ -397,7 +401,13 @@ class Environment:
                 self._forget_read(write)
                 raise storage_error(error, self.path) from error
             self._forget_read(write)
-            self._remap(0, count)
+            try:
+                self._remap(0, count)
+            except lmdb.Error as error:  # the map is lost; a view opens the file again
+                self.env.close()
+                if not self.writable:
+                    self.replaced, self.look_at = True, 0.0
+                raise storage_error(error, self.path) from error
 
     def _forget_read(self, write: bool) -> None:
         if not write:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +69,37 @@ def test_groups_without_a_description_that_cannot_be_read_are_left_alone(tmp_pat
         directory.create(str(tmp_path), IDENTITY)
     (tmp_path / "group-0001" / "data.mdb").write_bytes(bytes(5_000))
     directory.create(str(tmp_path), IDENTITY)
+    os.unlink(tmp_path / "mirror.json")
+    with open(tmp_path / "group-0000" / "data.mdb", "r+b") as file:
+        file.seek(directory.META_BYTES)
+        file.write(bytes(os.path.getsize(file.name) - directory.META_BYTES))
+    with pytest.raises(StorageError, match="group-0000"):
+        directory.load(str(tmp_path))
+    os.unlink(tmp_path / "group-0000" / "data.mdb")
+    (tmp_path / "group-0000" / "data.mdb").mkdir()
+    with pytest.raises(StorageError, match=r"group-0000/data\.mdb: .*Is a directory"):
+        directory.load(str(tmp_path))
+
+
+def test_a_disk_that_fills_up_during_a_creation_is_named(tmp_path: Path) -> None:
+    """LMDB's own error, from the second commit, ended the worker that filled a removed group again."""
+    program = (
+        "import os, resource, sys\n"
+        "from dataclasses import replace\n"
+        "from storage.env import directory\n"
+        "from storage.errors import Full\n"
+        "from tests.storage.model import IDENTITY\n"
+        "for pages in range(10, 100, 10):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (pages * 4096, resource.RLIM_INFINITY))\n"
+        "    os.mkdir(folder := f'{sys.argv[1]}/{pages}')\n"
+        "    try:\n        directory.create_environment(folder, 0, replace(IDENTITY, vbucket_count=1024))\n"
+        "    except Full:\n        continue\n"
+        "    print(pages)\n"
+        "    break\n"
+    )
+    made = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert made.stderr == ""
+    assert int(made.stdout) > 40, "a limit lay between the first commit and the second"
 
 
 def test_what_was_selected_is_part_of_the_identity(tmp_path: Path) -> None:

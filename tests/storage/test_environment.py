@@ -171,6 +171,38 @@ writer.close()
 """
 
 
+LIMITED = """
+import resource, subprocess, sys
+from storage.errors import StorageError
+from storage.read.view import open_view
+from tests.storage.model import keys_of
+path, growing = sys.argv[1:]
+with open_view(path, map_size=1 << 20) as view:
+    print(view.get(keys_of(0, 1)[0]).seqno)
+    subprocess.run([sys.executable, "-c", growing, path], check=True)
+    pages = int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 20), resource.RLIM_INFINITY))
+    for _ in range(2):
+        try:
+            view.get(keys_of(0, 1)[0])
+        except StorageError as error:
+            print(type(error).__name__, error.message)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(view.get(keys_of(0, 1)[0]).seqno)
+"""
+
+
+def test_a_view_without_address_space_for_a_grown_map_raises_full_until_there_is_some(path: str) -> None:
+    """LMDB's own error came first, then 'the view is closed', for ever."""
+    writer = open_writer(path, map_size=1 << 20)
+    publish(writer, 0, [(keys_of(0, 1)[0], b"old", 1)])
+    writer.close()
+    said = subprocess.run(
+        [sys.executable, "-c", LIMITED, path, GROWING], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert said == ["1", *["Full no address space to map the file"] * 2, "101"]
+
+
 @pytest.mark.parametrize("grown_by", ["the writer of another process", "the writer of this process"])
 def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_size(path: str, grown_by: str) -> None:
     """LMDB moved the map under it: hundreds of errors in a few milliseconds, in whatever threads were reading."""
