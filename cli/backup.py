@@ -22,7 +22,6 @@ from mirror.errors import ConfigError, SupervisionError
 from storage.admin import archive
 from storage.admin import backup as store_backup
 from storage.admin.backup import BackupPart
-from storage.errors import StorageError
 
 STDOUT = "-"
 
@@ -99,17 +98,16 @@ def in_words(summary: store_backup.Summary) -> str:
 
 
 def parts_of(source: str) -> Iterator[BackupPart]:
-    if source == STDOUT:
-        yield from archive.tar_parts(sys.stdin.buffer)
-    elif os.path.isdir(source):
-        yield from archive.folder_parts(source)
-    else:
-        try:
+    try:
+        if source == STDOUT:
+            yield from archive.tar_parts(sys.stdin.buffer)
+        elif os.path.isdir(source):
+            yield from archive.folder_parts(source)
+        else:
             with open(source, "rb") as file:
                 yield from archive.tar_parts(file)
-        except OSError as error:
-            hint = "give --from a backup"
-            raise StorageError(f"cannot be read: {error.strerror}", path=source, hint=hint) from None
+    except OSError as error:
+        raise archive.unreadable(error, "stdin" if source == STDOUT else source) from None
 
 
 def restore(

@@ -56,15 +56,23 @@ class TarSink:
 
 
 def folder_parts(path: str) -> Iterator[BackupPart]:
-    """Yield the parts in a folder, the manifest last. Raises CorruptedError, OSError."""
+    """Yield the parts in a folder, the manifest last. Raises CorruptedError, StorageError."""
     if not os.path.exists(os.path.join(path, MANIFEST)):
         raise CorruptedError(f"is no complete backup: it has no {MANIFEST}", path=path, hint=AGAIN)
     names = []
     for folder, _, files in os.walk(path):
         names += [os.path.relpath(os.path.join(folder, name), path) for name in files]
     for name in sorted(names, key=lambda name: (name == MANIFEST, name)):
-        with open(os.path.join(path, name), "rb") as file:
-            yield _part(name, file, os.fstat(file.fileno()).st_size)
+        try:
+            with open(os.path.join(path, name), "rb") as file:
+                part = _part(name, file, os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise unreadable(error, os.path.join(path, name)) from error
+        yield part
+
+
+def unreadable(error: OSError, path: str) -> StorageError:
+    return StorageError(f"cannot be read: {error.strerror}", path=path, hint="give --from a backup")
 
 
 def tar_parts(file: IO[bytes]) -> Iterator[BackupPart]:

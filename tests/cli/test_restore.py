@@ -101,7 +101,11 @@ def test_only_into_an_empty_directory(mirrored: Path, made: Path) -> None:
 
 def test_a_backup_that_is_not_there_is_named(tmp_path: Path) -> None:
     """The error named the data directory."""
-    missing = tmp_path / "missing"
-    result = call("restore", "--from", missing, "--data", tmp_path / "data")
-    assert result.code == 1
-    assert result.complaint.startswith(f"dcp-mirror: {missing}: cannot be read: No such file or directory")
+    backup = tmp_path / "backup"
+    (backup / "group-0000").mkdir(parents=True)
+    (backup / "backup.json").write_text("{}")
+    (part := backup / "group-0000" / "data.mdb.000000").symlink_to("nowhere")
+    for source, unread in ((tmp_path / "missing", tmp_path / "missing"), (backup, part)):
+        result = call("restore", "--from", source, "--data", tmp_path / "data")
+        assert result.code == 1
+        assert result.complaint.startswith(f"dcp-mirror: {unread}: cannot be read: No such file or directory")
