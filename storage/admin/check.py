@@ -23,7 +23,7 @@ from storage.model import SEQNO_MAX, Identity, Kind
 
 PROBLEMS_MAX = 1000
 GAP_ROWS = 5_000_000
-"""Hashes of a vbucket's key rows held in memory. If there are more, rows without a key row are not found."""
+"""Hashes of a vbucket's key rows held in memory. The key row of each further row is looked up, which is slower."""
 
 
 @dataclass(slots=True)
@@ -228,12 +228,13 @@ class _VbucketCheck:
                     where = _show(row_key[records.ROW_KEY])
                     self._add(f"a boundary at {where}, inside a span from {before_seqno} to {end_seqno}")
 
-    def _check_rows(self) -> dict[bytes, int] | None:
+    def _check_rows(self) -> dict[bytes, int]:
         """Check that every row decodes, has the seqno of its key and lies above the base of its branch. Return a hash
-        of each key row that must be stored, by the key of its row; None if there are more than `GAP_ROWS`.
+        of each key row that must be stored, by the key of its row, for at most `GAP_ROWS` rows; look up the others.
         """
         state = self.state
-        references: dict[bytes, int] | None = {}
+        references: dict[bytes, int] = {}
+        key_rows = self.txn.cursor(keys.keys_db(self.vbid))
         for key, value in self.txn.cursor(keys.rows_db(self.vbid)).iternext():
             if len(key) == keys.BOUNDARY_KEY_SIZE and key[-1:] == keys.BOUNDARY_SUFFIX:
                 chain.boundary_of(key, value, self.vbid)
@@ -262,10 +263,12 @@ class _VbucketCheck:
                 continue
             if document.kind is Kind.SYSTEM_EVENT:
                 continue
-            if references is not None and self._must_have_key_row(branch, seqno):
-                references[key] = hash(records.key_rows([(key, value)])[0])
-                if len(references) > GAP_ROWS:
-                    references = None
+            if self._must_have_key_row(branch, seqno):
+                (key_row,) = records.key_rows([(key, value)])
+                if len(references) < GAP_ROWS:
+                    references[key] = hash(key_row)
+                elif not key_rows.set_key_dup(*key_row):
+                    self._add(f"{where} has no key row")
         return references
 
     def _must_have_key_row(self, branch: int, seqno: int) -> bool:
@@ -274,7 +277,7 @@ class _VbucketCheck:
             return seqno <= self.indexed
         return any(link.branch == branch and seqno <= link.cut for link in self.served)
 
-    def _check_keys(self, references: dict[bytes, int] | None) -> None:
+    def _check_keys(self, references: dict[bytes, int]) -> None:
         """Check that every key row points to a row of its key and kind, and that each row in `references` has one."""
         rows_db = keys.rows_db(self.vbid)
         pointed = 0
@@ -291,7 +294,7 @@ class _VbucketCheck:
                 except ValueError as error:
                     self._add(str(error))
             position = dup[records.ROW_KEY]
-            if references is not None and position in references:
+            if position in references:
                 if references[position] != hash((wire_key, dup)):
                     self._add(f"key {wire_key!r} points to row {_show(position)}, which is another document's")
                 pointed += 1
@@ -301,7 +304,7 @@ class _VbucketCheck:
                 self._add(f"key {wire_key!r} points to row {_show(position)}, which is missing")
             elif records.key_rows([(position, frame)]) != [(wire_key, dup)]:
                 self._add(f"key {wire_key!r} points to row {_show(position)}, which is another document's")
-        if references is not None and pointed != len(references):
+        if pointed != len(references):
             for _, dup in self.txn.cursor(keys.keys_db(self.vbid)).iternext():
                 references.pop(dup[records.ROW_KEY], None)
             for position in references:

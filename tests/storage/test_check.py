@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import storage.admin.check
 from storage.admin.check import check
 from storage.env import directory
 from storage.env.environment import Environment
@@ -61,7 +62,11 @@ SEALED = sealed(FRAME)
 OTHER_SEQNO = records.encode_mutation(KEYS[0], b"v", 3)
 DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
     "a key without its row": (delete(ROWS, FIRST), "which is missing"),
-    "a row without its key": (delete(KEY_TREE, b"\0" + KEYS[0], keys.DUP.pack(1, 1, 0x57)), "has no key row"),
+    "a row without its key": (delete(KEY_TREE, b"\0" + KEYS[0], keys.DUP.pack(1, 1, 0x57)), "1:1 has no key row"),
+    "a later row without its key": (
+        delete(KEY_TREE, b"\0" + KEYS[4], keys.DUP.pack(1, 5, 0x57)),
+        "row 1:5 has no key row",
+    ),
     "a key that points to another document": (
         put(KEY_TREE, b"\0" + KEYS[1], keys.DUP.pack(1, 1, 0x57)),
         "another document's",
@@ -121,8 +126,11 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("gap_rows", [storage.admin.check.GAP_ROWS, 1])
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_found_and_named(path: str, name: str) -> None:
+def test_damage_is_found_and_named(path: str, name: str, gap_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a vbucket of more than `GAP_ROWS` rows, a row without its key was not found."""
+    monkeypatch.setattr(storage.admin.check, "GAP_ROWS", gap_rows)
     damage, expected = DAMAGE[name]
     environment = Environment(directory.group_path(path, 0), IDENTITY.group_vbids(0), writable=True)
     environment.open_all()
