@@ -19,7 +19,9 @@ text has the place, the problem and the remedy. If `retryable` is true, the same
     StorageError
     |-- NotAMirror         there is no mirror at this path
     |-- ReadOnly           this user lacks a permission; a reader must write LMDB's lock file
-    |-- Full               no space left for LMDB's lock file (retryable)
+    |-- Full               no space left for LMDB's lock file, or no address space for the data (retryable)
+    |-- Locked             all reader slots are taken, or a reader in another container has this PID (retryable)
+    |-- DeviceFailed       an input/output error (retryable)
     |-- CorruptedError     stored bytes contradict the format: `dcp-mirror check`
     |-- FormatTooNew       written by another version of the format
     |-- WrongBucket        a group's folder belongs to another mirror
@@ -42,8 +44,10 @@ from storage.errors import (
     AnswerTooLarge,
     Closed,
     CorruptedError,
+    DeviceFailed,
     FormatTooNew,
     Full,
+    Locked,
     NoSuchBoundary,
     NotAMirror,
     NotHeld,
@@ -67,10 +71,12 @@ __all__ = [
     "Change",
     "Closed",
     "CorruptedError",
+    "DeviceFailed",
     "Document",
     "FormatTooNew",
     "Full",
     "Kind",
+    "Locked",
     "MutationToken",
     "NoSuchBoundary",
     "NotAMirror",

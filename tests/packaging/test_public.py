@@ -8,7 +8,7 @@ import pydoc
 import mirror
 from storage import errors
 
-OF_WRITERS = {"DeviceFailed", "Locked", "SeqnoOrder"}
+OF_WRITERS = {"SeqnoOrder"}
 """Errors that no reader meets."""
 
 
