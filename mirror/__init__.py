@@ -23,7 +23,7 @@ text has the place, the problem and the remedy. If `retryable` is true, the same
     |-- Locked             all reader slots are taken, or a reader in another container has this PID (retryable)
     |-- DeviceFailed       an input/output error (retryable)
     |-- CorruptedError     stored bytes contradict the format: `dcp-mirror check`
-    |-- FormatTooNew       written by another version of the format
+    |-- UnknownFormat      written by another version of the format
     |-- WrongBucket        a group's folder belongs to another mirror
     |-- NotHeld            another mirror of the bucket holds the vbucket
     |-- UnknownCollection  no collection of that name
@@ -45,7 +45,6 @@ from storage.errors import (
     Closed,
     CorruptedError,
     DeviceFailed,
-    FormatTooNew,
     Full,
     Locked,
     NoSuchBoundary,
@@ -56,6 +55,7 @@ from storage.errors import (
     StorageError,
     Unavailable,
     UnknownCollection,
+    UnknownFormat,
     ViewInvalidated,
     WriteLost,
     WrongBucket,
@@ -73,7 +73,6 @@ __all__ = [
     "CorruptedError",
     "DeviceFailed",
     "Document",
-    "FormatTooNew",
     "Full",
     "Kind",
     "Locked",
@@ -89,6 +88,7 @@ __all__ = [
     "Token",
     "Unavailable",
     "UnknownCollection",
+    "UnknownFormat",
     "View",
     "ViewInvalidated",
     "WriteLost",

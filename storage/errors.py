@@ -42,7 +42,7 @@ class WrongBucket(StorageError):
     exit_code = 3
 
 
-class FormatTooNew(StorageError):
+class UnknownFormat(StorageError):
     """The directory or backup has a format that this program does not read."""
 
     exit_code = 3

@@ -26,7 +26,7 @@ from storage.env import directory
 from storage.env.compaction import Compaction
 from storage.env.directory import MapRecord
 from storage.env.environment import DATA_FILE, storage_error
-from storage.errors import CorruptedError, FormatTooNew, StorageError
+from storage.errors import CorruptedError, StorageError, UnknownFormat
 from storage.model import Identity
 from storage.read.view import Time, View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
@@ -178,7 +178,7 @@ def restore(
     """Restore a backup into a mirror at `target`, which must be missing or empty.
 
     The checksums show damage of the backup. `check_rows` also checks all rows, to show damage of the original.
-    Raises StorageError. After CorruptedError or FormatTooNew, `target` is as before.
+    Raises StorageError. After CorruptedError or UnknownFormat, `target` is as before.
     """
     check_target(target)
     work = os.path.join(target, WORK)
@@ -280,7 +280,7 @@ class _Files:
 
 
 def read_manifest(data: bytes) -> dict[str, Any]:
-    """Decode the manifest of a backup. Raises CorruptedError, FormatTooNew."""
+    """Decode the manifest of a backup. Raises CorruptedError, UnknownFormat."""
     try:
         manifest = json.loads(data)
         if manifest["kind"] != KIND:
@@ -289,7 +289,7 @@ def read_manifest(data: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptedError(f"{MANIFEST} is damaged, or is not that of a backup", hint=AGAIN) from None
     if version != VERSION or store_format not in directory.FORMATS_READ:
-        raise FormatTooNew(
+        raise UnknownFormat(
             f"the backup is of version {version} with data of format {store_format}; this program knows version "
             f"{VERSION} and format {directory.FORMAT}",
             hint="use the version of dcp-mirror that wrote it",

@@ -49,7 +49,7 @@ Progress = Callable[[int, int], None]
 def check(path: str, *, progress: Progress | None = None) -> CheckReport:
     """Walk the mirror at `path`, group by group: LMDB's pages (py-lmdb's verifier; some 150 MB/s), then their contents.
 
-    Damage of a group is reported, not raised. Raises NotAMirror, ReadOnly, FormatTooNew, and CorruptedError for
+    Damage of a group is reported, not raised. Raises NotAMirror, ReadOnly, UnknownFormat, and CorruptedError for
     `mirror.json`. `progress(done, of)` counts vbuckets.
     """
     identity = directory.load(path)

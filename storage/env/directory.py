@@ -20,7 +20,7 @@ import msgpack
 
 from storage.env.environment import DATA_FILE, WRITER_LOCK_FILE, Environment, storage_error
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, ReadOnly, StorageError, WrongBucket
+from storage.errors import CorruptedError, Locked, NotAMirror, ReadOnly, StorageError, UnknownFormat, WrongBucket
 from storage.format import keys, records
 from storage.model import Branch, BranchReason, FailoverLog, Identity, Seqno
 
@@ -160,7 +160,7 @@ def _fields(identity: Identity) -> dict[str, object]:
 
 
 def check_identity(stored: bytes | None, identity: Identity, group: int, path: str) -> None:
-    """Raise WrongBucket, FormatTooNew or CorruptedError if `stored`, the identity in `meta`, is not `identity`."""
+    """Raise WrongBucket, UnknownFormat or CorruptedError if `stored`, the identity in `meta`, is not `identity`."""
     if any(stored == identity_bytes(identity, group, known) for known in FORMATS_READ):
         return
     found = _stored_description(stored, path)
@@ -174,9 +174,9 @@ def check_identity(stored: bytes | None, identity: Identity, group: int, path: s
     )
 
 
-def _other_format(stored_format: object, path: str) -> FormatTooNew:
+def _other_format(stored_format: object, path: str) -> UnknownFormat:
     older = isinstance(stored_format, int) and stored_format < FORMATS_READ[0]
-    return FormatTooNew(
+    return UnknownFormat(
         f"format {stored_format}; this program knows format {', '.join(map(str, FORMATS_READ))}",
         path=path,
         hint="move the directory away and run again: the mirror is filled from the source"
@@ -188,7 +188,7 @@ def _other_format(stored_format: object, path: str) -> FormatTooNew:
 def load(path: str) -> Identity:
     """Read the identity of the mirror at `path`.
 
-    Raises NotAMirror, ReadOnly (no permission), FormatTooNew, or CorruptedError if `mirror.json` is invalid, or is
+    Raises NotAMirror, ReadOnly (no permission), UnknownFormat, or CorruptedError if `mirror.json` is invalid, or is
     missing from a mirror.
     """
     file_path = os.path.join(path, FILE)

@@ -57,7 +57,7 @@ def open_view(
     read from its old copy during a resync, even if the setting `resync_reads` withholds that copy. With `verify_reads`
     each row's checksum is compared; a wrong checksum raises CorruptedError.
 
-    Raises NotAMirror, ReadOnly, CorruptedError, FormatTooNew; the first read of a group also WrongBucket, and ReadOnly
+    Raises NotAMirror, ReadOnly, CorruptedError, UnknownFormat; the first read of a group also WrongBucket, and ReadOnly
     without write access to the lock file.
     """
     return View(os.fspath(path), map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads)

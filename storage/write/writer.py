@@ -35,7 +35,7 @@ class GroupWriter:
     def __init__(self, path: str, options: WriterOptions) -> None:
         """Take the group's lock, open the environment and read the states.
 
-        Raises StorageError: Locked, ReadOnly, Full, CorruptedError, FormatTooNew, WrongBucket.
+        Raises StorageError: Locked, ReadOnly, Full, CorruptedError, UnknownFormat, WrongBucket.
         """
         self.path = path
         self.options = options

@@ -18,7 +18,7 @@ from storage.admin.backup import BackupPart
 from storage.admin.check import check
 from storage.env import directory
 from storage.env.directory import MapRecord
-from storage.errors import CorruptedError, FormatTooNew, NoSuchBoundary, StorageError, ViewInvalidated
+from storage.errors import CorruptedError, NoSuchBoundary, StorageError, UnknownFormat, ViewInvalidated
 from storage.format import keys
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
@@ -262,7 +262,7 @@ def test_another_version_or_format_is_refused(path: str, filled: GroupWriter, tm
     *parts, last = made(path)
     for field in ("version", "store_format"):
         other = json.loads(last.data) | {field: 99}
-        with pytest.raises(FormatTooNew, match="99"):
+        with pytest.raises(UnknownFormat, match="99"):
             restored([*parts, last._replace(data=json.dumps(other).encode())], tmp_path / "target")
 
 

@@ -15,7 +15,7 @@ import pytest
 from storage.env import directory
 from storage.env.directory import MapRecord
 from storage.env.environment import WRITER_LOCK_FILE
-from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, StorageError, WrongBucket
+from storage.errors import CorruptedError, Locked, NotAMirror, StorageError, UnknownFormat, WrongBucket
 from storage.model import Identity
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY
@@ -119,8 +119,8 @@ def test_what_was_selected_is_part_of_the_identity(tmp_path: Path) -> None:
         ("", CorruptedError, "cannot be read"),
         ("[]", CorruptedError, "no mirror description"),
         ("{}", CorruptedError, "no mirror description"),
-        ('{"format": 99}', FormatTooNew, "format 99; this program knows format 2 .use the version"),
-        ('{"format": 1}', FormatTooNew, "format 1; this program knows format 2 .move the directory away"),
+        ('{"format": 99}', UnknownFormat, "format 99; this program knows format 2 .use the version"),
+        ('{"format": 1}', UnknownFormat, "format 1; this program knows format 2 .move the directory away"),
         ('{"format": 2}', CorruptedError, "lacks 'cluster_uuid'"),
         (
             '{"format":2,"cluster_uuid":"","bucket_name":"b","bucket_uuid":"u","vbucket_count":0,"group_count":1}',

@@ -124,7 +124,7 @@ def test_the_text_is_one_line_with_place_and_remedy() -> None:
 
 
 def test_kinds_carry_exit_code_and_retryable() -> None:
-    for kind in (errors.CorruptedError, errors.WrongBucket, errors.FormatTooNew):
+    for kind in (errors.CorruptedError, errors.WrongBucket, errors.UnknownFormat):
         assert (kind("x").exit_code, kind("x").retryable) == (3, False)
     assert (errors.NotAMirror("x").exit_code, errors.NotAMirror("x").retryable) == (2, False)
     for again in (errors.Full, errors.Locked, errors.ViewInvalidated):
