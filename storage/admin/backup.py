@@ -27,6 +27,7 @@ from storage.env.compaction import Compaction
 from storage.env.directory import MapRecord
 from storage.env.environment import DATA_FILE, storage_error
 from storage.errors import CorruptedError, StorageError, UnknownFormat
+from storage.history import branches
 from storage.model import Identity
 from storage.read.view import Time, View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
@@ -140,8 +141,7 @@ def _group_parts(
             published[vbid] = served.pub.seqno
             if boundary is not None:
                 state = view.reader(vbid).state(txn)
-                if state.staging_branch != state.branch:
-                    raise StorageError("it is being resynced", vbid=vbid, hint="repeat it when that is published")
+                branches.check_settled(state, environment.path)
                 if boundary.seqno < state.published_seqno:
                     rollbacks[vbid] = int(boundary.seqno)
         pages = copy.pages()

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError
+from storage.errors import CorruptedError, StorageError
 from storage.format import keys, records
 from storage.history import chain, manifests
 from storage.model import (
@@ -291,6 +291,18 @@ def _put_state(txn: Transaction, state: VbucketState, branch: Branch, seqno: Seq
         **changes,
     )
     txn.put_state_row(state.vbid, records.StateRow.of(at))
+
+
+def check_settled(state: VbucketState, path: str) -> None:
+    """Raise StorageError during a resync or a deferred rollback: readers then see another branch than the writer's."""
+    if state.staging_branch == state.branch:
+        return
+    if state.rollback_deferred:
+        what = "readers still see the history before a failover, until all copies have persisted the new one"
+        hint = "wait until they have, then try again"
+    else:
+        what, hint = "it is being resynced", "wait until the new copy is published, then try again"
+    raise StorageError(what, path=path, vbid=state.vbid, hint=hint)
 
 
 def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Moment) -> None:

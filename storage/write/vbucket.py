@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from storage.errors import NoSuchBoundary, StorageError
+from storage.errors import NoSuchBoundary
 from storage.history import branches, chain
 from storage.model import Boundary, Branch, Seqno, VbucketState
 from storage.write.owner import contained
@@ -43,10 +43,7 @@ class VbucketWriter(PendingVbucket):
         Raises NoSuchBoundary if `to_seqno` is below the floor, StorageError during a resync or deferred rollback.
         """
         state = self.base
-        if state.staging_branch != state.branch:
-            raise StorageError(
-                "it is being resynced", path=self.owner.path, vbid=self.vbid, hint="roll back when that is published"
-            )
+        branches.check_settled(state, self.owner.path)
         boundary = self._boundary_at(state, to_seqno)
         if boundary is None or boundary.seqno < state.history_floor_seqno:
             raise NoSuchBoundary(

@@ -279,6 +279,21 @@ def test_a_folder_of_another_mirror_is_refused(path: str, filled: GroupWriter, t
     )
 
 
+def test_an_earlier_moment_of_an_unsettled_vbucket_is_neither_copied_nor_rolled_back_to(
+    path: str, filled: GroupWriter
+) -> None:
+    """During a deferred rollback the errors spoke of a resync."""
+    vbucket = filled.vbuckets[0]
+    for unsettle, words in (
+        (lambda: vbucket.rollback(4, deferred=True), "readers still see the history before a failover"),
+        (vbucket.begin_resync, "it is being resynced"),
+    ):
+        unsettle()
+        for refused in (lambda: made(path, as_of_ms=2_000_000), lambda: vbucket.check_rollback(4)):
+            with pytest.raises(StorageError, match=rf"{words}.*\(wait until .* try again\)"):
+                refused()
+
+
 def test_only_an_empty_directory_is_restored_into(path: str, filled: GroupWriter, tmp_path: Path) -> None:
     parts, target = made(path), tmp_path / "target"
     target.mkdir()
