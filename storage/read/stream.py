@@ -193,7 +193,7 @@ class Commits:
         vbucket of the group. Raises StorageError.
         """
         found: list[int] = []
-        if self._number == reader.environment.env.info()["last_txnid"]:
+        if self._number == reader.environment.newest_commit():
             return found
         with reader.environment.read() as txn:
             self._number = txn.raw.id()  # `last_txnid` may name a commit that is not readable yet

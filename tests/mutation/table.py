@@ -106,7 +106,7 @@ MUTATIONS = (
     Mutation(
         "storage/read/stream.py",
         "self._number = txn.raw.id()",
-        'self._number = reader.environment.env.info()["last_txnid"]',
+        "self._number = reader.environment.newest_commit()",
         "tests/storage/test_stream.py -k looks_while",
     ),
     Mutation(

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from storage.errors import StorageError, ViewInvalidated
+from storage.errors import Closed, StorageError, ViewInvalidated
 from storage.history import branches
 from storage.history.branches import PurgeRow
 from storage.history.purge import Window
@@ -208,6 +208,16 @@ def test_changes_are_reported_once(store: Store, view: View) -> None:
     assert commits.news(view.reader(0)) == [], "nothing that is served changed"
     store.put(b"a", b"v", 1)
     assert commits.news(view.reader(0)) == [0]
+
+
+def test_changes_of_a_closed_file_raise_the_error_of_a_read(tmp_path: Path) -> None:
+    """LMDB's own error passed the handlers of StorageError."""
+    store = Store(tmp_path, vbuckets=1)
+    store.close()
+    with open_view(store.path) as view:
+        reader = view.reader(0)
+    with pytest.raises(Closed):
+        Commits().news(reader)
 
 
 def test_a_publish_is_reported_also_to_who_looks_while_it_is_written(tmp_path: Path) -> None:
