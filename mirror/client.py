@@ -11,7 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mirror.errors import ExitCode, MirrorError, SupervisionError
@@ -26,15 +26,16 @@ ANSWER_LENGTH_MAX = 256 * 1024 * 1024
 
 @contextmanager
 def socket_address(directory: Path) -> Iterator[str]:
-    """Yield a short path of the control socket, even if the directory's own path is long."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise SupervisionError(f"{directory}: {error.strerror}") from error
+    """Yield a short path of the control socket, even if the directory's own path is long. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
     finally:
         os.close(descriptor)
+
+
+class AccessDenied(SupervisionError):
+    """This user may not use the control socket."""
 
 
 class ServiceSaidNo(MirrorError):
@@ -56,18 +57,25 @@ def ask(directory: Path, command: ControlCommand, *, timeout_s: float = TIMEOUT_
             with socket_address(directory) as address:
                 line.connect(address)
         except PermissionError:
-            raise SupervisionError(
+            raise AccessDenied(
                 f"this user may not use the control socket of {directory}",
                 hint="run this command as the service's user, or as root",
             ) from None
-        except (OSError, SupervisionError):
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
             return None
+        except OSError as error:
+            raise SupervisionError(
+                f"the control socket of {directory} cannot be used: {error.strerror}", retryable=True
+            ) from error
         try:
-            line.sendall(json.dumps(encode(command)).encode() + b"\n")
+            with suppress(ConnectionError):  # a refusal may come before the whole command is sent
+                line.sendall(json.dumps(encode(command)).encode() + b"\n")
             answer = _read_line(line)
         except TimeoutError:
             raise SupervisionError(
-                f"the service of {directory} does not answer", hint="look at its logs; `kill -9` of it loses no data"
+                f"the service of {directory} does not answer",
+                hint="look at its logs; `kill -9` of it loses no data",
+                retryable=True,
             ) from None
         except OSError:
             return None

@@ -10,7 +10,7 @@ import pytest
 from mirror import client
 from mirror.client import SOCKET_NAME, socket_address
 from mirror.errors import SupervisionError
-from mirror.messages import GetStatus, Ping, RollBack
+from mirror.messages import GetStatus, GrantLease, Ping, RollBack
 
 
 class Service:
@@ -63,6 +63,13 @@ def test_a_refusal_keeps_its_words_and_code(tmp_path: Path) -> None:
     with Service(tmp_path, lambda line, _: line.sendall(refusal)), pytest.raises(client.ServiceSaidNo) as caught:
         client.ask(tmp_path, Ping())
     assert (str(caught.value), caught.value.exit_code) == ("no", 2)
+
+
+def test_a_refusal_before_the_whole_command_was_taken_is_heard(tmp_path: Path) -> None:
+    long = GrantLease("a", "job", 30, [[vbid, 1, 5] for vbid in range(65_536)])
+    refusal = b'{"ok": false, "error": "64 clients"}\n'
+    with Service(tmp_path, lambda line, _: line.sendall(refusal)), pytest.raises(client.ServiceSaidNo, match="64"):
+        client.ask(tmp_path, long)
 
 
 def test_a_service_that_goes_away_in_mid_answer_is_not_there(tmp_path: Path) -> None:

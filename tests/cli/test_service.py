@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import LIMIT_S, background, call
+from tests.processes import without_rootly_powers
 from tests.supervise.conftest import eventually_now as eventually
 
 
@@ -32,3 +33,12 @@ def test_a_service_is_waited_for_reloaded_and_stopped(source: SandboxThread, tmp
     assert (result.code, "no service runs" in result.out) == (1, True)
     again = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up")
     assert again.code == 0, "nothing holds the directory any more"
+
+
+def test_a_directory_that_the_user_may_not_enter_is_not_reported_as_unserved(tmp_path: Path) -> None:
+    """They read that no service runs."""
+    data = tmp_path / "closed" / "data"
+    data.parent.mkdir(mode=0)
+    for command in ("stop", "reload"):
+        result = call(command, "--data", data, preexec_fn=without_rootly_powers)
+        result.assert_complains(1, f"this user may not use the control socket of {data}")

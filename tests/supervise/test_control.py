@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from mirror.client import SOCKET_NAME, socket_address
+from mirror import client
+from mirror.client import SOCKET_NAME, ServiceSaidNo, socket_address
 from mirror.errors import ConfigError, SupervisionError
+from mirror.messages import Ping
 from mirror.supervise.listeners import control
 from mirror.supervise.listeners.control import ControlServer, Handler
 
@@ -63,10 +65,10 @@ async def test_a_client_that_leaves_without_its_answer_leaves_no_traceback(
     tmp_path: Path, untaken_errors: list[dict[str, Any]]
 ) -> None:
     async with serving(tmp_path):
-        with socket_address(tmp_path) as address, socket.socket(socket.AF_UNIX) as client:
-            client.connect(address)
-            client.sendall(b'{"op": "one"}\n')
-            await asyncio.to_thread(select.select, [client], [], [])
+        with socket_address(tmp_path) as address, socket.socket(socket.AF_UNIX) as line:
+            line.connect(address)
+            line.sendall(b'{"op": "one"}\n')
+            await asyncio.to_thread(select.select, [line], [], [])
         (served,) = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.wait({served})
     gc.collect()
@@ -101,17 +103,20 @@ async def test_a_path_longer_than_a_socket_address_works(tmp_path: Path) -> None
         assert (await ask(deep, b'{"op": "ok"}'))[0]["ok"]
 
 
-async def test_more_clients_than_allowed_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_clients_than_allowed_are_turned_away_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were told that no service runs, so a lease counted as granted."""
     monkeypatch.setattr(control, "CLIENTS_MAX", 1)
     async with serving(tmp_path):
         with socket_address(tmp_path) as address:
             reader, writer = await asyncio.open_unix_connection(address)
             writer.write(b'{"op": "first"}\n')
             assert json.loads(await reader.readline())["ok"]
-            second, closing = await asyncio.open_unix_connection(address)
-            assert await second.read() == b""
+            with pytest.raises(ServiceSaidNo, match="1 clients are connected already") as caught:
+                await asyncio.to_thread(client.ask, tmp_path, Ping())
+            assert caught.value.retryable
         writer.close()
-        closing.close()
 
 
 async def test_a_missing_directory_for_a_socket_is_named(tmp_path: Path) -> None:

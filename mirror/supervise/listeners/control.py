@@ -22,7 +22,7 @@ from mirror.messages import Reply
 REQUEST_LENGTH_MAX = 1024 * 1024
 """Bytes of the longest command; the client of a longer one is disconnected."""
 CLIENTS_MAX = 64
-"""Limit of connected clients; a further client is disconnected at once."""
+"""Limit of connected clients; a further client gets an error and is disconnected at once."""
 ANSWER_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
 """Limit for a client to take an answer."""
@@ -52,10 +52,8 @@ class ControlServer:
                 finally:
                     os.umask(mask)
             self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=REQUEST_LENGTH_MAX)
-        except (OSError, SupervisionError) as error:
+        except OSError as error:
             listener.close()
-            if isinstance(error, SupervisionError):
-                raise
             raise SupervisionError(f"cannot listen on {self._directory / SOCKET_NAME}: {error.strerror}") from error
 
     async def stop(self) -> None:
@@ -72,12 +70,18 @@ class ControlServer:
         task = asyncio.current_task()
         assert task is not None, "the server starts a task for each client"
         if len(self._clients) >= CLIENTS_MAX:
+            full = SupervisionError(
+                f"{CLIENTS_MAX} clients are connected already", hint="try again in a second", retryable=True
+            )
+            writer.write(_line_of(_refusal(full)))
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
             return
         self._clients.add(task)
         try:
             while line := await self._line(reader):
-                writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
+                writer.write(_line_of(await self._answer(line)))
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await writer.drain()
         except TimeoutError:
@@ -112,5 +116,12 @@ class ControlServer:
         except TimeoutError:
             return {"ok": False, "error": f"no answer within {ANSWER_TIMEOUT_S:.0f} s"}
         except MirrorError as error:
-            code = int(error.exit_code)
-            return {"ok": False, "error": str(error), "exit_code": code, "retryable": error.retryable}
+            return _refusal(error)
+
+
+def _refusal(error: MirrorError) -> Reply:
+    return {"ok": False, "error": str(error), "exit_code": int(error.exit_code), "retryable": error.retryable}
+
+
+def _line_of(answer: Reply) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
