@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
@@ -163,6 +164,7 @@ def named_command(arguments: Sequence[str]) -> str:
 
 
 def main() -> None:
+    warnings.formatwarning = lambda message, *_: f"dcp-mirror: warning: {message}\n"
     sys.exit(
         exits.guarded(lambda: application(named_command(sys.argv[1:]))(prog_name="dcp-mirror", standalone_mode=False))
     )

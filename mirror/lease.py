@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from mirror.client import ServiceSaidNo, ask
-from mirror.errors import MirrorError, SupervisionError
+from mirror.client import AccessDenied, ServiceSaidNo, ask
+from mirror.errors import MirrorError
 from mirror.messages import GrantLease, ReleaseLease
 
 SECONDS = 60.0
@@ -39,7 +40,7 @@ class Lease:
         """Request the lease. If other processes hold one with `lease_id`, share it.
 
         Raises ServiceSaidNo if the service refuses, for instance because a position is no longer kept, and
-        SupervisionError if the service does not answer this user.
+        SupervisionError if the service does not answer. If this user may not use the control socket, `lost` says so.
         """
         self._directory = Path(path)
         self._positions = [[vbid, branch, seqno] for vbid, (branch, seqno) in sorted(positions.items())]
@@ -49,7 +50,13 @@ class Lease:
         self.id = lease_id or uuid.uuid4().hex
         self.lost: MirrorError | None = None
         """The reason why the positions are no longer held; None while they are."""
-        self._ask_first()
+        try:
+            self._ask_first()
+        except AccessDenied as error:
+            self.lost = error
+            self._ended.set()
+            warnings.warn(f"no lease: {error.what}; if the read outlasts history_s, it may fail", stacklevel=2)
+            return
         self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._renewing.start()
 
@@ -71,8 +78,8 @@ class Lease:
         while not self._ended.wait(self._seconds / 3):
             try:
                 self._ask()
-            except (ServiceSaidNo, SupervisionError) as error:
-                if isinstance(error, ServiceSaidNo) and not error.retryable:
+            except MirrorError as error:
+                if not error.retryable:
                     self.lost = error
                     return
 

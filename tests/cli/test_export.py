@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 
 from cli import export
+from mirror.client import SOCKET_NAME, socket_address
 from mirror.document import values
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.model import Branch, Document, Kind, Seqno
 from storage.read.view import open_view
-from tests.cli.conftest import LIMIT_S, background, call, succeed
+from tests.cli.conftest import LIMIT_S, background, call, copy_of, succeed
+from tests.processes import without_rootly_powers
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
@@ -48,6 +51,21 @@ def test_a_directory_gets_a_file_for_each_vbucket_and_a_file_its_name_at_the_end
     assert call("export", "--data", mirrored, "--to", tmp_path / "one.jsonl", "--vbid", "3").code == 0
     assert (tmp_path / "one.jsonl").read_bytes() == files[3].read_bytes()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["one.jsonl", "split"]
+
+
+@pytest.mark.parametrize("command", [("export",), ("sql", "SELECT * FROM documents", "--json")], ids=["export", "sql"])
+def test_a_reader_who_may_not_use_the_control_socket_reads_without_a_lease_and_is_warned_once(
+    mirrored: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """A member of `readers_group` could neither export nor query while a service ran."""
+    data = copy_of(mirrored, tmp_path / "data")
+    with socket.socket(socket.AF_UNIX) as service, socket_address(data) as address:
+        service.bind(address)
+        service.listen()
+        (data / SOCKET_NAME).chmod(0)
+        result = succeed(*command, "--data", data, preexec_fn=without_rootly_powers)
+    assert len(result.lines) == 183
+    assert f"warning: no lease: this user may not use the control socket of {data}" in result.complaint
 
 
 def test_what_is_exported_is_its_users_alone_unless_a_file_or_directory_says_more(
