@@ -31,7 +31,8 @@ BROKEN = {
 """States of a vbucket that make the mirror `degraded` -> the words for the vbucket in texts."""
 
 WITHOUT_CONTACT = "without contact to the source"
-REPORTED = (BROKEN["damaged"], WITHOUT_CONTACT)
+WITHOUT_WORKER = "without a worker"
+REPORTED = (BROKEN["damaged"], WITHOUT_CONTACT, WITHOUT_WORKER)
 """Troubles without a `Degraded` event, because events of their own report them."""
 UNHEARD = "servers do not report"
 MISLED = "clients are led to a mirror that does not answer for its vbuckets"
@@ -40,10 +41,10 @@ HELD_UP_S = 1.0
 """A vbucket that waits after an error is a trouble if its lag is longer; shorter waits are normal retries."""
 
 HEARD_S = 2.0
-"""If a worker sent no heartbeat for longer, the lag of its vbuckets is unknown. Workers send one every 0.5 s."""
+"""If a worker is silent for longer, the lag of its vbuckets is unknown. Workers send a heartbeat every 0.5 s."""
 
 SILENT_S = 3.0
-"""A process without a heartbeat for this long is a trouble."""
+"""A process that is silent for this long is a trouble."""
 
 Row = Mapping[str, Any]
 
@@ -117,7 +118,7 @@ class Health:
 
 
 def heard(row: Row) -> bool:
-    """Return True if the last heartbeat of the vbucket's worker is at most `HEARD_S` old, or no worker runs."""
+    """Return True if the vbucket's worker is silent for at most `HEARD_S`, or no worker runs."""
     return (row["report_age_s"] or 0) <= HEARD_S
 
 
@@ -130,22 +131,26 @@ def assess(
     source_error: str | None = None,
     servers: Sequence[str] = (),
     mirrors: Sequence[str] = (),
+    report_errors: Mapping[int, str] | None = None,
 ) -> Health:
     """Compute the health from the vbuckets' rows (cli/JSON.md) and `groups`, the workers' reports of their groups.
 
     `held_count` is the number of vbuckets that the mirror holds, None while unknown. `source_error` is the error of
     the last look-up of the source; None if the source answered, or before the first look-up. `servers` names the server
     processes that are silent for `SILENT_S`. `mirrors` has a sentence for each mirror that contradicts `kv_nodes`.
+    `report_errors` has the error of each worker whose last report failed.
     """
+    errors = report_errors or {}
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)
     if held_count is None:
         return of_mirror(STARTING, "the source has not answered yet")
     if len(rows) < held_count:
-        return of_mirror(STARTING, f"{len(rows)} of {held_count} vbuckets reported")
+        return of_mirror(STARTING, f"{len(rows)} of {held_count} vbuckets reported", next(iter(errors.values()), None))
     failed = {row["group"]: bool(row.get("full")) for row in groups if row.get("error")}
     """Groups whose store failed -> True if the disk is full. Their vbuckets have no streams."""
-    going = [row for row in rows if row["state"] not in BROKEN and row["group"] not in failed]
+    worked = [row for row in rows if row["worker"] is not None]
+    going = [row for row in worked if row["state"] not in BROKEN and row["group"] not in failed]
     away = [row for row in going if row["node"] is None and heard(row)]
     if away and len(away) == len(going):
         error = next((row["last_error"] for row in away if row["last_error"]), None)
@@ -155,13 +160,13 @@ def assess(
     found = [(row, _trouble(row, failed, lag_limit_s)) for row in rows]
     own = [Trouble(DEGRADED, UNHEARD, ", ".join(servers))] if servers else []
     own += [Trouble(DEGRADED, MISLED, text) for text in mirrors]
-    troubles = (*own, *_collected(rows, found))
+    troubles = (*own, *_collected(rows, found, errors))
     return Health(troubles[0].state if troubles else FOLLOWING, troubles)
 
 
 def assess_stored(rows: Sequence[Row]) -> Health:
     damage = (DEGRADED, "damaged")
-    damaged = _collected(rows, [(row, damage if row["state"] == "damaged" else None) for row in rows])
+    damaged = _collected(rows, [(row, damage if row["state"] == "damaged" else None) for row in rows], {})
     return Health(STORED, (Trouble(STORED, "no service runs: nothing follows the source"), *damaged))
 
 
@@ -171,7 +176,9 @@ def of_mirror(state: str, what: str, error: str | None = None) -> Health:
 
 def _trouble(row: Row, failed: Mapping[int, bool], lag_limit_s: float) -> tuple[str, str] | None:
     """Return the worst trouble of a vbucket as (mirror's state, text)."""
-    if (row["report_age_s"] or 0) > SILENT_S:
+    if row["worker"] is None:
+        return DEGRADED, WITHOUT_WORKER
+    if _silent(row):
         return DEGRADED, f"of worker {row['worker']}, silent for {row['report_age_s']:.0f} s"
     if row["state"] in BROKEN:
         return DEGRADED, BROKEN[row["state"]]
@@ -191,26 +198,36 @@ def _trouble(row: Row, failed: Mapping[int, bool], lag_limit_s: float) -> tuple[
     return None
 
 
+def _silent(row: Row) -> bool:
+    return (row["report_age_s"] or 0) > SILENT_S
+
+
 def _late(row: Row, limit_s: float) -> bool:
     return row["lag_s"] is not None and row["lag_s"] > limit_s
 
 
-def _collected(rows: Sequence[Row], found: Sequence[tuple[Row, tuple[str, str] | None]]) -> tuple[Trouble, ...]:
+def _collected(
+    rows: Sequence[Row], found: Sequence[tuple[Row, tuple[str, str] | None]], report_errors: Mapping[int, str]
+) -> tuple[Trouble, ...]:
     """Join vbuckets with the same trouble. Sort troubles by state, worst first, then by number of vbuckets."""
     together: dict[tuple[str, str], list[Row]] = {}
     for row, trouble in found:
         if trouble is not None:
             together.setdefault(trouble, []).append(row)
     troubles = [
-        Trouble(state, what, _error_of(concerned), tuple(concerned), len(rows), _places(rows, concerned))
+        Trouble(state, what, _error_of(concerned, report_errors), tuple(concerned), len(rows), _places(rows, concerned))
         for (state, what), concerned in together.items()
     ]
     rank = (DEGRADED, DISK_FULL, CATCHING_UP).index
     return tuple(sorted(troubles, key=lambda each: (rank(each.state), -len(each.rows))))
 
 
-def _error_of(rows: Sequence[Row]) -> str | None:
-    return next((row["detail"] or row["last_error"] for row in rows if row["state"] in (*BROKEN, "waiting")), None)
+def _error_of(rows: Sequence[Row], report_errors: Mapping[int, str]) -> str | None:
+    """Return the error of the vbuckets of one trouble."""
+    if _silent(rows[0]):
+        return report_errors.get(rows[0]["worker"])
+    with_error = (*BROKEN, "waiting", "starting")
+    return next((row["detail"] or row["last_error"] for row in rows if row["state"] in with_error), None)
 
 
 def _places(rows: Sequence[Row], concerned: Sequence[Row]) -> str:

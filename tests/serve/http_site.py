@@ -229,7 +229,7 @@ def service_report(data: Path, **more: Any) -> dict[str, Any]:
     found = stored_status(data)
     for row in found["vbuckets"]:
         row |= {"state": "streaming", "source_high_seqno": row["published_seqno"], "lag_seqnos": 0, "lag_s": 0.0}
-        row["node"] = "db1.example:11210"
+        row |= {"node": "db1.example:11210", "worker": 0, "report_age_s": 0.1}
     found |= {"service": "up"}
     found["totals"] |= totals(found["vbuckets"])
     return judged(found | more)

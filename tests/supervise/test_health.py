@@ -27,6 +27,12 @@ def away(vbid: int, lag_s: float | None = 20.0, **more: Any) -> Row:
     return row(vbid, 5, None, lag_s, state="waiting", node=None, **more)
 
 
+def left(vbid: int) -> Row:
+    """Return the row of a vbucket whose worker ended."""
+    error = "worker 0 ended: SIGKILL"
+    return row(vbid, 5, None, 0.2, state="starting", node=None, worker=None, report_age_s=None, last_error=error)
+
+
 GOOD = row(0)
 NOBODY = "cannot connect to db1:11210"
 SITUATIONS: dict[str, tuple[list[Row], str, list[str]]] = {
@@ -48,6 +54,12 @@ SITUATIONS: dict[str, tuple[list[Row], str, list[str]]] = {
     "one of two nodes is away": ([GOOD, away(1)], "degraded", ["1 of 2 vbuckets without contact to the source: 1"]),
     "a damaged group, and the source is away": (
         [row(0, state="damaged", detail="page 7"), away(1)], "source unreachable", ["no contact with the source"],
+    ),
+    "the worker ended": (
+        [left(0), left(1)], "degraded", ["2 of 2 vbuckets without a worker (worker 0 ended: SIGKILL)"],
+    ),
+    "one of two workers ended": (
+        [GOOD, left(1)], "degraded", ["1 of 2 vbuckets without a worker: 1 (worker 0 ended: SIGKILL)"],
     ),
     "an error that stays": (
         [GOOD, row(1, 5, 9, 2.0, state="waiting", last_error="not my vbucket")], "degraded",
@@ -149,6 +161,15 @@ def test_a_silent_worker_is_named_once_with_its_share() -> None:
     rows = [row(vbid, report_age_s=7.2 if vbid % 2 else 0.1, lag_seqnos=None if vbid % 2 else 0) for vbid in range(4)]
     found = assess(rows, 4, lag_limit_s=30)
     assert found.reasons == ["2 of 4 vbuckets of worker 1, silent for 7 s: 1, 3"]
+
+
+def test_an_error_of_a_silent_worker_is_that_of_its_reports() -> None:
+    rows = [row(vbid, report_age_s=7.2, state="waiting", last_error="not my vbucket") for vbid in range(2)]
+    found = assess(rows, 2, lag_limit_s=30, report_errors={1: "page 7"})
+    assert found.reasons == [
+        "1 of 2 vbuckets of worker 0, silent for 7 s: 0",
+        "1 of 2 vbuckets of worker 1, silent for 7 s: 1 (page 7)",
+    ]
 
 
 def test_servers_that_are_silent_are_one_trouble_of_the_whole() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -62,7 +63,7 @@ async def test_a_group_in_which_its_worker_dies_again_and_again_is_named_and_the
                 )
 
             await eventually(settled)
-            document = service.status_document()
+            document = copy.deepcopy(service.status_document())
     (worker,) = document["workers"]
     assert worker["restarts"] == DEATHS
     for row in document["vbuckets"]:

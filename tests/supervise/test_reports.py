@@ -14,9 +14,11 @@ from mirror.client import SOCKET_NAME
 from mirror.errors import ExitCode, MirrorError
 from mirror.health import SILENT_S, assess
 from mirror.messages import Turned
+from mirror.supervise.processes import table
 from mirror.supervise.processes.life import Send
 from mirror.supervise.reports import collector as reports
 from storage.env import directory
+from storage.errors import StorageError
 from storage.model import Identity
 from tests.supervise import in_process
 from tests.supervise.conftest import eventually
@@ -83,6 +85,54 @@ async def test_a_stopped_worker_is_neither_ready_nor_waited_for(tmp_path: Path) 
         finally:
             os.kill(stopped, signal.SIGCONT)
         await eventually(lambda: service.status_document()["state"] == "following")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(KeyError("a bug"), "internal error: KeyError: 'a bug'"), (StorageError("page 7"), "page 7")],
+    ids=["a bug", "a failed read"],
+)
+async def test_a_worker_whose_reports_fail_makes_the_mirror_degraded_with_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
+    """Its rows stayed `following` with lag 0, because only heartbeats were counted."""
+    failing = [True]
+
+    def report(groups: Sequence[int]) -> Report:
+        if failing[0]:
+            raise error
+        return {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]}
+
+    in_process.use(monkeypatch, report)
+    async with in_process.serving(tmp_path) as service:
+        await eventually(lambda: service.status_document()["message"] == f"0 of 8 vbuckets reported: {text}")
+        failing[0] = False
+        await eventually(lambda: service.status_document()["state"] == "following")
+        failing[0] = True
+        await eventually(lambda: service.status_document()["state"] == "degraded")
+        document = service.status_document()
+        assert document["message"].startswith("8 of 8 vbuckets of worker 0, silent for ")
+        assert document["reasons"][0].endswith(f"({text})")
+        assert document["totals"]["lag_seqnos"] is None
+        assert all(row["report_age_s"] > SILENT_S for row in document["vbuckets"])
+        failing[0] = False
+        await eventually(lambda: service.status_document()["state"] == "following")
+
+
+async def test_the_end_of_the_only_worker_is_not_reported_as_a_lost_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "restart_delay_ms", lambda _: 3_600_000)
+    started = in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
+    async with in_process.serving(tmp_path) as service:
+        await eventually(lambda: service.status_document()["state"] == "following")
+        started[0].send_signal(signal.SIGKILL)
+        await eventually(lambda: service.status_document()["state"] != "following")
+        document = service.status_document()
+        assert (document["state"], document["reasons"]) == (
+            "degraded",
+            ["8 of 8 vbuckets without a worker (worker 0 ended: SIGKILL)"],
+        )
 
 
 async def test_state_and_figures_of_an_answer_are_of_one_moment(

@@ -74,6 +74,10 @@ class Child:
         self.exit_report: ExitReport | None = None
         """The reason of its exit, from the child or from the supervisor that kills it."""
         self.status: ProcessReport = {}
+        """Its last report."""
+        self.report_error: str | None = None
+        """The error of the request for a report, if the last one failed."""
+        self._reported_ms = heartbeat.started_ms
         self.gauge = Gauge(process.pid)
         self.mark: GroupMark | None = None
         """Shows the group that a worker works in; None for a server."""
@@ -92,6 +96,13 @@ class Child:
             stopping_since_ms=self.stopping_since_ms,
             outdated=self.outdated,
         )
+
+    def reported(self, status: ProcessReport, now_ms: int) -> None:
+        self.status, self.report_error, self._reported_ms = status, None, now_ms
+
+    def silence_ms(self, now_ms: int) -> int:
+        """Return the age of the last heartbeat or, after a failed report, of the last report."""
+        return self.heartbeat.age_ms(now_ms) if self.report_error is None else now_ms - self._reported_ms
 
     def watch(self, post: Callable[[ChildMessage | ChildExited], None]) -> None:
         self._watch = asyncio.create_task(self._follow(post), name=f"child {self.slot}")

@@ -78,6 +78,7 @@ class ChildProcess:
         self._make = make
         self._ending = asyncio.Event()
         self._requests: set[asyncio.Task[None]] = set()
+        self._logged_error = ""
 
     def end(self) -> None:
         self._ending.set()
@@ -148,6 +149,12 @@ class ChildProcess:
                 value = await work.request(request.command)
         except (MirrorError, StorageError) as error:
             self._channel.send(Answer(request.id, error=str(error)))
+        except Exception as error:
+            text = f"internal error: {type(error).__name__}: {error}"
+            if text != self._logged_error:  # a report is requested every second
+                self._logged_error = text
+                log.exception("internal error")
+            self._channel.send(Answer(request.id, error=text))
         else:
             self._channel.send(Answer(request.id, value))
 

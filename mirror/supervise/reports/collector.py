@@ -116,10 +116,13 @@ class Reports:
 
     def worker_exited(self, child: Child) -> None:
         """Mark the vbuckets of a dead worker: their lag in seqnos is unknown."""
+        slot = self._processes.slots[child.slot]
+        error = ": ".join(filter(None, (f"{process_name(child.slot)} ended", slot.last_exit, slot.last_error)))
         self._observer.forget(child.groups, self._rows.values())
         for row in self._rows.values():
             if row["group"] in child.groups:
                 row |= {"state": "starting", "node": None, "worker": None, "report_age_s": None}
+                row |= {"detail": None, "last_error": error}
                 _forget_lag(row)
 
     # collecting
@@ -187,23 +190,24 @@ class Reports:
             self._event_log.add(event)
 
     def _note_ages(self) -> None:
-        """Write the age of the worker's last message into each row. Forget the lag in the rows of a silent worker."""
+        """Write the silence of the worker into each row. Forget the lag in the rows of a silent worker."""
         owners = {group: child for child in self._processes.running() for group in child.groups}
         now_ms = self._context.now_ms()
         for row in self._rows.values():
             owner = owners.get(row["group"])
             if owner is None:
                 continue
-            row |= {"worker": owner.slot, "report_age_s": round(owner.heartbeat.age_ms(now_ms) / 1000, 1)}
+            row |= {"worker": owner.slot, "report_age_s": round(owner.silence_ms(now_ms) / 1000, 1)}
             if not heard(row):
                 _forget_lag(row)
 
     async def _ask_for_report(self, child: Child) -> None:
         try:
-            child.status = cast(ProcessReport, await child.request(GetStatus(), REPORT_TIMEOUT_S))
+            found = cast(ProcessReport, await child.request(GetStatus(), REPORT_TIMEOUT_S))
         except SupervisionError as error:
-            log.debug("no-report", process=process_name(child.slot), error=str(error))
+            child.report_error = str(error)
             return
+        child.reported(found, self._context.now_ms())
         identity = self._context.identity
         for report in child.status.get("vbuckets") or ():
             assert identity is not None, "workers run only when the directory is known"
@@ -233,6 +237,7 @@ class Reports:
             source_error=self._source_error,
             servers=self._silent_servers(),
             mirrors=self._context.mirror_troubles,
+            report_errors={each.slot: each.report_error for each in self._processes.running() if each.report_error},
         )
         for event in self._observer.troubles(health.troubles, self._context.now_ms()):
             self._event_log.add(event)
@@ -245,8 +250,12 @@ class Reports:
     def _silent_servers(self) -> list[str]:
         now_ms = self._context.now_ms()
         servers = [child for child in self._processes.running() if kind_of(child.slot) is not None]
-        ages_s = {process_name(child.slot): child.heartbeat.age_ms(now_ms) / 1000 for child in servers}
-        return [f"{name}, silent for {age_s:.0f} s" for name, age_s in ages_s.items() if age_s > SILENT_S]
+        return [
+            f"{process_name(child.slot)}, silent for {silence_s:.0f} s"
+            + (f" ({child.report_error})" if child.report_error else "")
+            for child in servers
+            if (silence_s := child.silence_ms(now_ms) / 1000) > SILENT_S
+        ]
 
     def _judge_catch_up(self, catch_up: CatchUp, rows: list[VbucketRow]) -> None:
         failed = [group for child in self._processes.alive() for group in child.status.get("failed_groups") or ()]
