@@ -172,11 +172,11 @@ class Supervisor:
             await asyncio.gather(*self._background, return_exceptions=True)
             await self._processes.reap_all(self._events)
             self._reports.add_due_events(at_once=True)
-            await self._hook.close()
             await control.stop()
             self._listeners.release()
             self._notifier.close()
             lock.release()
+            await self._hook.close()  # last, because its commands may take their time
         if self._failure is not None:
             raise self._failure
         return self._exit

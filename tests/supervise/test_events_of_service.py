@@ -61,6 +61,24 @@ async def test_what_happens_is_logged_shown_handed_on_and_kept(
     assert "vbuckets=8" in logged
 
 
+async def test_an_event_of_the_last_second_runs_the_command_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was logged at the stop, and its command was cancelled before it began."""
+    rolled_back: dict[str, Any] = {}
+    in_process.use(
+        monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid, **rolled_back) for vbid in vbids_of(groups)]}
+    )
+    hooked = tmp_path / "hooked"
+    data = tmp_path / "data"
+    async with in_process.serving(data, settings_for(data, workers=1, on_event=f"tee -a {hooked}")) as service:
+        await eventually(lambda: service.status_document()["events"])
+        rolled_back |= {"rollback_count": 1, "last_rollback": [9, 5]}
+        assert (await ask(data, {"op": "status"}))["status"]["totals"]["rollback_count"] == 8
+    assert names(data) == ["first-fill-done", "rollback"]
+    assert {json.loads(line)["event"] for line in hooked.read_text().splitlines()} == {"first-fill-done", "rollback"}
+
+
 async def test_a_source_that_is_away_at_the_start_is_one_event_and_its_answer_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,8 +90,16 @@ async def test_a_failure_is_logged_once_and_again_after_a_success(
     await hook.close()
 
 
-async def test_runs_and_waiting_events_are_bounded_and_the_end_waits_for_nobody(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+async def test_the_end_runs_the_command_for_all_waiting_events(tmp_path: Path) -> None:
+    hook = Hook(SystemClock(), script(tmp_path, 'cat > "$1/$$.json"'))
+    for number in range(RUNNING_MAX + 3):
+        hook.put({"number": number})
+    await hook.close()
+    assert len(texts(tmp_path, "*.json")) == RUNNING_MAX + 3
+
+
+async def test_runs_waiting_events_and_the_wait_at_the_end_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hook = Hook(SystemClock(), script(tmp_path, 'echo $$ > "$1/$$.pid"; exec sleep 600'))
     for number in range(RUNNING_MAX + WAITING_MAX + 5):
@@ -99,7 +107,9 @@ async def test_runs_and_waiting_events_are_bounded_and_the_end_waits_for_nobody(
     await eventually(lambda: len(texts(tmp_path, "*.pid")) == RUNNING_MAX)
     assert logged(capsys).count("on-event-too-slow") == 1
     pids = [int(text) for text in texts(tmp_path, "*.pid")]
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.1)
     await asyncio.wait_for(hook.close(), 30)
+    assert f"waiting={WAITING_MAX}" in logged(capsys)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -1,7 +1,7 @@
 """The operator's command `on_event`: runs for each event, with the event as JSON on its stdin.
 
 Invariants:
-- the service never waits for the command;
+- the service waits for the command only at its own end, at most `TIMEOUT_S`;
 - at most `RUNNING_MAX` commands run at once, each for at most `TIMEOUT_S`, and `WAITING_MAX` events wait;
 - a failure is logged unless the run before failed; dropped events are logged once until the queue is empty;
 - the command gets no password of the service.
@@ -117,6 +117,13 @@ class Hook:
             log.error("on-event-failed", program=words[0], error=why)
 
     async def close(self) -> None:
+        """Run the command for the waiting events. After `TIMEOUT_S` kill it and drop the rest."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TIMEOUT_S):
+                while self._running:
+                    await asyncio.wait(self._running)
+        if self._waiting:
+            log.error("on-event-too-slow", waiting=len(self._waiting))
         self._waiting.clear()
         for task in self._running:
             task.cancel()
