@@ -72,7 +72,7 @@ class Commands:
             case GrantLease():
                 return await self._grant_lease(command)
             case ReleaseLease():
-                return await self._release_lease(command)
+                return {"released": self._end_lease(command.id)}
             case _:
                 assert_never(command)
 
@@ -102,21 +102,17 @@ class Commands:
         failures = [each for each in results if isinstance(each, Exception)]
         failures.sort(key=lambda each: not isinstance(each, WorkerRefused))
         if failures and (not renewed or isinstance(failures[0], WorkerRefused)):
-            await self._release_at_workers(record.id)  # also ends a changed lease at its earlier positions
-            book.remove(record.id)
+            self._end_lease(record.id)
             raise failures[0]
         book.enter(record)  # a worker that died during a renewal gets the lease from the book when it restarts
         return {"id": record.id, "until_ms": record.until_ms}
 
-    async def _release_lease(self, command: ReleaseLease) -> Reply:
-        record = self._context.leases.remove(command.id) if self._context.leases is not None else None
-        if record is not None:
-            await self._release_at_workers(record.id)
-        return {"released": record is not None}
-
-    async def _release_at_workers(self, lease_id: str) -> None:
-        answers = (child.request(ReleaseLease(lease_id), OWNER_TIMEOUT_S) for child in self._processes.running())
-        await asyncio.gather(*answers, return_exceptions=True)
+    def _end_lease(self, lease_id: str) -> bool:
+        """End a lease at all workers, without waiting for them. Return True if it was granted."""
+        for child in self._processes.running():
+            if child.groups:
+                child.send_command(ReleaseLease(lease_id))
+        return self._context.leases is not None and self._context.leases.remove(lease_id) is not None
 
     def _orders_of(self, record: LeaseRecord) -> list[tuple[Child, HoldPositions]]:
         assert self._context.identity is not None, "leases are granted only when the directory is known"

@@ -89,6 +89,8 @@ class LeaseBook:
         granted_ms = now_ms
         if (known := self._records.get(request.id)) is not None:
             granted_ms = known.granted_ms
+            if known.until_ms > now_ms and known.positions != positions:
+                raise ConfigError(f"the lease {name!r} has other positions", hint="release it, or use another id")
         until_ms = min(now_ms + int(seconds * 1000), granted_ms + self._age_max_ms)
         if until_ms <= now_ms:
             raise ConfigError(
@@ -99,7 +101,7 @@ class LeaseBook:
 
     def known(self, record: LeaseRecord, now_ms: int) -> bool:
         known = self._records.get(record.id)
-        return known is not None and known.until_ms > now_ms and known.positions == record.positions
+        return known is not None and known.until_ms > now_ms
 
     def enter(self, record: LeaseRecord) -> None:
         self._records[record.id] = record

@@ -12,6 +12,8 @@ import pytest
 
 from mirror.client import ServiceSaidNo
 from mirror.lease import Lease
+from mirror.supervise import commands
+from mirror.supervise.listeners import control
 from tests.supervise.conftest import eventually
 from tests.supervise.scripted import settings_for
 from tests.supervise.service import ask, pids, running, service_of, serving
@@ -29,6 +31,28 @@ async def test_new_limits_of_leases_take_effect_without_a_restart_of_workers(tmp
         assert not answer["ok"]
         assert "ask for 1 to 10 s" in answer["error"]
         assert pids(service) == before
+
+
+async def test_the_end_of_a_lease_does_not_wait_for_a_worker_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused grant waited for the worker twice: longer than the control socket waits for an answer."""
+    grant = {"op": "lease", "id": "a", "name": "job", "seconds": 30, "positions": [[0, 1, 5], [1, 1, 5]]}
+    async with serving(service_of(tmp_path)) as service:
+        await eventually(running(service))
+        assert (await ask(tmp_path, grant))["ok"]
+        stopped = pids(service)[1]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            monkeypatch.setattr(commands, "OWNER_TIMEOUT_S", 0.1)
+            refused = await ask(tmp_path, grant | {"id": "b"})
+            assert "worker 1 did not answer" in refused["error"]
+            monkeypatch.setattr(commands, "OWNER_TIMEOUT_S", 3600.0)
+            monkeypatch.setattr(control, "ANSWER_TIMEOUT_S", 5.0)
+            assert await ask(tmp_path, {"op": "release", "id": "a"}) == {"ok": True, "released": True}
+            assert service.status_document()["leases"] == []
+        finally:
+            os.kill(stopped, signal.SIGCONT)
 
 
 async def test_a_worker_that_stands_still_is_replaced_and_a_lease_outlives_it_until_one_refuses_it(

@@ -56,10 +56,15 @@ def test_what_ended_is_requested_again_and_not_renewed(tmp_path: Path) -> None:
     assert not leases.known(leases.requested(asking(), 8, 30_000), 30_000)
 
 
-def test_other_positions_under_a_known_id_are_no_renewal(tmp_path: Path) -> None:
+def test_a_lease_keeps_its_positions(tmp_path: Path) -> None:
+    """Workers that had none of the new positions kept the old ones until the lease expired."""
     leases = book(tmp_path)
     leases.enter(leases.requested(asking(), 8, 0))
-    assert not leases.known(leases.requested(asking(positions=[[0, 1, 6]]), 8, 1), 1)
+    other = asking(positions=[[0, 1, 6]])
+    with pytest.raises(ConfigError, match="has other positions"):
+        leases.requested(other, 8, 1)
+    leases.enter(leases.requested(other, 8, 30_000))
+    assert leases.known(leases.requested(other, 8, 30_001), 30_001)
 
 
 @pytest.mark.parametrize(

@@ -114,17 +114,21 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
 
+    def send_command(self, command: ProcessCommand) -> int:
+        """Send a command without waiting for its answer. Return its number."""
+        self._request_count += 1
+        self.send(Request(self._request_count, command))
+        return self._request_count
+
     async def request(self, command: ProcessCommand, timeout_s: float) -> Reply:
         """Return the answer to a command. Raises WorkerRefused if it is an error, SupervisionError if the process dies,
         hangs, or takes no commands.
         """
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
             raise SupervisionError(f"worker {self.slot} takes no commands")
-        self._request_count += 1
-        number = self._request_count
+        number = self.send_command(command)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        self.send(Request(number, command))
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer

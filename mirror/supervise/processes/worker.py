@@ -155,9 +155,7 @@ class MirrorWork:
         name, until_ms = command.id, command.until_ms
         for writer in self._writers:
             own = {vbid: (branch, seqno) for vbid, branch, seqno in command.positions if vbid in writer.vbids}
-            if not own:
-                writer.background.leases.release(name)
-            elif not writer.background.renew_lease(name, own, until_ms):
+            if own and not writer.background.renew_lease(name, own, until_ms):
                 writer.background.lease(name, own, until_ms)
 
     def resume_leases(self, leases: Sequence[HoldPositions]) -> None:
