@@ -226,8 +226,9 @@ class Settings:
     persistence_poll_interval_ms: Annotated[int, Field(ge=5, le=60_000)] = 100
     """Interval of requests for persisted seqnos, while snapshots wait."""
 
-    worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
-    """A worker without a heartbeat for this long is killed and replaced."""
+    worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = takes(Effect.LIVE, 30.0)
+    """A worker or server without a heartbeat for this long is killed and replaced; while it starts, after a minute at
+    least."""
     stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.LIVE, 20.0)
     """Time for a clean stop of a process; then it is killed."""
     log_level: Literal["debug", "info", "warning", "error"] = takes(Effect.ALL, "info")

@@ -8,6 +8,7 @@ from mirror.supervise.processes.plan import (
     PROVEN_MS,
     RESTART_FIRST_MS,
     RESTART_LIMIT_MS,
+    START_DEADLINE_MS,
     Action,
     Heartbeat,
     KillProcess,
@@ -126,16 +127,17 @@ def test_a_crash_loop_is_counted_and_a_long_life_forgives() -> None:
 
 
 def test_silence_is_measured_from_the_last_beat() -> None:
-    heartbeat = Heartbeat(1_000, deadline_ms=100, start_deadline_ms=500)
+    heartbeat = Heartbeat(1_000)
     heartbeat.beat(2_000)
     assert heartbeat.age_ms(2_050) == 50
-    assert not heartbeat.overdue(2_100)
-    assert heartbeat.overdue(2_101)
+    assert not heartbeat.overdue(2_100, 100)
+    assert heartbeat.overdue(2_101, 100)
     heartbeat.beat(2_200)
-    assert not heartbeat.overdue(2_300)
+    assert not heartbeat.overdue(2_300, 100)
 
 
 def test_starting_may_take_longer_than_running() -> None:
-    heartbeat = Heartbeat(1_000, deadline_ms=100, start_deadline_ms=500)
-    assert not heartbeat.overdue(1_500)
-    assert heartbeat.overdue(1_501)
+    heartbeat = Heartbeat(1_000)
+    assert not heartbeat.overdue(1_000 + START_DEADLINE_MS, 100)
+    assert heartbeat.overdue(1_001 + START_DEADLINE_MS, 100)
+    assert not heartbeat.overdue(1_001 + START_DEADLINE_MS, 2 * START_DEADLINE_MS), "a slow store, killed for ever"

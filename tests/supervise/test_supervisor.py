@@ -50,6 +50,20 @@ async def test_changed_settings_reach_the_workers_by_a_restart_of_each(tmp_path:
         assert {worker["last_exit"] for worker in service.status_document()["workers"]} == {"exit 0"}
 
 
+async def test_a_new_heartbeat_timeout_is_in_force_without_a_restart(tmp_path: Path) -> None:
+    """Servers kept the old one until they were replaced."""
+    settings = settings_for(tmp_path, worker_heartbeat_timeout_s=3600)
+    fresh = settings_for(tmp_path, worker_heartbeat_timeout_s=2)
+    async with serving(service_of(tmp_path, settings=settings, reload=lambda: fresh)) as service:
+        await eventually(running(service))
+        before = pids(service)
+        await ask(tmp_path, {"op": "reload"})
+        await eventually(lambda: "settings-read" in [each["event"] for each in service.status_document()["events"]])
+        assert pids(service) == before
+        os.kill(before[0], signal.SIGSTOP)
+        await eventually(lambda: service.status_document()["workers"][0]["last_error"] == "no heartbeat")
+
+
 def run(data: Path) -> bool:
     return [worker["phase"] for worker in ask_now(data)["workers"]] == ["running", "running"]
 

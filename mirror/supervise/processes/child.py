@@ -87,12 +87,13 @@ class Child:
         self._request_count = 0
         self._watch: asyncio.Task[None] | None = None
 
-    def facts(self, now_ms: int) -> WorkerFacts:
+    def facts(self, now_ms: int, deadline_ms: int) -> WorkerFacts:
+        """`deadline_ms` is the longest time without a heartbeat."""
         return WorkerFacts(
             self.slot,
             self.groups,
             self.phase,
-            overdue=self.heartbeat.overdue(now_ms),
+            overdue=self.heartbeat.overdue(now_ms, deadline_ms),
             stopping_since_ms=self.stopping_since_ms,
             outdated=self.outdated,
         )

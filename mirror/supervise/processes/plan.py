@@ -117,18 +117,13 @@ def plan(
 
 BEAT_INTERVAL_MS = 500
 
-DEADLINE_MS = 15_000
-"""Longest time without a heartbeat; the service uses `worker_heartbeat_timeout_s` instead."""
-
 START_DEADLINE_MS = 60_000
-"""Longest time to the first heartbeat: opening a large store on a cold disk takes long."""
+"""Shortest deadline of the first heartbeat: opening a large store on a cold disk takes long."""
 
 
 @dataclass(slots=True)
 class Heartbeat:
     started_ms: int
-    deadline_ms: int = DEADLINE_MS
-    start_deadline_ms: int = START_DEADLINE_MS
     last_beat_ms: int | None = None
 
     def beat(self, now_ms: int) -> None:
@@ -138,9 +133,10 @@ class Heartbeat:
     def age_ms(self, now_ms: int) -> int:
         return now_ms - (self.started_ms if self.last_beat_ms is None else self.last_beat_ms)
 
-    def overdue(self, now_ms: int) -> bool:
-        limit = self.start_deadline_ms if self.last_beat_ms is None else self.deadline_ms
-        return self.age_ms(now_ms) > limit
+    def overdue(self, now_ms: int, deadline_ms: int) -> bool:
+        """Return True if the last heartbeat is older than `deadline_ms`, or the first one is overdue."""
+        limit_ms = max(START_DEADLINE_MS, deadline_ms) if self.last_beat_ms is None else deadline_ms
+        return self.age_ms(now_ms) > limit_ms
 
 
 RESTART_FIRST_MS = 200

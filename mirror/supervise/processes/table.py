@@ -134,8 +134,9 @@ class Processes:
                 child.kill()
 
     def _facts(self, now_ms: int) -> list[WorkerFacts]:
+        deadline_ms = int(self._context.settings.worker_heartbeat_timeout_s * 1000)
         return [
-            slot.child.facts(now_ms)
+            slot.child.facts(now_ms, deadline_ms)
             if slot.child is not None
             else WorkerFacts(number, (), ProcessPhase.ABSENT, not_before_ms=slot.not_before_ms)
             for number, slot in self.slots.items()
@@ -144,7 +145,7 @@ class Processes:
     async def _start(self, action: StartProcess) -> None:
         context = self._context
         slot = self.slots.setdefault(action.slot, ProcessSlot())
-        heartbeat = Heartbeat(context.now_ms(), int(context.settings.worker_heartbeat_timeout_s * 1000))
+        heartbeat = Heartbeat(context.now_ms())
         start: StartMessage
         try:
             if kind_of(action.slot) is None:
