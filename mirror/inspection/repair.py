@@ -67,7 +67,7 @@ def _wait(view: View, target_branches: dict[int, int], timeout_s: float, progres
             since = time.monotonic()
             progress(len(target_branches) - len(left), len(target_branches))
         if time.monotonic() - since > timeout_s:
-            raise _late(left, timeout_s)
+            raise _late(left, timeout_s, hint="`dcp-mirror status` says why; the service goes on with the resync")
         time.sleep(POLL_S)
 
 
@@ -104,15 +104,16 @@ async def _resync_here(
                     since = clock.monotonic()
                     progress(len(vbids) - len(left), len(vbids))
                 if clock.monotonic() - since > timeout_s:
-                    raise _late(left, timeout_s, consumer.map_follower.error or "")
+                    why = consumer.map_follower.error or ""
+                    raise _late(left, timeout_s, why, hint="start the service: it goes on with the resync")
         finally:
             await consumer.stop()
             await work
 
 
-def _late(left: Sequence[int] | set[int] | dict[int, int], timeout_s: float, why: str = "") -> MirrorError:
+def _late(left: set[int] | dict[int, int], timeout_s: float, why: str = "", *, hint: str) -> MirrorError:
     more = f": {why}" if why else ""
     return SourceTimeout(
         f"vb {min(left)} and {len(left) - 1} more are not whole again after {timeout_s:g} s{more}",
-        hint="`dcp-mirror status` says why; the resync goes on while the service runs",
+        hint=hint,
     )

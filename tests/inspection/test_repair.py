@@ -59,7 +59,7 @@ async def test_a_source_that_refuses_leaves_the_old_copy_and_a_resync(cluster: S
     write(cluster, 100)
     mirror = await filled(cluster, tmp_path)
     cluster.faults.streams.refuse(Status.ETMPFAIL, [1])
-    with pytest.raises(MirrorError, match="vb 1 and 0 more are not whole"):
+    with pytest.raises(MirrorError, match=r"vb 1 and 0 more are not whole.*start the service"):
         await asyncio.to_thread(resync_now, mirror.path, cluster.connection_string, mirror.settings, [1], timeout_s=0.5)
     with open_view(mirror.path, stale_reads=True) as view:
         assert view.count(1) == sum(1 for _ in state_at(cluster.vbucket(1)))

@@ -71,7 +71,7 @@ async def test_a_question_to_the_dead_fails_at_once(tmp_path: Path) -> None:
 async def test_a_question_that_is_not_answered_in_time_fails(tmp_path: Path) -> None:
     child, events = await start(tmp_path)
     os.kill(child.pid, signal.SIGSTOP)
-    with pytest.raises(SupervisionError, match="within"):
+    with pytest.raises(SupervisionError, match=r"^worker 0 did not answer within"):
         await child.request(Resync(1), timeout_s=0.05)
     child.kill()
     await until_gone(events)
@@ -89,6 +89,16 @@ async def test_a_child_that_talks_garbage_is_killed() -> None:
 async def test_what_cannot_be_started_is_an_error_and_leaves_nothing_open() -> None:
     with pytest.raises(FileNotFoundError):
         await spawn(0, (0,), Heartbeat(0), lambda descriptor: ["/nonexistent/python"])
+
+
+async def test_a_server_is_called_by_its_name() -> None:
+    child = await spawn(1000, (), Heartbeat(0), lambda _: [sys.executable, "-c", "import time; time.sleep(3600)"])
+    with pytest.raises(SupervisionError, match=r"^kv 0 did not answer within"):
+        await child.request(Resync(1), timeout_s=0.05)
+    events: Events = asyncio.Queue()
+    child.watch(events.put_nowait)
+    child.kill()
+    await until_gone(events)
 
 
 def test_a_living_process_has_figures() -> None:

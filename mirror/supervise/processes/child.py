@@ -21,6 +21,7 @@ import psutil
 
 from mirror.errors import SupervisionError
 from mirror.messages import Answer, ExitReport, PipeMessage, ProcessCommand, ProcessReport, Reply, Request
+from mirror.supervise.listeners.addresses import process_name
 from mirror.supervise.processes.channel import Channel
 from mirror.supervise.processes.plan import Heartbeat, ProcessPhase, WorkerFacts
 from mirror.supervise.processes.quarantine import GroupMark
@@ -126,7 +127,7 @@ class Child:
         hangs, or takes no commands.
         """
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
-            raise SupervisionError(f"worker {self.slot} takes no commands")
+            raise SupervisionError(f"{process_name(self.slot)} takes no commands")
         number = self.send_command(command)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -134,7 +135,7 @@ class Child:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise SupervisionError(f"worker {self.slot} did not answer within {timeout_s:g} s") from None
+            raise SupervisionError(f"{process_name(self.slot)} did not answer within {timeout_s:g} s") from None
         finally:
             self._answers.pop(number, None)
 
@@ -158,7 +159,7 @@ class Child:
         status = await self._process.wait()
         for waiting in self._answers.values():
             if not waiting.done():
-                waiting.set_exception(SupervisionError(f"worker {self.slot} is gone"))
+                waiting.set_exception(SupervisionError(f"{process_name(self.slot)} is gone"))
         post(ChildExited(self, status))
 
 
