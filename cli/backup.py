@@ -1,7 +1,7 @@
-"""`backup` and `restore`: a consistent copy of a mirror as a folder or a tar, with or without a running service.
+"""`backup`: a consistent copy of a mirror as a folder or a tar, also while its service runs; `restore`: the reverse.
 
-Invariants: with `--to -` stdout holds only the tar; an unfinished backup has no manifest, and the command then fails,
-even if the reader of stdout left.
+Invariants: with `--to -` stdout holds only the tar; an unfinished backup has no `backup.json`; if the reader of stdout
+closes it early, the command fails.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def to_tar(
             summary = store_backup.create(path, sink, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
         file.flush()
     except OSError as error:
-        if error.errno == errno.EPIPE:  # other commands then exit with success
+        if error.errno == errno.EPIPE:  # `exits.guarded` would end with success
             raise SupervisionError("stdout was closed before the backup was complete") from error
         raise
     return summary

@@ -1,4 +1,4 @@
-"""`changes`: published events in order after a position, and with `--follow` also new ones; cursor files.
+"""`changes`: prints the published events after a position, and with `--follow` also new events; cursor files.
 
 A cursor file has a token for each vbucket, one a line. Invariants:
 - the token of the last printed line resumes after that line;
@@ -29,7 +29,7 @@ from storage.model import Kind
 from storage.read.view import Change, Token, View, open_view
 
 POLL_INTERVAL_S = 0.1
-"""Pause of --follow between searches for new events. A search of 100 vbuckets takes well below 1 ms."""
+"""Pause of --follow between searches for new events."""
 CURSOR_INTERVAL_S = 1.0
 """Shortest time between two writes of the cursor file. Each write syncs it to disk."""
 NOW = "now"
@@ -91,7 +91,7 @@ class Pump:
         limit: int | None = None,
         file: Path | None = None,
     ) -> None:
-        """`collection` limits documents, not rollbacks. `file` is the cursor file to keep up to date."""
+        """`collection` selects documents; rollbacks are always printed. `file` is the cursor file to update."""
         self.tokens = tokens
         self._view = view
         self._as_json = as_json
@@ -114,7 +114,7 @@ class Pump:
                 for change in self._view.changes(vbid, since=self.tokens.get(vbid)):
                     if self.done and not in_step:
                         return
-                    in_step = change.token == self.tokens.get(vbid)  # a resume here would repeat the rollback
+                    in_step = change.token == self.tokens.get(vbid)  # inside a rollback: this token resumes before it
                     if self._is_selected(change, collection_id):
                         print_change(change, as_json=self._as_json)
                         if self._left is not None:
@@ -211,7 +211,7 @@ def run(view: View, vbids: list[int], pump: Pump, *, follow: bool) -> None:
 
 
 FILE_BYTES_MAX = 16 << 20
-"""Limit of a cursor file, bytes: three times the tokens of 65,536 vbuckets."""
+"""Bytes of the largest accepted cursor file: three times the tokens of 65,536 vbuckets."""
 _HEAD = "# dcp-mirror: a token of each vbucket; `changes --since` this file goes on after them\n"
 
 

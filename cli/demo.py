@@ -1,4 +1,4 @@
-"""`demo`: a source, a mirror and a live view without configuration; a killed worker, a failover, a comparison.
+"""`demo`: starts a source, a mirror and a live view, kills a worker, fails a node over, and compares.
 
 Invariants: every printed claim was measured in this run; if a claim is false, the exit code is 1; all processes that
 the demo started end with it.
@@ -32,17 +32,17 @@ PLAIN_INTERVAL_S = 3.0
 STEP_TIMEOUT_S = 90.0
 """Longest wait for a condition. A longer wait makes the demo fail."""
 DEFAULT_LENGTH_S = 30.0
-"""The `length_s` of the story without --seconds. Afterwards the mirror runs until Ctrl-C."""
+"""The `length_s` of a story without --seconds, after which the mirror runs on until Ctrl-C."""
 QUESTION = "SELECT customer.city, count(*) AS orders, sum(total) AS total FROM documents GROUP BY ALL ORDER BY total"
 LOST_CHANGES = 20
-"""Changes that each vbucket of the failed node loses; fewer if one of them keeps less history."""
+"""Changes that each vbucket of the failed node loses; fewer if a vbucket keeps less history."""
 
 
 class Story:
     """The steps of the demo, as a generator: each new status continues it."""
 
     def __init__(self, stage: Stage, length_s: float) -> None:
-        """`length_s`: the worker is killed after a third of it, the node fails over after two thirds."""
+        """After a third of `length_s` a worker is killed, after two thirds a node fails over."""
         self.lines: list[str] = []
         self.facts: Reply = {}
         self.finished = False

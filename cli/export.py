@@ -3,7 +3,7 @@
 Invariants:
 - each vbucket is read as of its position at the start (or at `--as-of`), despite later writes and rollbacks;
 - memory does not grow with the mirror;
-- a new file gets its name once it is complete; the positions are written last;
+- a new file gets its name once it is complete; the cursor file is written last;
 - a pipe, device or link that exists is written to, never replaced.
 """
 

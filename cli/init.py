@@ -1,4 +1,4 @@
-"""`init`: try a source and write its settings file; with `--systemd`, also the files of the unit.
+"""`init`: tries a source and writes a settings file; with `--systemd`, also the files of a systemd unit.
 
 Invariants: without --no-check, the source is tried before anything is written; an existing file is overwritten only on
 request; the password is not in the settings file, but in a file of its own with mode 0600.
@@ -36,7 +36,7 @@ UNIT_PATH = ("/opt/dcp-mirror/bin", "/usr/local/bin", "/usr/bin", "/bin")
 """The PATH in the unit file."""
 WIDTH = 100
 ATTEMPTS_MAX = 3
-"""Limit of attempts with a typed password: sources may lock a user after several."""
+"""Limit of attempts with a typed password: sources may lock a user after several failures."""
 
 
 def init(

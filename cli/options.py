@@ -88,7 +88,7 @@ AsOfTimeOption = Annotated[
 
 
 def need(who: str, extra: str, *modules: str) -> None:
-    """Raise ConfigError if packages of an extra are missing."""
+    """Raise ConfigError if packages of a pip extra are missing."""
     for module in modules:
         try:
             import_module(module)

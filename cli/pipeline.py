@@ -1,7 +1,7 @@
 """`pipeline`: the ready-made data pipelines: `export`, `sync`, `compare`, `backfill`.
 
 Knows the command line, the progress, and where tasks run: on this machine's cores or in Spark. Invariants:
-- packages of the extra `spark` are imported only when a command runs, and the error about a missing one has a remedy;
+- packages of the extra `spark` are imported only when a command runs; the error about a missing package has a remedy;
 - progress goes to stderr;
 - after Ctrl-C or an error no incomplete target looks complete.
 

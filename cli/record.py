@@ -1,7 +1,7 @@
-"""`record`: a DCP session's frames in a file.
+"""`record`: writes the frames of a DCP session into a file.
 
 Invariants: a recording can be read even if it ended abruptly; an existing file is never overwritten; after an error, a
-new file without frames is removed.
+file without frames is removed.
 """
 
 from __future__ import annotations

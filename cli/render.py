@@ -1,7 +1,7 @@
-"""Tables, the live view, and plain lines without a terminal. The only module that uses rich.
+"""Tables, the live view, and plain lines for output that is no terminal. The only module that uses rich.
 
-Colours add nothing to the words. Invariants: everything fits a terminal of 80 columns; control characters from data
-never reach the terminal.
+Colours only repeat the words. Invariants: everything fits a terminal of 80 columns; control characters from data never
+reach the terminal.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def processes_text(document: Mapping[str, Any]) -> Table:
 def status_view(
     document: Mapping[str, Any], *, every_vbucket: bool = False, brief: bool = False, troubles_max: int = TROUBLES_MAX
 ) -> RenderableType:
-    """Return the whole status; `brief` leaves out stable facts, and has a line for all workers, one for all servers."""
+    """Return the whole status; `brief` leaves out stable facts and has a line each for workers and servers."""
     parts: list[RenderableType] = [summary(document, brief=brief)]
     if brief:
         parts.append(processes_text(document))

@@ -1,7 +1,7 @@
-"""`rollback`: roll a vbucket back to a kept boundary, through its running service or without one.
+"""`rollback`: rolls a vbucket back to a kept boundary, through the running service or without a service.
 
 Invariants: --dry-run changes nothing; retractions are read from the store after the rollback, not predicted; a seqno
-below the history floor changes nothing, and the error names the floor.
+below the floor changes nothing, and the error names the floor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from storage.write.writer import GroupWriter, WriterOptions
 
 
 def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) -> Reply:
-    """Roll back as the owner of the vbucket's group. Raises StorageError, such as Locked or NoSuchBoundary."""
+    """Roll back without a service. Raises StorageError, such as Locked or NoSuchBoundary."""
     identity = directory.load(str(path))
     group = vbid % identity.group_count
     writer = GroupWriter(

@@ -1,6 +1,6 @@
-"""`sandbox`: the embedded source alone, and faults on request.
+"""`sandbox`: runs the embedded source; `sandbox fault`: makes it fail on request.
 
-Invariants: the first line on stdout is the connection string; a fault prints the source's answer as JSON.
+Invariants: the first line on stdout is the connection string; `sandbox fault` prints the sandbox's answer as JSON.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The processes of the demo: a sandbox and a service, started by the commands that a person would type.
 
-Each has its own session, so Ctrl-C reaches only the demo, which ends them in order. The kernel ends them if the demo is
-killed. Invariant: no process is left after `__exit__`.
+Each process has a session of its own, so Ctrl-C reaches only the demo. If the demo is killed, the kernel ends them.
+Invariant: no process is left after `__exit__`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stage:
         workers: int,
         http: str = "0",
     ):
-        """`folder` is for logs and the source's control socket."""
+        """`folder` is for logs and the sandbox's control socket."""
         self.data = data
         self.folder = folder
         self.workers = workers

@@ -33,7 +33,7 @@ from storage.read.view import View, open_view
 READY_INTERVAL_S = 0.2
 EVENTS_INTERVAL_S = 0.5
 COUNT_SEQNOS_MAX = 2_000_000
-"""Limit of the seqnos to walk for a count. A longer walk takes seconds, and only `status --count` makes one."""
+"""Limit of the seqnos to walk for a count. Only `status --count` makes a longer walk."""
 
 
 class DocumentCounter:
@@ -94,7 +94,7 @@ def ready_status(data: Path, timeout_s: float | None) -> Status:
     """Return the status once the mirror is ready. After `timeout_s` return the last status, or raise NotAMirror."""
     until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        with contextlib.suppress(NotAMirror):  # the service has not made it yet
+        with contextlib.suppress(NotAMirror):  # the service has not made the mirror yet
             document = current_status(data)
             if not document["reasons"] or time.monotonic() >= until_s:
                 return document

@@ -1,4 +1,4 @@
-"""`verify`: compares the mirror with its source, and with `--repair` fetches different vbuckets again.
+"""`verify`: compares the mirror with its source, and with `--repair` fetches the differing vbuckets again.
 
 Exit code as for `pipeline compare`: 0 if every vbucket is equal (after the repair), 3 if one differs, 1 if one could
 not be compared. Works with and without a running service.

@@ -1,1 +1,1 @@
-"""Paths and values in documents of a store or of the embedded source."""
+"""Paths and values in documents of a mirror or of the sandbox."""

@@ -1,8 +1,8 @@
 """Paths into JSON text: find a value, and return the text with a value added, changed or removed.
 
 Knows path syntax (kv_engine docs/SubDocument.md) and JSON text; must never know documents or requests. Invariants: a
-change keeps every other byte of the text, except blanks beside a removed member, as kv_engine does (recording
-sdk_72_conn2); a failure raises a `PathError` with the status for the client, and changes nothing.
+change keeps every other byte of the text, but a removal also takes the comma and the blanks between the member and its
+neighbour, as in kv_engine (tests/recordings, sdk_72_conn2). A failure raises `PathError` with the client's status.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def replace(text: str, parts: list[Part], value: str) -> str:
 
 
 def remove(text: str, parts: list[Part]) -> str:
-    """Remove a member from its container, and the comma beside it. Raises PathError."""
+    """Remove a member from its container. Raises PathError."""
     if not parts:
         raise PathError(Status.SUBDOC_PATH_EINVAL)
     start, _ = find(text, parts[:-1])

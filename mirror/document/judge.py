@@ -17,7 +17,7 @@ STEP_BYTES = 16 * 1024
 STEP_VALUES = 256
 """This many values, checked one by one, take as much work as STEP_BYTES."""
 DEPTH_MAX = 900
-"""Greatest depth of nested containers. Most programs that read JSON have a similar limit."""
+"""Greatest depth of nested containers."""
 NUMBER_BYTES_MAX = 4096
 
 # Groups that must not backtrack are atomic, not possessive. Python 3.11.2, which Debian 12 has, matches possessive

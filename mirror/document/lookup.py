@@ -2,7 +2,7 @@
 
 Knows lookup operations and path flags (kv_engine docs/SubDocument.md) and the virtual attributes; must never know
 requests, vbuckets or how documents are kept. Invariants:
-- xattrs are the members of one object;
+- a path sees the xattrs as the members of one JSON object;
 - a lookup of many paths checks the body's JSON at most once, and computes the body's checksum at most once;
 - a document that is nested too deeply raises no error except `PathError`.
 """
@@ -27,7 +27,7 @@ LOOKUPS = (Opcode.GET, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GE
 """Operations that a lookup may name for a path. GET returns the whole body."""
 
 JUDGED_BYTES_MAX = 64 * 1024
-"""A larger body is not checked: its datatype tells if it is JSON. Checking takes long, and the source has done it."""
+"""A larger body is not checked, because checking takes long. Its datatype tells if it is JSON."""
 CHECKSUM_BYTES = 256 * 1024
 """Bytes of a body that one step adds to the checksum."""
 
@@ -65,7 +65,7 @@ class Content:
 
     @staticmethod
     def of_large(section: bytes, body: Buffer, about: About) -> Content:
-        """Return the content of an uncompressed value: xattr section (empty: none) and body. Raises ValueError."""
+        """Return the content of an uncompressed value. `section` has its xattrs or is empty. Raises ValueError."""
         xattrs, _ = values.split(section, values.XATTR) if section else ({}, b"")
         return Content(xattrs, body, about)
 

@@ -27,7 +27,7 @@ TOKEN_COST_BYTES = 128
 """The fixed work for a member, a string or a bracket, counted as bytes."""
 FLAT_BYTES_MAX = 2 * 1024
 NAME_BYTES_MAX = 6 * PATH_BYTES_MAX
-"""The longest name of a path, as a document spells it with an escape for each byte."""
+"""The length of the longest name that a path can have, if a document spells each byte with an escape."""
 
 _BLANKS = re.compile(rb"[ \t\r\n]*+")
 _IN_STRING = re.compile(rb'(?>(?:[^"\\]++|\\.)*)', re.DOTALL)

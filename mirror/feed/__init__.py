@@ -1,1 +1,1 @@
-"""The side towards a source: login, cluster map, streams, commits. Knows sockets and the store; `ingest` decides."""
+"""The mirror's side towards its source: login, cluster map, streams, commits. `ingest` decides about streams."""

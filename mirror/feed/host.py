@@ -1,4 +1,4 @@
-"""The host of one vbucket: its machine, its sink, and the session that carries its stream.
+"""The host of one vbucket's machine: executes the machine's instructions on a sink and a session.
 
 Must never know how rows are kept, nor how connections are made. Invariants (`ingest.instructions`):
 - the machine gets events one at a time and in order;
@@ -6,7 +6,7 @@ Must never know how rows are kept, nor how connections are made. Invariants (`in
 - an answer to an instruction goes to the machine at once. The machine's new instructions are executed before the rest
   of the list;
 - if the sink refuses rows, the rest of the list is dropped;
-- a message with an opaque of another session, or of a closed stream, never reaches the machine;
+- a message of another session, or of a closed stream, never reaches the machine;
 - after `drop_machine` nothing is sent and no retry timer runs.
 
 Errors of the store are raised to the caller.
@@ -43,10 +43,10 @@ Staging = ins.StageRows | ins.Advance | ins.StageSystemEvent
 
 
 class Sink(Protocol):
-    """The destination of one vbucket's rows: a store or a spool. `ingest.instructions` describes each instruction.
+    """The destination of one vbucket's rows: a store, or a spool (memory and a temporary file).
 
-    Invariants of every sink: a staged row is invisible until its publish; a run of rows is staged in full or refused; a
-    machine is started from `state`.
+    `ingest.instructions` describes each instruction. Invariants of every sink: a staged row is invisible until it is
+    published; a run of rows is staged in full or refused; a new machine starts from `state`.
     """
 
     def state(self) -> VbucketState: ...
@@ -155,7 +155,7 @@ class VbucketHost(ABC):
     # -- instructions ---------------------------------------------------------------------------------------------
 
     def execute(self, instructions: Sequence[ins.Instruction]) -> None:
-        """Execute instructions of the machine. Raises StorageError; refused rows are an answer instead."""
+        """Execute instructions of the machine. Raises StorageError, except for refused rows (StagingRefused)."""
         for instruction in instructions:
             if self.machine is None:
                 return

@@ -5,16 +5,15 @@ position. Must never know requests, answers, connections or retries.
 
 Invariants: the position only rises, and never passes the open snapshot's end; an open snapshot is published only at its
 end. The rules are those of docs/protocol.md 2.6 and 2.7:
-- a marker's end is trusted, its start is not;
-- any message with the seqno of the end completes the snapshot: a row, a system event, a prepare, an abort or
-  SeqnoAdvanced. Below the end, a prepare, an abort or SeqnoAdvanced only moves the position;
-- a marker with the open snapshot's end continues that snapshot. A marker with a later end moves the end there, because
-  a stream skips no change. A marker with an earlier end is a violation;
-- on connections without collections a source sends nothing for filtered changes, so perhaps no message has the seqno of
-  the end. The next marker that starts beyond the end, or a regular end of the stream, then completes the snapshot;
+- a marker announces a snapshot with its start and end. The end is trusted, the start is not;
+- any message with the end's seqno completes the snapshot: a row, a system event, a prepare or abort of a durable write,
+  or SeqnoAdvanced. Below the end, a prepare, an abort or SeqnoAdvanced only moves the position;
+- a marker with the open snapshot's end continues that snapshot. A marker with a later end extends the snapshot to that
+  end. A marker with an earlier end is a violation;
+- on connections without collections a source sends nothing for filtered changes, so perhaps no message has the end's
+  seqno. Then the next marker that starts beyond the end, or a regular end of the stream, completes the snapshot;
 - after an accepted mid-snapshot request, the first marker replaces the end of the open snapshot. If the marker's end is
-  earlier, the old end stays: the held part left out documents whose newer versions may come as late as the old end. (A
-  source that continues from memory sends one checkpoint at a time);
+  earlier, the old end stays: the held part left out documents whose newer versions may come as late as the old end;
 - an out-of-order snapshot (OSO) is a violation, because no request allows it.
 
 A message that breaks a rule raises Violation. The instructions already in `out` must still be executed.
@@ -96,8 +95,8 @@ class Assembler:
             self._resumed_end = self.open_snapshot.end_seqno
 
     def end_stream(self) -> None:
-        """Go back to the open snapshot as of the last accepted item. Forget a newer marker: a request with that
-        marker's range would claim rows that the mirror does not hold.
+        """Go back to the open snapshot as of the last accepted row or other change. Forget a newer marker: a request
+        with that marker's range would claim rows that the mirror does not hold.
         """
         self.open_snapshot = self._held_snapshot
         self._purge_seqno = None
@@ -196,8 +195,8 @@ class Assembler:
     def sync_write(self, event: Prepare | Commit | Abort, out: list[Instruction]) -> None:
         """Move the position to the seqno of a prepare or an abort. A COMMIT message is a violation.
 
-        A mirror never requests sync writes, so a source sends a commit as a mutation (docs/protocol.md 2.6). A COMMIT
-        message has no value, and the prepare with the value was skipped.
+        A mirror never requests sync writes, so a source sends a committed one as a mutation (docs/protocol.md 2.6). A
+        COMMIT message has no value, and the prepare with the value was skipped.
         """
         self._check_next(event.seqno)
         if isinstance(event, Commit):
@@ -208,7 +207,7 @@ class Assembler:
         raise Violation(f"an out-of-order snapshot (flags {event.flags:#x}), which was not requested")
 
     def stream_ended_regularly(self, out: list[Instruction]) -> None:
-        """Without HELLO Collections, complete the open snapshot: perhaps no message has the seqno of its end."""
+        """On a connection without collections, complete the open snapshot: perhaps no message has the end's seqno."""
         if self.open_snapshot is not None and not self._collections and not self._replaces_end:
             self._close(out)
 

@@ -1,11 +1,11 @@
-"""The effect of system events on a manifest: the scopes and collections of a vbucket from some seqno on.
+"""The effect of system events on a vbucket's manifest (its scopes and collections from some seqno on).
 
 Knows decoded system events and `storage.model.Manifest`; must never know frames, streams or documents.
 
 Invariants:
 - manifests are never changed in place: an event makes a new manifest, with the same or a higher uid;
-- a collection's `begin_seqno` never falls. Documents at or below it are not part of the collection, because the source
-  sends no deletions for a drop or a flush (docs/protocol.md 2.11). A flush is a new creation of a known collection;
+- a collection's `begin_seqno` never falls. Documents at or below it count as deleted: the source sends no deletions for
+  a drop or a flush (docs/protocol.md 2.11). A flush arrives as a creation of a known collection;
 - an event may be missing because a later event replaced it. So the drop of an unknown collection is no error, nor is
   the drop of a scope that still has collections.
 """
@@ -71,7 +71,7 @@ def _created(manifest: Manifest, content: CollectionCreated, seqno: Seqno) -> Ma
 
 
 def _modified(manifest: Manifest, content: CollectionModified, _seqno: Seqno) -> Manifest:
-    # The settings changed, the documents did not. If `begin_seqno` is unknown, 0 will do, because no id is used twice.
+    # The settings changed, the documents did not. For an unknown collection 0 will do: no older one had the same id.
     known = manifest.collections.get(content.collection_id)
     return _with_collection(manifest, content, Seqno(0) if known is None else known.begin_seqno)
 

@@ -1,8 +1,9 @@
 """The events that `VbucketMachine.handle` takes, besides wire events.
 
 Wire events of a stream (SnapshotMarker, SeqnoAdvanced, SystemEvent, OsoSnapshot, StreamEnd, Prepare, Commit, Abort) are
-handed to the machine as `mirror.wire` decoded them. The machine ignores messages with another opaque than its stream's.
-So a consumer must never use an opaque twice, even on another connection.
+handed to the machine as `mirror.wire` decoded them. They carry the opaque (the number) of the stream's request. The
+machine ignores messages with another opaque, such as late messages of an older stream. So a vbucket must never get the
+same opaque twice, even over another connection.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ Row = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A connection to the active node is ready (DCP opened, controls sent): streams may be requested.
+    """A connection to the vbucket's node is ready: streams may be requested.
 
     Start also ends the phase REFUSED. If a stream is still open, the machine closes that stream first.
     """
 
     collections: bool = True
-    """True if HELLO granted Collections: keys carry a collection id, and each snapshot's end seqno is sent."""
+    """True if the node granted collections: keys carry a collection id, and each snapshot's end seqno is sent."""
     sends_purge_seqno: bool = False
-    """True if V2.2 markers were granted (8.0): a mid-snapshot request may name the snapshot's purge seqno."""
+    """True if markers may carry the source's purge seqno (8.0): a mid-snapshot request may name it."""
     by_mirror: bool = False
     """True if the node is a mirror: it may be behind this mirror for a while."""
     end_seqno: int = SEQNO_MAX
@@ -124,14 +125,14 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """RollbackTo was executed: `state` is at the newest kept boundary."""
+    """RollbackTo was executed: `state` is at the newest kept boundary at or below the seqno."""
 
     state: VbucketState
 
 
 @dataclass(frozen=True, slots=True)
 class NoBoundary:
-    """RollbackTo was not executed: no boundary above 0 is kept at or below its seqno. No row was dropped."""
+    """RollbackTo was not executed: no boundary above 0 is kept at or below the seqno. No row was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +151,14 @@ class ResyncOpened:
 
 @dataclass(frozen=True, slots=True)
 class ResyncRefused:
-    """BeginResync was not executed, perhaps for lack of space. The old copy is kept."""
+    """BeginResync was not executed, for lack of space. The old copy is kept."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class StagingRefused:
-    """The sink refused rows whose seqnos do not rise. The host dropped the rest of the list of instructions."""
+    """The sink refused rows whose seqnos do not rise. The host dropped the rest of the instructions."""
 
     state: VbucketState
     text: str

@@ -1,13 +1,13 @@
-"""The handshake: stream requests until the source accepts one, with the rollbacks and resyncs on the way.
+"""The handshake: requests a stream until the source accepts, with rollbacks and resyncs in between.
 
-After a ROLLBACK the machine goes back to the newest kept boundary at or below the answered seqno. If that seqno is 0 or
-not below the requested one, or if no such boundary is kept, the machine gets the source's failover log, once in a
-handshake, and requests a stream from the newest common history. If no history is common, or if this request fails in
-the same way, the machine begins a resync next to the old copy (docs/protocol.md 2.5).
+If the source answers ROLLBACK with a seqno, the machine goes back to the newest kept boundary at or below that seqno.
+If no such boundary is kept, or if the seqno is 0 or not below the request's start, the machine gets the source's
+failover log, and requests a stream from the newest common history. It does this once in a handshake. If no history is
+common, or if a later answer leads here again, it begins a resync next to the old copy (docs/protocol.md 2.5).
 
 The functions in `machine.TRANSITIONS` take the machine's state and an event, append instructions, and return the next
-phase. Invariants: a request names exactly the stored position; the failover log of a stream is saved before its first
-row is staged.
+phase. Invariants: a request names exactly the stored position; a stream's failover log is saved before the stream's
+first row is staged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mirror.ingest.state import HandshakeState, MachineState, Phase
 from storage.model import SEQNO_MAX, Seqno, SourceFacts
 
 ROLLBACK_ROUNDS_MAX = 64
-"""Limit of rollback answers in one handshake; then the failover log is fetched. Servers keep 25 histories."""
+"""Limit of ROLLBACK answers in one handshake. After more, the machine gets the failover log."""
 
 
 def begin(machine: MachineState, out: list[Instruction]) -> Phase:
@@ -71,7 +71,8 @@ def _request(machine: MachineState, out: list[Instruction]) -> Phase:
     purge_seqno = None
     if offset.inside_snapshot:
         end_seqno = max(end_seqno, offset.snap_end_seqno)
-        # Between snapshots, name no purge seqno: a mirror below the source's lacks deletions, and needs the ROLLBACK.
+        # Between snapshots, name no purge seqno: a mirror whose position is below the source's purge seqno lacks
+        # deletions, and needs the ROLLBACK.
         if machine.features.sends_purge_seqno:
             purge_seqno = int(machine.stored.source_purge_seqno) or None
     machine.offset = offset
@@ -180,14 +181,14 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
         return machine.retry(Reaction(Action.RETRY, text), out)
     machine.handshake.common_tried = True
     boundary_seqno = machine.assembler.boundary_seqno
-    # Ignore the polled high seqno: held rows may be newer, and would be rolled back. If the source really has less, it
-    # answers the next request with the true seqno.
+    # Ignore the polled high seqno: this mirror may hold newer rows, which a rollback to it would drop. If the source
+    # really has less, it answers the next request with ROLLBACK and the true seqno.
     common = common_history(machine.stored.failover_log, boundary_seqno, event.failover_log)
     if common is None:
         return _resync(machine, "no common history with the source", out)
     machine.handshake.next_vbuuid = common.vbuuid
     # Roll back first, then cut the failover log. In the other order, a crash in between would leave rows under a wrong
-    # history, which the source would accept.
+    # history, and the source would accept a request with that history.
     if common.seqno < boundary_seqno:
         return _roll_back(machine, common.seqno, f"common history {common.vbuuid:#x} up to {common.seqno}", out)
     if machine.assembler.holds_part:
@@ -198,7 +199,7 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
 
 def log_refused(machine: MachineState, event: ev.FailoverLogRefused, out: list[Instruction]) -> Phase:
     reaction = on_refusal(event.status)
-    if reaction.action is Action.GO_BACK:  # the refusal of a failover log does not call for a rollback
+    if reaction.action is Action.GO_BACK:  # a refused failover log is no reason for a rollback
         reaction = Reaction(Action.RETRY, reaction.text)
     return machine.react(reaction, b"", out)
 

@@ -1,14 +1,12 @@
 """Instructions: the values that `VbucketMachine.handle` returns, one class for each action.
 
-Defines the instructions, and the guarantees of a host (`feed.host`); must never know how a host executes instructions.
-
-A host guarantees:
+Must never know how a host (`feed.host`) executes instructions. A host guarantees:
 - it executes the instructions of one list in list order. If the sink refuses rows, the host drops the rest of the list
   and hands in StagingRefused. If the store itself fails, a new machine, made from the stored state, replaces the old;
-- after an instruction that says "answered by", it hands in that event;
-- it hands in Published only after the snapshot is durable. The machine returns AnswerMarker only after Published.
+- after an instruction that says "answered by" an event, it hands in that event;
+- it hands in Published only after the snapshot is durable.
 
-Instances are never changed. They are not frozen, because that makes them slower to create (two for each live snapshot).
+Instances are never changed. They are not frozen, because frozen ones are slower to create.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class RetryReason(StrEnum):
 
 @dataclass(slots=True)
 class RequestStream:
-    """Send STREAM_REQ with a fresh opaque. Hand in StreamRequested (or ConnectionLost) at once, the answer later."""
+    """Send STREAM_REQ with an unused opaque. Hand in StreamRequested (or ConnectionLost) at once, the answer later."""
 
     offset: StreamOffset
     end_seqno: int
@@ -149,7 +147,7 @@ class SaveFacts:
 class RollbackTo:
     """Go back to the newest kept boundary at or below `seqno`, and drop the staged rows. Answered by RolledBack.
 
-    If no such boundary above 0 is kept, change nothing. Answered by NoBoundary then.
+    If no such boundary above 0 is kept, change nothing, and answer by NoBoundary.
     """
 
     seqno: Seqno

@@ -2,14 +2,14 @@
 
 Must never know streams, answers or rows.
 
-Invariant, checked by the constructor: snap_start_seqno <= start_seqno <= snap_end_seqno (a producer answers anything
-else with ERANGE; docs/protocol.md 2.4). There are three kinds of offset:
+Invariant, checked by the constructor: snap_start_seqno <= start_seqno <= snap_end_seqno (a source answers anything else
+with ERANGE; docs/protocol.md 2.4). There are three kinds of offset:
 - fresh: all zero, without a vbuuid;
-- between snapshots: E,E,E, where E is the newest complete boundary. A marker without an accepted item does not count;
-- inside a snapshot: start is the last staged seqno, the range is [E, end of the open snapshot]. The range begins at E
-  because a marker's start is unreliable (2.6), and could equal the last staged seqno. The producer would then assume
-  that the consumer has nothing of the snapshot. After a failover the producer might accept the request on a history
-  that forked inside the snapshot. The staged part lacks each document with a newer version later in the snapshot; if
+- between snapshots: all three seqnos are E, the newest complete boundary;
+- inside a snapshot: start is the last staged seqno, the range is [E, end of the open snapshot]. The range begins at E,
+  because the start that the source sent is unreliable (2.6), and could equal the last staged seqno. The source would
+  then assume that the mirror has nothing of the snapshot, and after a failover might accept the request on a history
+  that forked inside the snapshot. The staged part lacks each document with a newer version later in the snapshot. If
   the new history lacks that version, the mirror would never get the document.
 """
 
@@ -58,8 +58,8 @@ def resume_offset(
 ) -> StreamOffset:
     """Return the offset after the staged part of the open snapshot if that is resumable, else after the boundary.
 
-    Inside a snapshot, `vbuuid` is the history at the snapshot's *end*, because the rows came from that history. If the
-    request named an older history, the source would answer with a rollback, although no change was lost.
+    Inside a snapshot, `vbuuid` is the history at the snapshot's *end*, because the staged rows came from that history.
+    If the request named an older one, the source would answer ROLLBACK, although no change was lost.
     """
     if not is_resumable(boundary_seqno, staged_seqno, open_snapshot):
         return StreamOffset.between_snapshots(boundary_seqno, failover_log.vbuuid_at(boundary_seqno))

@@ -3,9 +3,9 @@
 Knows codes, the reaction to each, and a text with the remedy. Must never know the state of a vbucket.
 
 Invariants: every code has a reaction, even an unknown code. Only codes named here stop a vbucket, and each stop is
-reported. Any end of a stream may hide a rollback, so the machine always resumes by a full stream request. At equal
-jitter no later attempt has a shorter delay. No delay exceeds its schedule's cap. The caller's jitter spreads delays
-between half and all of the full delay, because vbuckets that were refused together must not retry together.
+reported. At equal jitter no later attempt has a shorter delay. No delay exceeds its schedule's cap. The caller's jitter
+(a random number) spreads delays between half and all of the full delay, because vbuckets that were refused together
+must not retry together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Action(Enum):
     WAIT_FOR_COLLECTIONS = auto()
     """Wait until a selected collection exists."""
     GO_BACK = auto()
-    """The source cannot continue from the position. Search common history; without a complete snapshot, begin at 0."""
+    """The source cannot continue from the position. Search common history, or begin at 0 if no snapshot is complete.
+    """
     REFUSED = auto()
     """Report the refusal and retry within a minute, because an administrator may grant the privilege."""
     STOP = auto()
@@ -120,13 +121,13 @@ REFUSALS: dict[int, Reaction] = {
 
 
 def on_stream_end(reason: int) -> Reaction:
-    """Return the reaction to an end code; unknown codes are retried."""
+    """Return the reaction to a stream's end; RETRY for an unknown code."""
     known = STREAM_ENDS.get(reason)
     return known or Reaction(Action.RETRY, f"the source ended the stream with code {reason}; asking again", _ENDED)
 
 
 def on_refusal(status: int) -> Reaction:
-    """Return the reaction to a refusal; an unknown status is retried, with growing delays."""
+    """Return the reaction to a refusal; RETRY, with growing delays, for an unknown status."""
     known = REFUSALS.get(status)
     return known or Reaction(Action.RETRY, f"the source answered {status_name(status)}; asking again")
 
@@ -157,6 +158,6 @@ SCHEDULES: dict[RetryReason, Schedule] = {
 
 
 def delay_s(reason: RetryReason, attempt: int, jitter: float) -> float:
-    """Return the delay before try number `attempt` (0 is the first); `jitter` is clamped to 0..1."""
+    """Return the delay before retry number `attempt` (0 is the first); `jitter` is clamped to 0..1."""
     full_s = SCHEDULES[reason].full_delay_s(attempt)
     return full_s * (0.5 + 0.5 * min(max(jitter, 0.0), 1.0))

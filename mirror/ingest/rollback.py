@@ -1,11 +1,9 @@
-"""The rollback rule of both roles: a producer's answer to a stream request, and a consumer's search of common history.
+"""The rollback rules: how a producer (the sender) answers a stream request, and how a consumer finds common history.
 
-Knows seqnos, failover logs and purge seqnos as plain values. Must never know rows, streams, time or the store: every
-function here is pure and total.
+Knows seqnos, failover logs and purge seqnos as plain values. Must never know rows, streams, time or the store.
 
-`producer_answer` follows the numbered cases of docs/protocol.md 2.5, which compare the purge seqno with the *start*
-seqno. It agrees with two real engines in all cases recorded in tests/recordings (`rollback_answers_*`).
-`common_history` finds the data that a consumer need not fetch again.
+`producer_answer` follows the numbered cases of docs/protocol.md 2.5. It agrees with the answers of two real servers in
+tests/recordings (`rollback_answers_*`). `common_history` finds the data that a consumer need not fetch again.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ class Accept: ...
 
 @dataclass(frozen=True, slots=True)
 class RollbackAnswer:
-    """The producer lacks changes, or purged deletions. The consumer must go back to `seqno` or below and ask again."""
+    """The producer lacks changes, or has purged deletions. The consumer must go back to `seqno` or below, and retry."""
 
     seqno: int
 
@@ -65,7 +63,7 @@ def producer_answer(
     upper_seqno = failover_log.end_of(vbuuid, high_seqno)
     if upper_seqno is None:  # case 3: an unknown history
         return RollbackAnswer(0)
-    # Case 4. At its start the consumer has none of the snapshot, at its end all of it: the range shrinks to that edge.
+    # Case 4. At a snapshot's start the consumer has none of it, at the end all of it: the range shrinks to that seqno.
     if start_seqno == snap_start_seqno:
         snap_end_seqno = start_seqno
     if snap_end_seqno <= upper_seqno:
@@ -91,9 +89,8 @@ class CommonHistory:
 def common_history(own_log: FailoverLog, own_seqno: int, source_log: FailoverLog) -> CommonHistory | None:
     """Return the newest history that is in both logs; None if no seqno above 0 is shared (docs/protocol.md 2.5).
 
-    The newest own entry is tried first, even if the next older entry has the same seqno: after a failover without loss
-    the newest entry starts at our position. A source that lacks the newest entry may share the older one. A history is
-    shared up to the lower of its ends in the two logs.
+    The newest own entry is tried first, even if it starts at our position, as after a failover without loss. A history
+    is shared up to the lower of its ends in the two logs.
     """
     for index, entry in enumerate(own_log):
         source_end_seqno = source_log.end_of(entry.vbuuid, SEQNO_MAX)

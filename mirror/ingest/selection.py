@@ -1,9 +1,9 @@
-"""The mirrored part of a bucket (all of it, one scope, or collections), by name and by the source's current ids.
+"""The selection: the mirrored part of a bucket, by name, and the stream filter with the source's current ids.
 
 Knows names, ids and the source's manifest (GET_COLLECTIONS_MANIFEST; kv_engine docs/Collections.md). Must never know
-connections or a vbucket's position. Names identify a mirror, but streams request ids: a collection that is dropped and
-created again has the same name and another id. Invariants: a selection and a filter have one canonical text each; a
-filter names only ids of the manifest, because a source refuses others.
+connections or a vbucket's position. A mirror stores names, but a stream request has ids: a collection that is dropped
+and created again keeps its name and gets another id. Invariants: each selection and each filter has one canonical text;
+a filter has only ids of the manifest, because a source refuses other ids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FilterFields = dict[str, str | list[str]]
 """The JSON value of a stream request: `scope` or `collections`, as hex ids."""
 
 MANIFEST_BYTES_MAX = 4 * 1024 * 1024
-"""Limit of a source's manifest: ten times the largest possible manifest. Parsing 4 MiB takes 50 ms."""
+"""Limit of a source's manifest: ten times the largest possible manifest."""
 
 
 class MalformedManifest(Exception): ...
@@ -93,7 +93,7 @@ class StreamFilter:
         return {"collections": [f"{each:x}" for each in self.collection_ids]}
 
     def shows_by_itself(self, collection_id: int, scope_id: int) -> bool:
-        """Return True if the filter includes a collection that no event creates (the default collection)."""
+        """Return True if the filter includes this collection, which no event creates (the default collection)."""
         return self.scope_id == scope_id if self.scope_id is not None else collection_id in self.collection_ids
 
     def within(self, other: StreamFilter | None) -> bool:
@@ -105,9 +105,9 @@ class StreamFilter:
     def continues(self, before: str | None, held_ids: Iterable[int]) -> bool:
         """Return True if a stream with this filter can continue a stream with the filter text `before`.
 
-        This filter must include each collection in `held_ids`: otherwise the source would not send the collection's
-        drop. It must not add a collection, whose earlier rows the source would not send. Even an equal filter can lack
-        a held collection, if the staged rows with the collection's drop were abandoned.
+        This filter must include each collection that the mirror holds: otherwise the source would not send that
+        collection's drop. It must add no collection: the source would not send the earlier rows of an added one. Even
+        an equal filter can lack a held collection, if the staged rows with that collection's drop were abandoned.
         """
         old = None if before is None else StreamFilter.parse(before)
         if old is None or old.scope_id is not None or self.scope_id is not None:

@@ -1,7 +1,7 @@
-"""The state of one vbucket's machine, and the methods that end the handling of an event.
+"""The state of one vbucket's machine: the stored position, the stream, and the requests to the source.
 
-Knows the vbucket's stored position, its stream, and its requests to the source. `handshake` and `streaming` decide, and
-`machine` calls them. A method that ends the handling appends instructions and returns the next phase.
+`machine` calls the functions of `handshake` and `streaming`, which decide. They often end by calling a method of the
+state (such as `wait`), which appends instructions and returns the next phase.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class MachineState:
         self.opaque: int | None = None
         self.assembler = Assembler(self.progressed)
         self.marker_acks: list[tuple[int, int]] = []
-        """(End, opaque) of each marker that is answered once its snapshot is durable."""
+        """(End seqno, opaque) of each snapshot marker that is answered once its snapshot is durable."""
         self.marker_purge_seqno = 0
         """The newest marker's purge seqno until it is saved, then 0."""
         self.high_seqno: int | None = None
@@ -161,7 +161,7 @@ class MachineState:
         return self.wait(reaction.reason, out)
 
     def abandon(self, reason: RetryReason | None, out: list[Instruction]) -> Phase:
-        """Drop the staged rows. The next request then follows at once, or after the delay for `reason`."""
+        """Drop the staged rows. The next request follows at once or, with a `reason`, after the delay for it."""
         self.retry_reason = reason
         out.append(AbandonStaged())
         return Phase.ABANDONING
@@ -196,7 +196,7 @@ class MachineState:
 
     @property
     def waits_for_end(self) -> bool:
-        """True while the mirror holds part of a snapshot from the source's memory, whose end should arrive soon. False
-        on a connection without collections, where perhaps no message has the seqno of the end (docs/protocol.md 2.6).
+        """True while the mirror holds part of a snapshot that the source sends from memory: the rest should come soon.
+        False on a connection without collections: perhaps no message has the end's seqno (docs/protocol.md 2.6).
         """
         return self.features.collections and self.assembler.holds_part and not self.assembler.from_disk

@@ -1,8 +1,8 @@
-"""An open stream: its messages, the answers to its markers, and its end.
+"""An open stream: its messages and its end.
 
 The functions in `machine.TRANSITIONS` take the machine's state and an event, append instructions, and return the next
-phase. A marker is answered only after its snapshot is durable. If the source breaks the rules, the machine drops the
-open snapshot and requests the stream again after a delay.
+phase. A snapshot begins with a marker. A marker that asks for an answer gets one only after the snapshot is durable. If
+the source breaks the rules, the machine drops the open snapshot and requests the stream again after a delay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ACK = int(SnapshotFlag.ACK)
 """A plain int, because testing an IntFlag takes a microsecond."""
 
 MARKER_ACKS_MAX = 1024
-"""Limit of markers that wait for an answer. One more is a violation: only a faulty source sends so many."""
+"""Limit of markers that wait for an answer. Only a faulty source sends more, so one more is a violation."""
 
 _ASSEMBLE: dict[type, Callable[[Assembler, Any, list[Instruction]], None]] = {
     SnapshotMarker: Assembler.marker,
@@ -91,7 +91,7 @@ def _marked(machine: MachineState, event: SnapshotMarker, out: list[Instruction]
 
 
 def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
-    """Save the newest marker's purge seqno before its first item, for a mid-snapshot request after a restart."""
+    """Save the newest marker's purge seqno before the snapshot's first row: mid-snapshot requests name it."""
     purge_seqno, machine.marker_purge_seqno = machine.marker_purge_seqno, 0
     facts = SourceFacts(source_purge_seqno=Seqno(purge_seqno))
     if not machine.assembler.boundary_seqno:
@@ -137,7 +137,7 @@ def high_seqno(machine: MachineState, event: ev.HighSeqno, out: list[Instruction
 
 
 def _perhaps_empty(machine: MachineState, out: list[Instruction]) -> None:
-    """Publish seqno 0 once if nothing is held: no row completes a snapshot of an empty vbucket."""
+    """Publish seqno 0 once if the mirror holds nothing: an empty vbucket has no row that completes a snapshot."""
     assembler = machine.assembler
     if machine.empty_reported or assembler.holds_part or assembler.boundary_seqno or assembler.open_snapshot:
         return

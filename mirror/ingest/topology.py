@@ -6,8 +6,8 @@ of the wrong type raises a MalformedClusterMap that names the field. Most fields
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), both unbounded
 ints; only `NewestMap` and `newest_of` choose the map to follow. A node is identified by its host and ports.
 
-A map never replaces a newer one. A node that returns after a failover or a partition still has its old map and data,
-and acts as if it were active: only the revision shows that its map is older than the cluster's.
+A map never replaces a newer one. A node that returns after a failover or a network partition still has its old map and
+data, and acts as if it were active: only the revision shows that its map is older than the cluster's.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class ClusterMap:
     active: tuple[int, ...]
     cluster_uuid: str | None = None
     replicas: tuple[tuple[int, ...], ...] = ()
-    """By vbucket, the indexes in `nodes` of its replicas that have a node."""
+    """For each vbucket, the nodes of its replicas, as indexes into `nodes`."""
     ephemeral: bool = False
     """True if the source keeps the bucket in memory only."""
     system_collections: bool = False
     """True if the bucket has the server's own collections, which only privileged users see."""
     network: str = "default"
-    """The network of the nodes' addresses, also used for later maps of the source."""
+    """The set of advertised addresses ("default", "external") that is used, also for later maps of the source."""
     network_offered: bool = True
     """False if no node has an address in `network`: then `nodes` has the nodes' own addresses."""
     replaces: bool = False
@@ -141,9 +141,8 @@ class NewestMap:
     """The newest map of one bucket. Only a newer map replaces it.
 
     Maps of the cluster are ordered by revision, even after a restart (`floor`). A map of equal revision is normally the
-    same map. It replaces the followed map only if it leaves out nodes that are all away: the cluster was restarted with
-    other ports. A mirror that serves as the source numbers its maps by its own starts. A mirror's map sets no floor,
-    and is accepted only while no map of the cluster is followed.
+    same map and ignored, unless the cluster was restarted with other ports (`instead`). A mirror as the source has
+    revisions of its own. A mirror's map sets no floor, and is accepted only while no map of the cluster is followed.
     """
 
     def __init__(self, bucket_uuid: str | None = None, floor: Revision | None = None) -> None:
@@ -171,8 +170,8 @@ class NewestMap:
         return MapVerdict.KNOWN
 
     def instead(self, found: ClusterMap, away: Callable[[Node], bool]) -> ClusterMap:
-        """Return the map, marked as a replacement if the followed map has the same revision, and names nodes that
-        `found` leaves out and that are all away.
+        """Return `found`, with `replaces` set if it has the followed map's revision, but not all nodes of that map, and
+        all missing nodes are away (the last contact failed).
         """
         current = self.current
         if current is None or current.of_mirror or found.revision != current.revision:
@@ -191,7 +190,7 @@ class NewestMap:
 
 
 def check_bucket(mirrored: Identity, uuid: str | None, vbucket_count: int) -> None:
-    """Raise BucketChanged if the source's bucket, with this uuid (None: unknown), is not the mirrored one."""
+    """Raise BucketChanged if the source's bucket has another uuid (None: unknown) or vbucket count than `mirrored`."""
     name = mirrored.bucket_name
     if mirrored.bucket_uuid and uuid and uuid != mirrored.bucket_uuid:
         raise BucketChanged(
@@ -264,7 +263,7 @@ def _capabilities(config: Mapping[str, object]) -> list[str]:
 
 
 def network_of(text: bytes | str, contacted_host: str, contacted_port: int | None = None) -> str:
-    """Return the network that has the contacted address, as SDKs choose it; "default" if no network has it.
+    """Return the network that has the contacted address, or "default" if none has. SDKs choose likewise.
 
     A match of host and port is preferred to a match of the host alone, because all nodes of a test cluster may share
     one host.
@@ -287,7 +286,7 @@ def network_of(text: bytes | str, contacted_host: str, contacted_port: int | Non
 
 @dataclass(frozen=True, slots=True)
 class _NodeExt:
-    """One row of nodesExt. `node` has the address to connect to; `own_address` is the node's name in serverList."""
+    """One row of nodesExt. `node` has the address to connect to; `own_address` is its address in serverList."""
 
     node: Node
     own_address: tuple[str, int | None]

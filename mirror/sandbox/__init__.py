@@ -1,4 +1,4 @@
-"""The embedded source: a small Couchbase cluster in memory, for tests and demos."""
+"""The sandbox: a small Couchbase cluster in memory, for tests and demos."""
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.data.bucket import Bucket, vbucket_of

@@ -1,9 +1,9 @@
 """A cluster of n nodes in memory, for DCP clients and Couchbase SDKs.
 
-The cluster answers as recorded servers did (tests/recordings). Invariants:
-- a node that is down answers no client, even if the map names it;
-- a changed map has a higher revision;
-- a node that was split off has its own data and map;
+The cluster answers as real servers did in tests/recordings. Invariants:
+- a node that is down answers no client, even if the cluster map names the node;
+- a changed cluster map has a higher revision;
+- after `split_off` a node has its own data and map;
 - the same seed and calls give the same ids, histories and snapshots.
 """
 
@@ -56,10 +56,10 @@ class SandboxCluster:
     ) -> None:
         """`start` opens the ports. `port` and `tls_port` are for the first node; other nodes take free ports.
 
-        With `tls` the nodes listen both with and without TLS; with `tls_only` only with TLS.
+        With `tls` the nodes listen with and without TLS; with `tls` and `tls_only` only with TLS.
 
-        `profile` is a server release, named in `profile.PROFILES`; raises ConfigError for another name. With
-        `keeps_history` the bucket keeps and streams superseded versions, as with the storage engine Magma.
+        `profile` names a server release (`PROFILES`); an unknown name raises ConfigError. With `keeps_history` the
+        bucket keeps and streams superseded versions, as with the storage engine Magma.
         """
         assert nodes > 0
         assert 0 < vbuckets <= 1024
@@ -139,10 +139,10 @@ class SandboxCluster:
         await self.nodes[number].stop()
 
     async def restart_node(self, number: int, *, lose: int | None = None) -> None:
-        """Start a node again on its ports. It has all its data on disk, so streams begin with a backfill.
+        """Start a node again on its ports. None of its data is in memory, so streams begin with a backfill.
 
-        With `lose`, as after a crash, each of its vbuckets has a new history without the last `lose` changes. A node
-        that was split off keeps its own data and map.
+        If `lose` is given, each active vbucket of the node begins a new history without its last `lose` changes, as
+        after a crash.
         """
         node = self.nodes[number]
         await node.stop()
@@ -155,7 +155,7 @@ class SandboxCluster:
         await self._listen(node, node.port or 0, node.tls_port or 0)
 
     def failover(self, vbid: int, *, lose: int = 0) -> int:
-        """Give a vbucket a new history without its last `lose` changes, on another live node if there is one.
+        """Give a vbucket a new history without its last `lose` changes. Move it to another live node, if there is one.
 
         Return the seqno at which the new history begins.
         """
@@ -169,9 +169,9 @@ class SandboxCluster:
         return base
 
     async def failover_node(self, number: int, *, lose: int = 0) -> None:
-        """Remove a node from the map. Other nodes get its vbuckets, with new histories without the last `lose` changes.
+        """Remove a node from the map. Its vbuckets fail over to other live nodes, without their last `lose` changes.
 
-        The node stops, except if it was split off before.
+        The node stops, unless it was split off before.
         """
         if self._belongs(self.nodes[number]):
             await self.nodes[number].stop()
@@ -189,7 +189,7 @@ class SandboxCluster:
     def split_off(self, number: int) -> Bucket:
         """Separate a node from the cluster, as a network partition does, and break its connections.
 
-        The node continues with a copy of data and map. Return the copy.
+        The node continues with a copy of the bucket, map included. Return the copy.
         """
         node = self.nodes[number]
         node.bucket = fork(self.bucket)
@@ -206,7 +206,7 @@ class SandboxCluster:
         self.bucket.map_changed(vbid)
 
     async def add_node(self) -> int:
-        """Add a node to the map; return its number. It has no vbuckets until a rebalance."""
+        """Add a node to the map; return its number. The node has no vbuckets until a rebalance."""
         node = self._make_node()
         await self._listen(node, 0, 0)
         self.bucket.map.nodes.append(node.address)
@@ -233,7 +233,7 @@ class SandboxCluster:
         return moved
 
     async def recreate_bucket(self) -> None:
-        """Replace the bucket by an empty one with its name and another uuid; break all connections."""
+        """Break all connections, empty the bucket, and give it another uuid."""
         for node in self.nodes:
             for connection in list(node.connections):
                 connection.link.cut()

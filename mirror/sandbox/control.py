@@ -1,8 +1,8 @@
-"""The control socket of a running embedded source: other processes request faults and changes.
+"""The control socket of a running sandbox, at which other processes request faults and changes.
 
 A request is a line with one JSON object, `{"command": NAME, ...}`. The answer is `{"ok": true, "result": ...}` or
-`{"ok": false, "error": "..."}`. `dcp-mirror sandbox fault --help` lists the commands and their arguments; numbers of
-nodes begin at 0. Invariants: a bad command has no effect; each line has an answer, unless it is too long.
+`{"ok": false, "error": "..."}`. `dcp-mirror sandbox fault --help` lists the commands and their arguments; the first
+node has number 0. Invariants: a bad command has no effect; each line has an answer, unless it is too long.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ USUAL_REFUSALS = (
     Status.UNKNOWN_SCOPE,
     Status.DCP_STREAM_ID_INVALID,
 )
-"""Usual statuses of refused stream requests, for error texts; `refuse-streams` takes others, too."""
+"""Usual statuses of refused stream requests, for error texts. `refuse-streams` takes other statuses, too."""
 
 
 def _whole(said: object, largest: int = 2**64 - 1) -> int:
@@ -154,11 +154,11 @@ KINDS: dict[str, tuple[str, Callable[[object], object]]] = {
     **dict.fromkeys(("user", "password", "lacks", "cert"), (TEXT, _text)),
     **dict.fromkeys(("status", "reason"), ("a name or number", _text_or_whole)),
 }
-"""Every argument of a command, in words and as the function that parses it: each may also come as text."""
+"""Argument of a command -> its kind in words, and its parser. Parsers also take text."""
 
 
 def checked(server: SandboxControl, arguments: Arguments) -> Arguments:
-    """Return the arguments with the types that the commands take; leave null out. Raises ValueError."""
+    """Return the arguments with the types that the commands take; leave out nulls. Raises ValueError."""
     found = {}
     counts = {"vbid": len(server.cluster.vbuckets), "node": len(server.cluster.nodes)}
     for name, said in arguments.items():

@@ -1,7 +1,6 @@
-"""The embedded source in a thread, for programs without asyncio.
+"""The sandbox in a thread, for programs without asyncio.
 
-Invariants: the cluster is used only in the thread's event loop, through `call` and `run`; leaving the context ends the
-thread.
+Invariants: `call` and `run` use the cluster in the thread's event loop; leaving the context ends the thread.
 """
 
 from __future__ import annotations

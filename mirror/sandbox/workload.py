@@ -16,7 +16,7 @@ from mirror.sandbox.data.bucket import Bucket
 
 TICK_SECONDS = 0.01
 WRITES_AT_ONCE_MAX = 5_000
-"""A writer that is late drops all but this many writes."""
+"""If the writer is late, it drops all but this many due writes."""
 
 _FIRST = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ines", "Jan", "Kaya", "Leo", "Mia", "Nils")
 _LAST = ("Abel", "Berg", "Costa", "Dietz", "Evans", "Frost", "Greco", "Holm", "Ito", "Juhl", "Kraft", "Lange")
@@ -92,7 +92,7 @@ class Workload:
             await asyncio.sleep(TICK_SECONDS)
 
     def load(self, count: int, *, vbid: int | None = None) -> int:
-        """Add new orders, as if already on disk; return their number. Without `vbid`, later writes change them."""
+        """Add orders, as if already on disk; return their number. Without `vbid`, later writes change these orders."""
         first = self._next
         self._next += count
         if vbid is None:
@@ -149,7 +149,7 @@ class Orders:
         return body.encode()
 
     def quick(self, number: int) -> bytes:
-        """Return an order from a pool of a thousand, with its own number."""
+        """Return one of a thousand prepared orders, with this number."""
         if len(self._pool) < 1000:
             self._pool.append(self.order(0)[len(b'{"type":"order","number":0') :])
         return b'{"type":"order","number":%d%b' % (number, self._pool[number % len(self._pool)])

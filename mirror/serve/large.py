@@ -1,8 +1,8 @@
 """Reads of large values in one process: in pieces, with other clients' requests between them.
 
-Knows large documents and turns; never a protocol. Decompression runs in a thread, without the interpreter's lock.
-Invariants: one value is read at a time, so a client waits only for values requested before its own; one turn copies,
-clears or frees at most one piece of memory, because 20 MiB would take up to 16 ms.
+Knows large documents and the event loop's turns (`turns`); never a protocol. Decompression runs in a thread, without
+the interpreter's lock. Invariants: one value is read at a time, so a client waits only for values requested before its
+own; one turn copies, clears or frees at most one piece of memory, because 20 MiB would take up to 16 ms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Block:
         self._released = 0
 
     def release(self) -> bool:
-        """Return the next piece's memory to the system; do not read that piece again. Return False after the last."""
+        """Give the memory of the next piece back to the system; its content is lost. Return False if none is left."""
         if isinstance(self.data, mmap) and self._released < len(self.data):
             self.data.madvise(MADV_DONTNEED, self._released, min(PIECE_BYTES, len(self.data) - self._released))
             self._released += PIECE_BYTES
@@ -147,7 +147,7 @@ def taken(pieces: Pieces) -> Iterator[bytes]:
 
 
 def merged(parts: Pieces, bytes_max: int) -> Iterator[bytes]:
-    """Yield the parts' bytes in pieces of `bytes_max` to twice that; the last may be smaller. Release the parts."""
+    """Join the parts, release them, and yield pieces of `bytes_max` to twice that. The last piece may be smaller."""
     found: list[Buffer] = []
     size = 0
     parts.reverse()

@@ -1,7 +1,7 @@
 """A histogram of the request durations of one listening process. An update takes a microsecond.
 
-The counts go to the supervisor with the process's other figures, so one scrape has the counts of all processes.
-Invariant: counts only rise while the process runs.
+The process sends the counts to the supervisor, so one scrape of the metrics has the counts of all processes. Invariant:
+counts only rise while the process runs.
 """
 
 from __future__ import annotations

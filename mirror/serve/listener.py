@@ -6,7 +6,7 @@ with `tls://` before it for TLS; commas separate several. Invariants:
 - each process binds a TCP port for itself (SO_REUSEPORT: the kernel distributes new connections, and a dead process
   loses only its own connections);
 - a Unix socket is bound once, and processes inherit its descriptor;
-- the supervisor keeps each port bound from before the first process until after the last, and never listens itself.
+- the supervisor keeps each TCP port bound, from before the first process to after the last, and never listens on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from mirror.config import Settings
 from mirror.errors import ConfigError
 
 BACKLOG = 1024
-"""Limit of connections that wait to be accepted, for bursts of clients."""
 
 HOST_DEFAULT = "127.0.0.1"
 
@@ -94,7 +93,7 @@ def _bad(text: str, setting: str, why: str) -> ConfigError:
 
 
 def check_addresses(addresses: Sequence[Address], settings: Settings, setting: str) -> None:
-    """Refuse addresses that lack TLS, its certificate or users. Raises ConfigError."""
+    """Raise ConfigError if an address lacks the TLS, certificate or users file that it needs."""
     for address in addresses:
         if address.tls and settings.listen_tls_cert_file is None:
             raise ConfigError(
@@ -197,7 +196,7 @@ def _unix_socket(path: str) -> socket.socket:
 
 
 def _remove_left_over(path: str) -> None:
-    """Remove the socket of a service that has ended. A socket that accepts connections stays, so binding fails."""
+    """Remove the socket of a service that has ended. If a service still accepts there, leave it: binding then fails."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

@@ -1,9 +1,9 @@
 """Metrics for Prometheus: the status document and the listening processes' counts, as metric families.
 
-Knows prometheus_client and the shape of the status; never a socket or a store. A scrape reaches any one of the
-processes that share a port, so each labels its own counts with its name (`server`). The service's report has the counts
-of all processes. Invariants: an unknown figure is left out, never 0; labels have few values (vbuckets, workers,
-servers, routes), never keys, users or names of leases.
+Knows prometheus_client and the shape of the status; never a socket or a store. A scrape reaches one of the processes
+that share a port. This process labels its own counts with its name (`server`); the status document has the counts of
+all processes. Invariants: an unknown figure is left out, never 0; labels have few values (vbuckets, workers, servers,
+routes), never keys, users or names of leases.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ Report = dict[str, Any]
 
 class Requests(Collector):
     def __init__(self, server: str) -> None:
-        """`server` names this process among those that share a port."""
         self.server = server
         self.answers: Counter[tuple[str, int]] = Counter()
         """Counts by (route, code). A prometheus_client counter would take ten times as long."""
@@ -169,7 +168,7 @@ def families(report: Report) -> Iterator[Metric]:
 
 
 def _holders(report: Report) -> Iterator[Metric]:
-    """Yield numbers of leases and long transactions. The names of leases are not for every reader."""
+    """Yield numbers of leases and long transactions. Names of leases are left out: not every reader may see them."""
     leases, readers = report["leases"], report["readers"]
     yield _one("leases", "Readers that hold history.", len(leases))
     yield _one("lease_vbuckets", "Vbuckets that leases hold, summed.", sum(each["vbuckets"] for each in leases))

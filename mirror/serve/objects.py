@@ -1,8 +1,8 @@
-"""Documents and events as JSON, in the shapes that `cli/JSON.md` promises, for the command line and for HTTP alike.
+"""Documents and events as JSON, in the shapes that `cli/JSON.md` promises, for the command line and for HTTP.
 
-Knows the store's nouns and JSON; never a request, a terminal or a file. Invariants: no data is lost: a key that is not
-UTF-8, or a value that is not JSON, is base64 in another member; a JSON value keeps its stored bytes, with every digit,
-but its line ends become spaces; one object is one line.
+Knows the store's nouns and JSON; never a request, a terminal or a file. Invariants: a key that is not UTF-8, or a value
+that is not JSON, is base64 in another member; a JSON value keeps its stored bytes, with every digit, but spaces replace
+its line ends; one object is one line.
 """
 
 from __future__ import annotations
@@ -101,6 +101,5 @@ def _event(change: Change) -> dict[str, Any]:
 
 
 def change_parts(change: Change) -> list[bytes]:
-    """Return a change's JSON object in parts."""
     head = dumps(_event(change))
     return [head] if change.document is None else [head[:-1], b',"document":', *document_parts(change.document), b"}"]

@@ -1,9 +1,9 @@
 """Bounds on large work, to protect other clients: turns of the event loop, and a budget for the memory of answers.
 
-Knows callbacks and numbers of bytes; never a client or its work. Fast requests take no turns; they wait for at most one
-step of large work, whatever the number of clients. Invariants: steps and requests are granted in order; the event loop
-runs one step in each turn, and looks at its sockets between two steps; answers together hold at most the budget's
-bound, except for a single larger answer.
+Knows callbacks and numbers of bytes; never a client or its work. In a turn, the event loop runs one step of large work;
+between two turns it looks at its sockets. So a fast request waits for one step at most, whatever the number of clients.
+Invariants: steps, and requests for memory, are granted in order; answers together hold at most the budget's bound,
+except for a single larger answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Turns:
 
 
 class Budget:
-    """A bound on the memory of a process's answers. An answer counts from before it is made until it was taken."""
+    """A bound on the memory of a process's answers. Each counts from before it is made until the client took it."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -63,7 +63,7 @@ class Budget:
         return len(self._requests)
 
     def request(self, byte_count: int) -> asyncio.Future[None]:
-        """Return a future that is done once the bytes were taken. Requests are granted in order."""
+        """Return a future that is done once the budget has granted the bytes. Requests are granted in order."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._requests.append((byte_count, granted))
         self._grant()

@@ -1,5 +1,5 @@
-"""Servers of the KV and DCP protocols: the common part of the sandbox and the mirror.
+"""The common part of the sandbox's and the mirror's servers for the KV and DCP protocols.
 
-The rules of the protocol are only here. Subclasses and policy objects in `mirror.sandbox` and `mirror.serve` have the
-differences: features and controls, users, documents, faults.
+Only this package has the rules of the protocols. Subclasses and policy objects in `mirror.sandbox` and `mirror.serve`
+have the differences: features and DCP settings, users, documents, faults.
 """

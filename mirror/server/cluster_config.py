@@ -1,8 +1,9 @@
 """The answers to GET_CLUSTER_CONFIG (the terse configuration) and GET_COLLECTIONS_MANIFEST, as JSON.
 
 The form is as recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md; each official client accepts it
-(docs/protocol.md 2.12). Invariants: a node without a host has the address that the client connected to, which works for
-a single node only; a node's management ports are its key-value ports, which answer HTTP with `NO_MANAGEMENT`.
+(docs/protocol.md 2.12). Invariants: clients look for a node without a host at the address they connected to, which is
+right only for a single node; a node's management ports are its key-value ports, and these answer HTTP with
+`NO_MANAGEMENT`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ KV_PORT = 11210
 """The plain port in the map for a node that listens only with TLS, as in clusters' maps."""
 
 NOWHERE = -1
-"""In a vbucket's chain: no node has this copy."""
+"""Stands for a node in `ConfigBucket.chains` if no node has the copy."""
 
 CAPABILITIES = (
     "xattr",
@@ -63,7 +64,7 @@ class ConfigBucket:
     name: str
     uuid: str
     chains: Sequence[Sequence[int]]
-    """By vbucket: the indexes of its active node and its replicas, or NOWHERE."""
+    """For each vbucket, the indexes of its active node and its replicas in the list of nodes, or NOWHERE."""
     capabilities: Sequence[str] = CAPABILITIES
     ephemeral: bool = False
     """True for a bucket in memory only, without views."""
@@ -72,7 +73,7 @@ class ConfigBucket:
 
 
 def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: ConfigBucket | None) -> bytes:
-    """Return the bucket's configuration, or the nodes' if `bucket` is None. `epoch` None: a server without epochs."""
+    """Return the bucket's configuration; only its nodes if `bucket` is None. `epoch` None: a server without epochs."""
     config: dict[str, object] = {"rev": rev} if epoch is None else {"rev": rev, "revEpoch": epoch}
     nodes_ext = [_node(node) for node in nodes]
     capabilities: dict[str, object] = {"clusterCapabilitiesVer": [1, 0], "clusterCapabilities": {}}
@@ -122,7 +123,7 @@ def render_manifest(
 
 
 def is_http(data: bytes) -> bool:
-    """Return True if a connection's bytes are an HTTP request. No frame begins with a letter."""
+    """Return True if `data` begins an HTTP request: it begins with a letter, as no frame does."""
     return data[:1].isalpha()
 
 

@@ -1,8 +1,8 @@
-"""A DCP client's settings, negotiated by HELLO, DCP_OPEN and DCP_CONTROL, and the form of documents that they select.
+"""A DCP client's settings, negotiated by HELLO, DCP_OPEN and DCP_CONTROL, and their effect on documents.
 
-Names, values and statuses are those of docs/protocol.md 2.2, 2.3 and 2.11, checked against recorded engines. A name
-outside of `Abilities.controls`, or an invalid value, is EINVAL and changes nothing. A control that no server here has,
-or that other abilities or controls exclude, is NOT_SUPPORTED. This module does not know streams or tasks.
+A control is a setting of DCP_CONTROL. Names, values and statuses are those of docs/protocol.md 2.2, 2.3 and 2.11
+(recorded). A name that is not in `Abilities.controls`, or an invalid value, gets EINVAL. A control that the server
+cannot fulfil, or that excludes one set before, gets NOT_SUPPORTED. This module does not know streams or tasks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Abilities:
     """True if the server can wait for replicas to acknowledge durable writes."""
     change_streams: bool = False
     oso_with_seqno_advanced: bool = True
-    """True if the server knows the second form of out-of-order snapshots (7.1 and newer)."""
+    """True if the server accepts `true_with_seqno_advanced` for out-of-order snapshots (7.1 and newer)."""
     stream_flags: int = STREAM_FLAGS_7_2
     refuses_unknown_stream_flags: bool = True
     """True if unknown flags are EINVAL (7.2 and newer); older servers ignore them."""
@@ -81,7 +81,7 @@ class Controls:
     round_robin: bool = False
     """True if backfills of several vbuckets take turns."""
     marker_version: MarkerVersion = MarkerVersion.V1
-    """The version of disk snapshots' markers."""
+    """The version of the markers of disk snapshots."""
 
     @property
     def xattrs(self) -> bool:
@@ -97,7 +97,7 @@ class Controls:
 
     @property
     def expirations(self) -> bool:
-        """True if expirations have their own opcode. The control works only with delete times (recorded)."""
+        """True if expirations have their own opcode. `enable_expiry_opcode` works only with delete times (recorded)."""
         return self.expiry_opcode and self.delete_times
 
     @property
@@ -162,7 +162,7 @@ class Controls:
         return Status.SUCCESS if value == _TRUE and self.deleted_user_xattrs else Status.EINVAL
 
     def _accept_oso(self, value: bytes) -> Status:
-        """Accept a permission that no producer here uses (docs/protocol.md 4.4)."""
+        """Accept the permission to send out-of-order snapshots, which no producer here sends (docs/protocol.md 4.4)."""
         with_seqno_advanced = value == _OSO_WITH_SEQNO_ADVANCED and self.abilities.oso_with_seqno_advanced
         return Status.SUCCESS if value == _TRUE or with_seqno_advanced else Status.EINVAL
 
@@ -272,7 +272,7 @@ class DocumentShape:
         return value, datatype
 
     def tombstone(self, opcode: int, seqnos: bytes, time: bytes) -> tuple[int, bytes]:
-        """Return opcode and extras of a deletion or expiration. `seqnos`: both seqnos, 16 bytes; `time`: 4 bytes."""
+        """Return opcode and extras of a deletion or expiration. `seqnos`: seqno and rev_seqno; `time`: 4 bytes."""
         if opcode == EXPIRATION and self._controls.expirations:
             return EXPIRATION, seqnos + time
         return DELETION, seqnos + (time + _UNUSED if self._controls.delete_times else _NO_METADATA)

@@ -1,7 +1,7 @@
 """Answers to the requests of a DCP client, and the handling of the client's own answers.
 
-A connection accepts DCP_OPEN once, and other DCP requests only after it. A request at another time is EINVAL and the
-connection stays (7.2 as recorded); servers of 6.0 and older hang up (`Session.hangs_up`).
+A connection accepts DCP_OPEN once, and other DCP requests only after it. In any other order they are refused with
+EINVAL, and the connection stays (7.2 as recorded). Servers of 6.0 and older hang up (`Session.hangs_up`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _noop(session: Session, _frame: Frame) -> Reply:
 
 
 def take_answer(session: Session, frame: Frame) -> None:
-    """Handle a client's answer to a noop or marker. Raises RemoteProtocolError for other answers."""
+    """Handle a client's answer to a noop or snapshot marker. Raises RemoteProtocolError for other answers."""
     if session.producer is None or frame.opcode not in _ANSWERABLE:
         raise RemoteProtocolError("an answer without a request", op=frame.opcode)
     if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
@@ -95,7 +95,7 @@ def _out_of_place(session: Session, context: str) -> Exception:
 
 
 def _invalid(session: Session, context: str) -> Reply:
-    """Refuse an invalid request; a server that hangs up gives no reason."""
+    """Refuse an invalid request, and give the reason. With `hangs_up`, hang up without a reason."""
     return Reply(Status.EINVAL, hang_up=True) if session.hangs_up else session.refuse(Status.EINVAL, context)
 
 

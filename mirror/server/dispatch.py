@@ -1,6 +1,6 @@
 """Dispatch of a request: check login, bucket, privilege and shape, then call the operation.
 
-A request that its operation refuses or cannot decode is answered with a status, and the connection stays.
+If the operation refuses the request, or cannot decode it, the client gets a status and the connection stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | Later | None:
-    """Return the answer; None if the request gets none. Raises OutOfPlace: hang up."""
+    """Return the answer, or None if the request gets none. Raises OutOfPlace if the server must hang up."""
     operation = operations.get(frame.opcode)
     if not session.logged_in and not (operation and operation.before_login):
         return Reply(Status.EACCESS)
@@ -39,7 +39,7 @@ def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], fra
 
 
 def answer_at_once(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | None:
-    """Answer like `answer`, but run a `Later` to its end (for the sandbox)."""
+    """Return the answer after running all steps of a `Later`. Only the sandbox calls this."""
     found = answer(session, operations, frame)
     before: tuple[Reply, ...] = ()
     while isinstance(found, Later):
@@ -61,7 +61,7 @@ def _checked(operation: Operation[SessionT], session: SessionT, frame: Frame) ->
 
 
 def guarded(session: Session, compute: Callable[[], T]) -> T | Reply:
-    """Return the result of `compute`, or the answer to the refusal that it raises."""
+    """Return the result of `compute`, or an error answer if `compute` raises Refused or ProtocolError."""
     try:
         return compute()
     except Refused as error:

@@ -1,8 +1,8 @@
 """Answers to requests that read documents: get and its variants, metadata, and paths inside of documents.
 
-The answers are those of kv_engine (its docs/BinaryProtocol.md and docs/SubDocument.md; the recording sdk_72_conn2). A
-value is sent only with datatype bits that the client negotiated, and never with its xattrs; quiet forms do not answer
-if there is no document; the answer to several paths has one status for all, and each path's status in the body.
+The answers are those of kv_engine (its docs/BinaryProtocol.md and docs/SubDocument.md; our recording sdk_72_conn2). A
+value is sent only with datatype bits that the client negotiated, and without xattrs. Quiet requests (GETQ) get no
+answer if there is no document. The answer to several paths has one status for all, and each path's status in the body.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from storage.model import Document
 SessionT = TypeVar("SessionT", bound=Session)
 
 LARGE_BYTES = 64 * 1024
-"""Limit in bytes of a lookup in one step (document times paths), and of values sent in one piece. Above it, other
-clients have turns."""
+"""Limit in bytes of a lookup in one step (document size times paths), and of values sent in one piece. Larger ones are
+divided, and other clients' requests come between."""
 
 PIECE_BYTES = 256 * 1024
-"""Bytes of a large answer written at a time."""
+"""The size of one piece of a large answer."""
 
 ACCESS_DELETED = 0x04
 REPLICA_READ = 0x20
@@ -46,11 +46,11 @@ LookupSteps = Iterator[Reply | None]
 
 class DocumentSession(Session):
     lookup_flags = ACCESS_DELETED
-    """The document flags that the server knows in lookups."""
+    """The flags that a lookup request may have."""
 
     @abstractmethod
     def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document:
-        """Return a request's document, with `deletions` perhaps a tombstone. Raises Refused."""
+        """Return the document that a request names; with `deletions` it may be a tombstone. Raises Refused."""
 
     @abstractmethod
     def vbuuid_of(self, vbid: int) -> int:
@@ -69,11 +69,11 @@ class DocumentSession(Session):
         )
 
     def whole(self, document: Document, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
-        """Return the answer that `reply_with` makes of a document's body and datatype, as this client can take them."""
+        """Convert a document's value to a form that this client can take. Return `reply_with(body, datatype)`."""
         return reply_with(*outgoing(self, document.value, document.datatype))
 
     def lookup(self, document: Document, steps: Callable[[Content], LookupSteps], path_count: int) -> Reply | Later:
-        """Return the last value of `steps`. For large documents other clients have turns between the steps."""
+        """Return the last value of `steps`. For a large document, other clients' requests run between the steps."""
         computed = steps(Content.of(document.value, document.datatype, self.about(document)))
         if len(document.value) * path_count > LARGE_BYTES:
             return Later(computed.__next__)
@@ -83,7 +83,7 @@ class DocumentSession(Session):
 
 
 def wire_key(session: Session, frame: Frame) -> bytes:
-    """Return the request's key with a collection id, which clients without collections leave out. Raises Refused."""
+    """Return the request's key with a collection id: 0 if the client did not negotiate collections. Raises Refused."""
     start = decode_leb128(frame.key)[1] if session.collections else 0
     if not 0 < len(frame.key) - start <= KEY_BYTES_MAX:
         raise Refused(Status.EINVAL, f"a key has 1 to {KEY_BYTES_MAX} bytes")
@@ -91,7 +91,7 @@ def wire_key(session: Session, frame: Frame) -> bytes:
 
 
 def outgoing(session: Session, value: bytes, datatype: int) -> tuple[bytes, int]:
-    """Return body and datatype as this client can take them. Raises ValueError if the value is invalid."""
+    """Return a value's body and datatype in a form for this client. Raises ValueError if the value is invalid."""
     if datatype & values.XATTR:
         value, datatype = values.without_xattrs(value, datatype)
     if datatype & values.SNAPPY and not session.snappy:
@@ -198,7 +198,7 @@ def path_text(path: bytes) -> str:
 
 
 def quiet_miss(handle: Callable[[SessionT, Frame], Answer]) -> Callable[[SessionT, Frame], Answer]:
-    """Return the quiet form of a getter, which does not answer a miss."""
+    """Return a handler like `handle`, but without an answer if there is no document."""
 
     def handle_quietly(session: SessionT, frame: Frame) -> Answer:
         try:

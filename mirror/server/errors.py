@@ -19,7 +19,7 @@ class Refused(Exception):
         with_reference: bool = False,
         bare: bool = False,
     ) -> None:
-        """`context` is for clients with XERROR. `bare`: the answer is the status and `value` alone."""
+        """`context` is sent to clients that negotiated XERROR. `bare`: the answer is the status and `value` alone."""
         super().__init__(context)
         self.status = status
         self.context = context

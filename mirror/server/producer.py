@@ -1,9 +1,9 @@
-"""The DCP side of one connection, from DCP_OPEN on: controls, stream requests, flow control and noops.
+"""The server's side of one DCP connection after DCP_OPEN: controls (settings), stream requests, flow control and noops.
 
-The rules are those of docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10. The two subclasses check requests and open streams
-(the abstract methods), and choose the order of sending (`_pump`). Bytes leave through `ProducerPort`; this module does
-not know sockets. Invariants: a message of a stream is sent only while the window is open, so at most one message
-exceeds the window; stream ends and noops are sent at once.
+The rules are those of docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10. The two subclasses, of the sandbox and the mirror,
+check requests, open streams and choose the order of sending (the abstract methods). Bytes leave through `ProducerPort`;
+this module does not know sockets. Invariants: a message of a stream is sent only while the window is open, so at most
+one message exceeds the window; stream ends and noops do not wait for the window.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from storage.model import FailoverLog
 
 NOOP_OPAQUE_FIRST = 10_000_000
 IDLE_TIMEOUT_S = 360.0
-"""Silence after which a client with noops is disconnected (kv_engine: dcp_idle_timeout)."""
+"""Silence after which a client that enabled noops is disconnected (kv_engine: dcp_idle_timeout)."""
 
 
 class ProducerPort(Protocol):
@@ -72,7 +72,7 @@ class StreamHistory:
 
 
 def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | None) -> ProducerAnswer:
-    """Apply the producer's rollback rule (`ingest.rollback`). The client sent `purge_seqno`."""
+    """Judge a stream request by the rollback rule (`ingest.rollback`). `purge_seqno` is from the request's filter."""
     return producer_answer(
         request.start_seqno,
         request.snap_start_seqno,
@@ -98,7 +98,7 @@ class ProducerFilter:
     stream_id: int | None = None
     purge_seqno: int | None = None
     legacy: bool = False
-    """True for a client without collections, which gets no system events."""
+    """True if the client did not negotiate collections; it gets no system events."""
     _ended: set[int] = field(default_factory=set, init=False)
     _scope_ended: bool = field(default=False, init=False)
 
@@ -108,13 +108,13 @@ class ProducerFilter:
 
     @property
     def empty(self) -> bool:
-        """True if no change can pass any more: the scope, or all collections, have ended."""
+        """True if no change can pass any more, because the filter's scope or all its collections were dropped."""
         if self.scope_id is not None:
             return self._scope_ended
         return self.collections is not None and self.collections <= self._ended
 
     def shows(self, content: SystemEventContent) -> bool:
-        """Return True if a system event passes. Remember ended collections and the scope's end."""
+        """Return True if a system event passes. Remember the drop of a selected collection or scope."""
         if self.all:
             return True
         if self.legacy:
@@ -144,9 +144,9 @@ def requested_filter(
     manifest_uid: int,
     known_keys: frozenset[str] = KEYS,
 ) -> FilterT:
-    """Parse a filter; `scopes` and `collections` are the ids that exist for the client. A client without collections
-    gets the default collection and cannot send a filter (docs/protocol.md 2.4). Raises Refused. If `value` is not
-    a filter, the context of this error is empty, as in recordings of real servers.
+    """Parse a stream request's filter. `scopes` and `collections` are the ids that exist for the client. A client that
+    did not negotiate collections gets the default collection, and cannot send a filter (docs/protocol.md 2.4). Raises
+    Refused. If `value` is not a filter, the context of Refused is empty, as in recordings of real servers.
     """
     if not has_collections:
         if value:
@@ -168,7 +168,7 @@ StreamT = TypeVar("StreamT", bound=Stream)
 
 class Producer(ABC, Generic[StreamT, FilterT]):
     def __init__(self, port: ProducerPort, name: str, controls: Controls) -> None:
-        """`controls` holds the results of HELLO and DCP_OPEN."""
+        """`controls` has the settings of HELLO and DCP_OPEN."""
         self.name = name
         self.controls = controls
         self.streams: dict[tuple[int, int | None], StreamT] = {}
@@ -183,7 +183,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         self._pump_task: asyncio.Task[None] | None = None
 
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
-        """Start to send. `report` gets the error if sending fails by a defect of the program."""
+        """Start sending. If sending fails, `report` is called with the error."""
 
         def done(task: asyncio.Task[None]) -> None:
             if report is not None and not task.cancelled() and (error := task.exception()) is not None:
@@ -193,7 +193,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         self._pump_task.add_done_callback(done)
 
     def stop(self) -> None:
-        """End all streams without a message, because the connection is closed."""
+        """Stop sending and forget all streams. Call this when the connection is closed."""
         for task in (self._pump_task, self._noop_task):
             if task is not None:
                 task.cancel()
@@ -219,8 +219,8 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         return status
 
     def request_stream(self, request: StreamRequest) -> FailoverLog:
-        """Open a stream and return the failover log. The stream sends no message before the caller returns to the event
-        loop. Raises Refused, mostly with an empty context.
+        """Open a stream and return the vbucket's failover log. The stream sends no message before the caller returns to
+        the event loop. Raises Refused.
         """
         request = self._check_request(self._with_known_flags(request))
         if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:
@@ -261,12 +261,12 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         self._send(end)
 
     def acked(self, count: int) -> None:
-        """Handle a DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
+        """Handle a DCP_BUFFER_ACK. Raises RemoteProtocolError if the client acknowledges more than was sent."""
         self.window.acked(count)
         self.wake()
 
     def marker_answered(self, opaque: int) -> None:
-        """Handle the client's answer to a snapshot marker that requested one."""
+        """Handle the client's answer to a snapshot marker."""
 
     def statistics(self) -> dict[str, str]:
         return {}
@@ -281,7 +281,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         return replace(request, flags=request.flags & ~unknown)
 
     def _names_collections(self, stream_filter: FilterT) -> bool:
-        """Return False for a scope, and for the default collection of a client without collections."""
+        """Return True if the filter lists collections. The filter of a client without collections does not count."""
         return self.controls.collections and stream_filter.collections is not None and stream_filter.scope_id is None
 
     @abstractmethod
@@ -297,7 +297,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
     def _history(self, request: StreamRequest, stream_filter: FilterT) -> StreamHistory: ...
 
     def _rollback_seqno(self, request: StreamRequest, history: StreamHistory, seqno: int) -> int:
-        """Return the seqno to roll back to; `seqno` is the rule's result."""
+        """Return the seqno to which the client must roll back. `seqno` is the one that `judge` found."""
         return seqno
 
     @abstractmethod

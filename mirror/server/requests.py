@@ -1,8 +1,8 @@
 """Answers to requests for anything but documents: HELLO, login, map, collections, statistics, seqnos.
 
-The answers are those of kv_engine (its docs/BinaryProtocol.md; the recordings sdk_72_* and 72_i*). Requested features
-that the server has are granted, in ascending order. Before login only HELLO, login and requests that reveal no data are
-answered.
+The answers are those of kv_engine (its docs/BinaryProtocol.md; our recordings of servers, sdk_72_* and 72_i*). HELLO
+grants those requested features that the server has, in ascending order. Before login only HELLO, login and requests
+that reveal no data are answered.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _step(session: Session, frame: Frame) -> Reply | Later:
 
 
 def _later(session: Session, username: str, attempt: LoginAttempt[T], answered: Callable[[T], bytes]) -> Later:
-    """Return the answer to a login's last message. The answer waits for the check."""
+    """Return the answer to the last message of a login. It waits for the outcome of `attempt`."""
 
     def step() -> Reply | None:
         if attempt.done is None:
@@ -179,7 +179,7 @@ def _all_vb_seqnos(session: Session, frame: Frame) -> Reply | Later:
     if collection_id is not None and not session.collections:
         raise Refused(Status.EINVAL, "the client names a collection and did not negotiate collections")
     if not session.collections:
-        collection_id = DEFAULT_COLLECTION  # all that such a client sees (kv_engine, getAllVBucketSequenceNumbers)
+        collection_id = DEFAULT_COLLECTION  # the client sees no other (kv_engine, getAllVBucketSequenceNumbers)
     return session.all_vb_seqnos(state, collection_id)
 
 

@@ -1,8 +1,8 @@
-"""A client's negotiated state and the parts of an answer, for every operation of every server.
+"""A client's negotiated state and the parts of an answer, common to the sandbox's and the mirror's servers.
 
-`Session` has a client's state, and the answers that depend on this state. Its abstract methods are the policy:
-features, users and the bucket. With tracing, all answers except HELLO's have their duration (recorded). Error contexts
-are JSON, for clients that negotiated XERROR. This module does not know sockets.
+`Session` has the state of one client, and makes the answers that depend on it. Subclasses decide on features, users and
+the bucket (the abstract methods). If the client negotiated tracing, each answer except HELLO's has its request's
+duration (recorded); if it negotiated XERROR, errors have a context in JSON. This module does not know sockets.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DCP_STREAM = "DcpStream"
 SYSTEM_COLLECTIONS = "SystemCollectionLookup"
 
 ALL_PRIVILEGES = frozenset((READ, WRITE, META_READ, DCP_PRODUCER, DCP_STREAM, SYSTEM_COLLECTIONS))
-"""The privileges that requests need, by the server's names (kv_engine docs/rbac.md)."""
+"""The privileges that requests need, with the names of kv_engine (its docs/rbac.md)."""
 
 _HELLO = int(Opcode.HELLO)
 _NEVER_SENT: Revision = (-1, -1)
@@ -55,11 +55,11 @@ class Reply:
     cas: int = 0
     before: tuple[Reply, ...] = ()
     more: bool = False
-    """True to send only `before`: more answers to this request follow. Only in a `Later`."""
+    """True to send only `before`: more answers to this request follow. Only steps of a `Later` set it."""
     hang_up: bool = False
     """True to close the connection when everything was sent."""
     pieces: list[Buffer] | tuple[()] = ()
-    """The rest of the value, in pieces that are sent when the client takes data. Only in a `Later`."""
+    """The rest of the value, in pieces that are sent when the client takes data. Only a `Later` has them."""
 
     @property
     def pieces_bytes(self) -> int:
@@ -78,17 +78,16 @@ class Later:
     step: Callable[[], Reply | Later | None]
     """Returns the answer, a `Later` to continue with, or None if more steps are needed. Raises Refused."""
     pause_s: float = 0.0
-    """The pause between steps."""
     wait: Callable[[], Awaitable[None]] | None = None
-    """Waits until the next step can work, instead of `pause_s`."""
+    """If set, used instead of `pause_s`: returns when the next step can run."""
     barrier: bool = False
     """True if the client's next requests wait for this answer, even with unordered execution."""
     done: Callable[[], None] = lambda: None
-    """Called once, when an answer that was begun is complete or cancelled."""
+    """Called once, when the answer is complete or cancelled."""
 
 
 def certified_name(certificate: Mapping[str, Any]) -> str | None:
-    """Return the common name of a certificate's subject, which names the user in the usual set-up of clusters."""
+    """Return the common name of a certificate's subject: usually the user's name."""
     for part in certificate.get("subject", ()):
         for name, value in part:
             if name == "commonName":
@@ -109,7 +108,7 @@ class LoginAttempt(Generic[T]):
 
     def __init__(self, outcome: Callable[[], Awaitable[T | None]], done: tuple[T | None] | None = None) -> None:
         self.done = done
-        """The outcome in a tuple (None: refused), once it is known."""
+        """None until the outcome is known, then a tuple of it. The outcome None means refused."""
         self._outcome = outcome
 
     async def wait(self) -> None:
@@ -140,12 +139,12 @@ class Session(ABC):
     version: bytes
     plain_allowed = True
     needs_bucket = True
-    """True if documents can be requested only after SELECT_BUCKET."""
+    """True if requests for the bucket's data are refused before SELECT_BUCKET."""
     bucket_name: str
     map_needs_bucket = False
     """True if GET_CLUSTER_CONFIG is refused before SELECT_BUCKET (servers before 6.5)."""
     no_collections_status: int | None = None
-    """The status for collection requests at a server without collections, else None."""
+    """The status with which a server without collections refuses requests for them, else None."""
     open_flags = 0
     hangs_up = False
     """True if a DCP request out of place ends the connection (6.0 and older, as recorded)."""
@@ -194,7 +193,7 @@ class Session(ABC):
         )
 
     def not_my_vbucket(self) -> Reply:
-        """Return the refusal, with the map unless the client has it and gets each map once (SDK RFC 75)."""
+        """Return NOT_MY_VBUCKET with the map, unless the client has the map and gets each map once (SDK RFC 75)."""
         if self.known_map >= self.map_revision and Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP in self.features:
             return Reply(Status.NOT_MY_VBUCKET)
         return Reply(Status.NOT_MY_VBUCKET, value=self.send_map(with_bucket=True), datatype=JSON)
@@ -205,7 +204,7 @@ class Session(ABC):
         return self.map_text(with_bucket=with_bucket)
 
     def map_notification(self) -> Frame | None:
-        """Return the message about a new map, or None if the client did not negotiate one (kv_engine
+        """Return the message about a new cluster map, or None if this client gets no such message (kv_engine
         docs/BinaryProtocol.md, Clustermap Change Notification; SDK RFC 75).
         """
         if not (self.logged_in and Feature.DUPLEX in self.features):
@@ -243,7 +242,7 @@ class Session(ABC):
         return b"".join([*(self.encode(request, each, duration_us) for each in reply.before), answer])
 
     def error_reference(self) -> str:
-        """Return a new id of an error, for clients. It is not logged."""
+        """Return a new id for an error answer. It is not logged."""
         return str(uuid.uuid4())
 
     # -- policy: login
@@ -264,7 +263,7 @@ class Session(ABC):
     def scram_server(self, mechanism: str) -> ScramServer: ...
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> LoginAttempt[T]:
-        """Begin a login. `check` returns None or raises SaslError to refuse. The default checks at once."""
+        """Begin a login. To refuse, `check` returns None or raises SaslError. The default calls `check` at once."""
         found = checked(check)
 
         async def outcome() -> T | None:
@@ -294,7 +293,7 @@ class Session(ABC):
 
     @abstractmethod
     def map_text(self, *, with_bucket: bool) -> bytes:
-        """Return the newest cluster map as JSON, with the bucket or of the nodes alone."""
+        """Return the newest cluster map as JSON; without `with_bucket`, only its nodes."""
 
     @property
     @abstractmethod
@@ -321,10 +320,10 @@ class Session(ABC):
 
     @abstractmethod
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
-        """Yield a group of statistics, of one vbucket or all, in parts of bounded work. Raises Refused."""
+        """Yield the statistics named `group`, of one vbucket or all, in parts of bounded work. Raises Refused."""
 
     def open_producer(self, name: str, flags: int) -> None:
-        """Set `producer`, and close another connection of that name."""
+        """Set `producer`, and close an older connection of the same name. This implementation refuses."""
         raise Refused(Status.NOT_SUPPORTED)
 
 
@@ -338,8 +337,6 @@ Handler = Callable[[SessionT_contra, Frame], Answer]
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[SessionT_contra]):
-    """A row of a dispatch table."""
-
     handle: Callable[[SessionT_contra, Frame], Answer]
     before_login: bool = False
     without_bucket: bool = False

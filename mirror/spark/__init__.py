@@ -1,1 +1,1 @@
-"""A mirror, or any DCP producer, as a data source of PySpark; and the pipelines."""
+"""A mirror or its source as a data source of PySpark; and the pipelines."""

@@ -1,9 +1,9 @@
 """The process from which Spark forks its Python workers. It imports the workers' modules before the first fork.
 
 The setting spark.python.daemon.module names this module; Spark passes the name of the worker's module as an argument.
-Knows the workers' imports; never their work. PySpark collects garbage after each task. Objects made before the first
-fork are frozen: a collection skips them, and workers share their pages. Invariant: no thread is alive at the first
-fork, except those of the memory allocator, which handles forks.
+Knows the workers' imports; never their work. PySpark runs garbage collection after each task. Objects made before the
+first fork are frozen: garbage collection skips them, so workers share their memory. Invariant: at the first fork no
+thread is alive, except those of the memory allocator, which is safe in a fork.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def work(worker: Any, sock: Any, authenticated: bool) -> int:
     """Run PySpark's worker. If Spark has closed the connection, for example because a `limit` is reached, end without a
     traceback.
 
-    PySpark's worker reports errors of a task to Spark. If the pipe breaks while it reports one, raise the error.
+    PySpark's worker reports a task's error to Spark. If the connection breaks during the report, raise BrokenPipeError.
     """
     try:
         return int(worker(sock, authenticated))

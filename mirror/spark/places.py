@@ -3,11 +3,11 @@
 Knows URLs, files and object stores; never the content of files. `folder_at` is the only parser of destinations: a plain
 path, `file:///path`, `s3://bucket/prefix`, `gs://bucket/prefix`,
 `abfss://container@account.dfs.core.windows.net/prefix`. Any other URL is refused, because as a path it would be a local
-folder. delta-rs accesses object stores for tables and single files, so both use the same environment variables (AWS_*,
-GOOGLE_*, AZURE_*).
+folder. delta-rs accesses object stores, for tables and for single files. So the same environment variables (AWS_*,
+GOOGLE_*, AZURE_*) count for both.
 
-Invariants: an object appears only when `close` returns, and a local file is synced then; no file is renamed, because
-object stores cannot rename.
+Invariants: a new object appears only when `close` of its file returns; a new local file is synced then; no file is
+renamed, because object stores cannot rename.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AWS_SOURCES = {
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 }
 METADATA_TIMEOUT_S = 1.0
-"""Timeout of the cloud's metadata service, which answers in milliseconds. Outside a cloud there may be no answer."""
+"""Timeout for the cloud's metadata service, which may not exist."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")

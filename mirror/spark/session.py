@@ -40,7 +40,7 @@ GATEWAY = "PYSPARK_GATEWAY_PORT"
 def session(
     name: str = "dcp-mirror", master: str | None = None, settings: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """Return the active session, or a new one on `master` (default: all cores; under spark-submit: its master).
+    """Return the active session, or a new one on `master` (default: all cores; under spark-submit: the job's).
 
     `settings` are Spark's, and override the defaults. Raises ConfigError if there is no Java.
     """

@@ -117,7 +117,7 @@ class Body:
             raise QueryFailed("the answer is too large", hint="ask for fewer rows or columns")
 
     def fill(self, reader: pa.RecordBatchReader, rows_max: int, *, arrow: bool) -> None:
-        """Append the answer to `pieces`. Raises QueryFailed, also beyond `bytes_max`, and errors of the reader."""
+        """Append the answer to `pieces`. Raises QueryFailed for a too large answer, and errors of the reader."""
         if arrow:
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, reader.schema) as writer:

@@ -1,8 +1,8 @@
 """Read documents as Arrow batches, at one boundary of each vbucket.
 
-Knows views, pins and leases; never SQL. Invariants: a `Boundaries` chooses the boundary of a vbucket at the first read,
-and every later read uses the same boundary; unless all reads are of single keys, a lease holds the boundaries until
-`release`. Memory holds one batch.
+Knows views, leases and pins (a pin: the position at which a vbucket is read); never SQL. Invariants: a `Boundaries`
+chooses the boundary of a vbucket at its first read, and all later reads use this boundary; if a read is not of a single
+key, a lease holds the boundaries until `release`. Memory holds one batch.
 """
 
 from __future__ import annotations
@@ -140,11 +140,11 @@ def arrow(
 ) -> pa.RecordBatchReader:
     """Return a reader of the documents, in batches, at one boundary of each vbucket.
 
-    The columns are `mirror.typed.rows.DOCUMENTS`, or those of `schema` (text: as for Spark): fields of JSON documents,
-    and metadata such as `_key`. Only the columns named in `columns` are read. A key or `_value string` that is not
-    UTF-8 is null. The first batch chooses the boundaries; a lease holds them until the last batch or until the reader
-    is closed. Raises ConfigError, the errors of `View.scan` and `Lease`, and DocumentDoesNotFit for a number that its
-    integer column cannot hold.
+    The columns are `mirror.typed.rows.DOCUMENTS`, or those of `schema` (which may be text, as for Spark): fields of
+    JSON documents, and metadata such as `_key`. If `columns` is given, only they are read. A key, or a `_value` of type
+    string, is null if it is not UTF-8. The first batch chooses the boundaries; a lease holds them until the last batch
+    or until the reader is closed. Raises ConfigError, the errors of `View.scan` and `Lease`, and DocumentDoesNotFit for
+    a number that its integer column cannot hold.
     """
     fields = DOCUMENTS if schema is None else fields_of(schema) if isinstance(schema, str) else schema
     if columns is not None:

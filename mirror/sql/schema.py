@@ -1,8 +1,8 @@
 """Infer the columns of a collection from a sample of its documents.
 
-Knows JSON and Arrow types. Invariants: `mirror.typed` can read each type, and parses `Column.ddl`; a field whose values
-have no common type is a text column, and `mixed`. If names differ only in case, which SQL ignores, only the first
-becomes a column.
+Knows JSON and Arrow types. Invariants: `mirror.typed` can read each inferred type, and parse `Column.ddl`; a field
+whose values have no common type becomes a `mixed` column of text. If names differ only in case, which SQL ignores, only
+the first becomes a column.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS_MAX = 1_000
 """Most columns for fields. If a sample has more fields, the rarest get no column."""
 NAMES_MAX = 20_000
 FIELDS_MAX = 200
-"""An inner object with more names becomes text, because such names are data."""
+"""An inner object with more names becomes text: its names are probably data."""
 DEPTH_MAX = 16
 EXAMPLE_LENGTH_MAX = 60
 _CHUNK_ROWS = 128
@@ -97,7 +97,7 @@ class _Found:
 
     @property
     def type(self) -> Any:
-        """The Arrow type of all values; None if no type fits: they become text."""
+        """The Arrow type of all values; None if no type fits, so the values become text."""
         if self.kinds <= {"bigint", "double"} and self.kinds:
             return pa.float64() if "double" in self.kinds else pa.int64()
         if len(self.kinds) > 1 or "any" in self.kinds:

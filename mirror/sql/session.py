@@ -1,10 +1,9 @@
 """Answer SQL over a view: each collection is a table of a DuckDB connection that can read nothing else.
 
-Knows DuckDB. This module reads a query's syntax tree first: it makes a table for each collection that the query names,
-and refuses a table function that is not known to be harmless. Then DuckDB runs the query, and requests from each table
-the needed columns, and the rows that pass a filter. Invariants: the connection's configuration is locked before
-the first query; a query reads at one set of boundaries, which is released even after an error; an incomplete answer is
-an error.
+Knows DuckDB. This module first reads a query's syntax tree. It makes a table for each collection that the query names,
+and refuses table functions other than TABLE_FUNCTIONS. Then DuckDB runs the query, and requests from each table the
+needed columns, and the rows that pass a filter. Invariants: the connection's configuration is locked before the first
+query; a query reads at one set of boundaries, which is released even after an error; an incomplete answer is an error.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ class SqlSession:
         return relation.to_arrow_reader(BATCH_ROWS)
 
     def guarded(self, call: Callable[[], Any]) -> Any:
-        """Call DuckDB. For its error raise `failure` if a table's read failed, else QueryFailed or QueryCancelled."""
+        """Call DuckDB. After its error raise `failure` if a table's read failed, else QueryFailed or QueryCancelled."""
         try:
             return call()
         except (self._duckdb.Error, pa.ArrowException, RuntimeError, OSError) as error:
@@ -288,7 +287,7 @@ class _Table(ds.Dataset):  # type: ignore[misc]
     def __init__(self, session: SqlSession, collection: str, columns: Sequence[Column]) -> None:
         self._session = session
         self._collection = collection
-        # DuckDB reads the first column if a query needs none: `_vbid` costs least.
+        # DuckDB reads the first column if a query needs none, so `_vbid`, which costs least, is the first.
         ordered = sorted(columns, key=lambda each: each.name != "_vbid")
         self._fields = {each.name: pa.field(each.name, each.type) for each in ordered}
 
@@ -327,7 +326,7 @@ class _Table(ds.Dataset):  # type: ignore[misc]
 
 
 def _overflows(kind: Any) -> bool:
-    """Return True for a DuckDB type with unsigned numbers of 128 bits: large numbers become negative in Arrow."""
+    """Return True for a DuckDB type with unsigned numbers of 128 bits, because Arrow makes large ones negative."""
     if kind.id in ("list", "array", "struct", "map", "union"):
         return any(_overflows(child) for _, child in kind.children if not isinstance(child, int))
     return bool(kind.id == "uhugeint")
@@ -347,8 +346,8 @@ def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:
 def _with_ranges(query: str, nodes: Sequence[Mapping[str, Any]]) -> str:
     """Return the query with `AND column >= 'p' AND column < 'q'` beside each test for a prefix of a `_key`.
 
-    DuckDB passes comparisons to the table, but no prefix tests. The range has every key that passes the test. If `_key`
-    may have a collation or another type, the query stays unchanged.
+    DuckDB passes comparisons to the table, but no prefix tests. The range has every key that passes the test. If
+    `_changes_keys` is true for a node, the query stays unchanged.
     """
     if any(map(_changes_keys, nodes)):
         return query
@@ -400,8 +399,7 @@ def _following(prefix: str) -> str | None:
 def _bounds(text: str) -> dict[str, Any]:
     """Return bounds on the keys and seqnos of the rows that pass a filter. The caller also applies the filter.
 
-    This parses the text of an Arrow expression, whose column names and types must have no parenthesis, quote or
-    backslash.
+    `text` is an Arrow expression. Its column names and types must have no parenthesis, quote or backslash.
     """
     text = _LIST.sub("", text)
     if "value_set" in text or len(text) > FILTER_LENGTH_MAX:

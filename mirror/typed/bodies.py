@@ -1,13 +1,12 @@
-"""Read JSON bodies into the columns of a user's schema: with Arrow's JSON reader, or values.py if Arrow refuses them.
+"""Read JSON bodies into the columns of a user's schema: with Arrow's JSON reader, or with values.py if Arrow refuses.
 
 Knows bodies and Arrow types; never the origin of bodies. Fields that a document lacks are null, fields that the schema
 does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object, or that has
 a value which its column's type cannot take. `Reading.mode` decides what becomes of misfits.
 
-Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit. Refused
-batches are halved, and values.py reads the bodies of small batches. values.py also reads all columns whose types
-Arrow's reader lacks (map, variant). Invariants: each body gives one row, in order; Arrow and values.py give the same
-values.
+Arrow reads many bodies at once, and refuses all of them for one misfit. Refused batches are halved until they are
+small; then values.py reads their bodies. values.py also reads all columns whose types Arrow's reader lacks (map,
+variant). Invariants: each body gives one row, in order; Arrow and values.py give the same values.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ ONE_BY_ONE_MAX = 16
 """A refused batch of at most this many bodies is not halved: reading them one by one costs less."""
 DEEP_LENGTH = 1_000
 """A longer body (in bytes) may be nested deeper than Python reads, in a field that Arrow skips. So a refused batch with
-a longer body is halved to single bodies: Arrow may accept the long one.
+a longer body is halved to single bodies: Arrow may accept the body that values.py cannot read.
 """
 _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
-"""Numbers that Arrow scales beyond 256 bits: a wrong value, or a crash. A JSON string may spell them with escapes."""
+"""Numbers that Arrow scales beyond 256 bits: it gives a wrong value or crashes. JSON strings may use escapes."""
 _NEGATIVE_ZERO = r"-0[],}\s]"
 """The integer -0: Arrow reads it as the double -0.0, values.py and from_json read it as 0.0."""
 _DECIMAL = pa.decimal256(75, 38)
 """The type of decimals before rounding: 75 digits, because a difference needs 76, Arrow's limit."""
 _NO_TIME = r"^0000|[ T][0-9]{2}[^:]|:[0-9.]*[-+](1[89]|2)"
-"""Texts that Arrow reads as times and values.py may refuse: the year 0000, an hour without minutes before a zone, and
-offsets from 18 hours on.
+"""Finds texts that Arrow reads as times and values.py may refuse: the year 0000, an hour without minutes before a zone,
+and offsets from 18 hours on.
 """
 
 Mode = Literal["failfast", "permissive", "dropmalformed"]
@@ -58,9 +57,9 @@ class Reading:
     corrupt_record: str = "_corrupt_record"
     """The name of the column for the text of misfits, if the schema has it."""
     time_zone: str | None = None
-    """The zone of times whose text has none. None: UTC; in Spark the session's zone."""
+    """The zone of times whose text names no zone. None: UTC; in Spark the session's zone."""
     epoch: str | None = None
-    """The unit of times that are numbers. None: seconds, and Arrow expects that times are texts."""
+    """The unit of times that are numbers. None: seconds, which only values.py reads: Arrow then expects texts."""
     keep_numbers: bool = False
     """True if a number that its integer column cannot hold is an error in every mode."""
 
@@ -160,7 +159,7 @@ class Bodies:
 
     def _pieces(self, objects: Any, enclosed: bool, first: int, problems: dict[int, Problems]) -> Iterator[list[Any]]:
         """Yield columns of the bodies, some rows at a time. The first body is row `first`. `enclosed` is True if all
-        bodies begin with `{` and end with `}`.
+        bodies are known to begin with `{` and end with `}`.
         """
         if self._arrow is not None:
             try:
@@ -213,9 +212,9 @@ class _ArrowReader:
     def parse(self, objects: Any) -> list[Any]:
         """Return the columns of bodies that are all `_enclosed`. Raises ArrowInvalid, ArrowNotImplementedError.
 
-        Arrow reads all bodies as one text. If it finds as many values as bodies, each body is one value: a damaged body
-        cannot continue in the next one, because a line end in a string is an error, and so is `{` after an inner
-        object.
+        Arrow reads all bodies as one text, with a line end after each body. If Arrow finds as many values as bodies,
+        each body is one value. A damaged body cannot continue in the next body: the line end is an error in a string,
+        and the next body's `{` is an error after an inner object.
         """
         if self._has_decimals and _any_matches(objects, _LARGE_NUMBER):
             raise pa.ArrowInvalid("a number that is too large")

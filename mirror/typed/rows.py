@@ -1,10 +1,10 @@
 """Turn stored rows into Arrow columns, many at a time.
 
 Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know the origin of rows. A
-column is cut out of all rows at once, in C, and only if it is read: a count decompresses no value. Invariants: the
-values equal those of `storage.format.records.decode_row`, which also raises the error for a damaged row. A value
-whose body cannot be taken out (it cannot be decompressed, would exceed `VALUE_LENGTH_MAX`, or is shorter than its xattr
-section claims) stays as stored, with its datatype bits.
+column that is read is cut out of all rows at once, in C. Invariants: the values equal those of
+`storage.format.records.decode_row`, which also raises the error for a damaged row. A value whose body cannot be taken
+out (it cannot be decompressed, would exceed `VALUE_LENGTH_MAX`, or is shorter than its xattr section claims) stays as
+stored, with its datatype bits.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Documents:
     """One batch of mutations. After `close`, it gives their columns.
 
     The joined rows become one Arrow array with three elements for each row: the bytes before the key, the key, the
-    value. A checksum after a value is in the bytes before the next key.
+    value. The checksum after a value is in the next row's first element.
     """
 
     def __init__(self, checksum_size: int = 0) -> None:
         self._checksum_size = checksum_size
         self._frames: list[bytes] = []
-        self._origins: list[tuple[int, str, int, int]] = []  # vbid, collection, bytes of its id, row count
+        self._origins: list[tuple[int, str, int, int]] = []  # vbid, collection, its id's length, row count
         self._byte_count = 0
         self._stored_datatypes = b""
         self._lengths: Any = None
@@ -79,7 +79,7 @@ class Documents:
         self._byte_count += byte_count
 
     def close(self) -> None:
-        """Check the rows, and encode them again if old metadata follows a value. Raises CorruptedError."""
+        """Check the rows, and encode all again unless all are `_common`. Raises CorruptedError."""
         count = len(self._frames)
         # `array` would append the numbers of an iterator one by one, which takes twice as long.
         self._lengths = _numbers(array("i", pack(f"{count}i", *map(len, self._frames))), pa.int32())

@@ -2,8 +2,8 @@
 
 bodies.py uses this module for documents that Arrow's reader refuses; both must give the same results. A value that its
 column's type cannot take is a misfit: it becomes null, and the rest of the document stays. A misfit in an array or map
-makes all of it null, but in a struct only the struct's field. A text column keeps the document's spelling of a number
-with a fraction or exponent.
+makes the whole array or map null. A misfit in a struct makes only the struct's field null. A text column keeps the
+document's spelling of a number with a fraction or exponent.
 
 tests/typed/differences.md lists the differences from from_json.
 """
@@ -65,7 +65,7 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def text_of(value: Any) -> str:
-    """Return compact JSON. Not recursive: a value may be nested as deep as the decoder reads."""
+    """Return compact JSON. Not recursive, because a value may be nested deeply."""
     found: list[str] = []
     left = [value]
     while left:

@@ -1,10 +1,10 @@
-"""DCP messages: frames to events and back, by a table with one row per opcode.
+"""Converts frames to DCP events and back. A table has one row per opcode.
 
 Knows the shape of each message (extras, key, value); must never know the order of messages or their effect. Invariants:
-a frame of any other shape, or of an opcode without a row, is a RemoteProtocolError; for every event but an answer
-`decode(to_frame(e)) == e`; cas and datatype are ignored when read, and sent as 0, for messages that lack them. Sources:
-kv_engine docs/dcp/documentation/commands/* (one file per opcode); if these files contradict each other, recordings of
-real servers decide (see the table in tests/wire/goldens.py).
+a frame with a wrong shape or an unknown opcode raises RemoteProtocolError; for every event but an answer
+`decode(to_frame(e)) == e`; if a message has no cas and datatype, these header fields are sent as 0 and ignored when
+read. Sources: kv_engine docs/dcp/documentation/commands/* (one file per opcode); if they contradict each other,
+recordings of real servers decide (see the table in tests/wire/goldens.py).
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ _MARKERS: dict[tuple[int, int], tuple[MarkerVersion, struct.Struct, tuple[str, .
     (2, 52): (MarkerVersion.V2_2, _MARKER_V2_2, ("purge_seqno", "high_prepared_seqno")),
     (2, 44): (MarkerVersion.V2_2_SHORT, _MARKER_V2_2_SHORT, ("purge_seqno",)),
 }
-"""(version byte, value length) -> version, layout, and the names of its fields after the five common ones."""
+"""(version byte, value length) -> version, layout, and the names of the layout's fields after the five common fields.
+"""
 
 _MARKER_BY_VERSION = {int(version): (byte, layout, more) for (byte, _), (version, layout, more) in _MARKERS.items()}
 
@@ -199,7 +200,7 @@ _FROM_FRAME: dict[str, Callable[[Frame], Any]] = {
 
 
 def _row(event: type[Any], layout: str = "", *names: str, key: str = NONE, value: str = NONE) -> _Row:
-    """Return the row of a message. `names` are the fields in its extras; the rest is key, value and header fields."""
+    """Return the row of a message. `names` are its fields in the extras. Other fields are in key, value and header."""
     extras = struct.Struct(f">{layout}")
     own = [(each.name, _FROM_FRAME[each.name]) for each in fields(event) if each.name in _FROM_FRAME]
     key_name = "name" if any(name == "name" for name, _ in own) else "key"
@@ -243,7 +244,7 @@ _ROWS: dict[int, _Row] = {
 }  # fmt: skip
 
 DECODED = frozenset(map(int, _ROWS))
-"""The opcodes of the table. The other DCP opcodes are unused, or for the nodes of a cluster."""
+"""The opcodes of the table. The other DCP opcodes are unused, or only sent between nodes of a cluster."""
 
 _OPCODE_OF = {row.event: int(opcode) for opcode, row in _ROWS.items()}
 _WITH_CAS = frozenset(

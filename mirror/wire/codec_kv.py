@@ -1,4 +1,4 @@
-"""The key-value messages of mirrors, their readers and the embedded source: their parts and bodies.
+"""Encodes and decodes the key-value messages of mirrors, readers and the sandbox.
 
 Must never know DCP (`codec_dcp`) or the data of a bucket. Invariants: a request that passes `check_request` has extras,
 key and value of the lengths its opcode allows; the length of a body is checked before its fields are read. Sources:
@@ -86,7 +86,7 @@ _SERVER_SHAPES: dict[int, Shape] = {
 
 
 def check_request(frame: Frame) -> Frame:
-    """Return the frame. Raises RemoteProtocolError with the status to answer if opcode or shape is wrong."""
+    """Return the frame. If opcode or shape is wrong, raises RemoteProtocolError with the status for the answer."""
     shapes = _SERVER_SHAPES if frame.magic == Magic.SERVER_REQUEST else _SHAPES
     shape = shapes.get(frame.opcode)
     if shape is None:
@@ -142,8 +142,8 @@ def decode_error_map_request(frame: Frame) -> int:
 
 
 def get_cluster_config(known: tuple[int, int] | None = None, *, opaque: int = 0) -> Frame:
-    """Request the map. If `known` (epoch, revision) is given, request only a newer one
-    (GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION).
+    """Request the cluster map, or only a map newer than `known` (epoch, revision; feature
+    GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION).
     """
     return request(Opcode.GET_CLUSTER_CONFIG, opaque=opaque, extras=b"" if known is None else _REVISION.pack(*known))
 
@@ -156,7 +156,7 @@ def decode_cluster_config_request(frame: Frame) -> tuple[int, int] | None:
 
 
 def clustermap_notification(epoch: int, revision: int, bucket: bytes, config: bytes = b"", *, opaque: int = 0) -> Frame:
-    """Return the announcement of a new map; its brief form has no `config`."""
+    """Return the announcement of a new cluster map. The brief form has no `config`."""
     opcode = int(ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION)
     datatype = int(Datatype.JSON if config else Datatype.RAW)
     extras = _REVISION.pack(epoch, revision)
@@ -191,7 +191,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Extras of the answer to GET_META; `datatype` is set only if version 2 was requested."""
+    """Extras of the answer to GET_META; `datatype` is set only if the request asks for version 2 of these extras."""
 
     deleted: bool
     flags: int
@@ -209,7 +209,7 @@ def decode_counter(extras: bytes) -> Counter:
 
 
 def decode_expiry(extras: bytes) -> int:
-    """Return the expiry of TOUCH or GAT, or the seconds of GET_LOCKED; 0 without extras."""
+    """Return the expiry of TOUCH or GAT, or the lock time of GET_LOCKED in seconds; 0 without extras."""
     return _exactly(_U32, extras, Opcode.TOUCH, "extras")[0] if extras else 0
 
 
@@ -293,7 +293,7 @@ class MutationSpec:
 
 @dataclass(frozen=True, slots=True)
 class MutationResult:
-    """Answer for one path of SUBDOC_MULTI_MUTATION: a path that returns a value, or the one that failed."""
+    """Result of one path of SUBDOC_MULTI_MUTATION; sent for paths that return a value, or only for the failed path."""
 
     index: int
     status: int
@@ -350,7 +350,7 @@ def decode_subdoc(frame: Frame) -> tuple[bytes, bytes, int, int | None, int]:
 
 @dataclass(frozen=True, slots=True)
 class ScanLimits:
-    """Extras of RANGE_SCAN_CONTINUE without the time limit. A limit of 0 means none."""
+    """Extras of RANGE_SCAN_CONTINUE except the time limit. 0 means no limit."""
 
     uuid: bytes
     item_limit: int = 0
@@ -399,7 +399,7 @@ def encode_server_duration(duration_us: float) -> bytes:
 
 
 class _Cutter:
-    """Reads one field of a body after the other. Raises RemoteProtocolError if a field goes beyond the end."""
+    """Reads the fields of a body in order. Raises RemoteProtocolError if a field goes beyond the body's end."""
 
     __slots__ = ("_data", "_op", "_pos")
 

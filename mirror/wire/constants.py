@@ -1,8 +1,8 @@
 """Named numbers of the memcached binary protocol and of DCP, and bounds on lengths.
 
 Knows numbers only; imports nothing of the project. Must never know the meaning or order of messages. Invariants: every
-value is the one on the wire; a number without a name is no error (frames hold plain ints). Sources: kv_engine
-docs/BinaryProtocol.md, docs/dcp/documentation/commands/*, docs/Collections.md.
+value is the number on the wire; a number without a name here is no error, because frames hold plain ints. Sources:
+kv_engine docs/BinaryProtocol.md, docs/dcp/documentation/commands/*, docs/Collections.md.
 """
 
 from __future__ import annotations
@@ -330,8 +330,8 @@ class MarkerVersion(IntEnum):
 
 
 class StreamEndReason(IntEnum):
-    """Before any of them the source may have rolled back: a later stream request needs the complete position. Do not
-    repeat the request at once after FILTER_EMPTY and LOST_PRIVILEGES (docs/protocol.md 2.10).
+    """Whatever the reason, the source may have rolled back: the next stream request needs the complete position. After
+    FILTER_EMPTY and LOST_PRIVILEGES do not send this request at once (docs/protocol.md 2.10).
     """
 
     OK = 0
@@ -366,7 +366,7 @@ class VbucketRole(IntEnum):
 
 
 CONTACT_STATISTIC = b"contact"
-"""A STAT group of mirrors only (docs/protocol.md 4.7): the vbuckets that have no contact with the source."""
+"""A STAT group that only mirrors have (docs/protocol.md 4.7): the vbuckets without contact with the source."""
 
 
 class ControlKey:

@@ -1,9 +1,9 @@
-"""Flow control: the consumer's ledger and the producer's window.
+"""Flow control of DCP: the consumer's ledger of received bytes, and the producer's window.
 
-Knows sizes; must never know connections or clocks (the owner of a timer calls `take_ack(force=True)`). Invariants:
-every counted byte is acknowledged exactly once, even if its message was dropped; acknowledgements never exceed the
-received bytes. Sources: kv_engine docs/dcp/documentation/flow-control.md, commands/buffer-ack.md, commands/prepare.md
-(MB-46634: a prepare counts two bytes more than are sent); docs/protocol.md 2.8.
+Knows sizes; must never know connections or clocks (the consumer's timer calls `take_ack(force=True)`). Invariants:
+every counted byte is acknowledged exactly once, even if the consumer drops the message; acknowledgements never exceed
+the received bytes. Sources: kv_engine docs/dcp/documentation/flow-control.md, commands/buffer-ack.md,
+commands/prepare.md (MB-46634: a prepare counts two bytes more than are sent); docs/protocol.md 2.8.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FlowControlLedger:
     __slots__ = ("_threshold", "acked_total", "received_total", "unacked", "window_bytes")
 
     def __init__(self, window_bytes: int, ack_share: float = ACK_SHARE) -> None:
-        """`window_bytes` is the control `connection_buffer_size`; 0: no flow control."""
+        """`window_bytes` is the DCP_CONTROL setting `connection_buffer_size`; 0: no flow control."""
         assert 0 <= window_bytes <= _ACK_MAX
         assert 0 < ack_share <= 1
         self.window_bytes = window_bytes
@@ -75,7 +75,7 @@ class FlowControlLedger:
 
 
 class ProducerWindow:
-    """The producer's window: open until it is full, so the last message may exceed it."""
+    """Open until it is full, so the last message may exceed it."""
 
     __slots__ = ("outstanding", "window_bytes")
 

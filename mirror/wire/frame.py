@@ -1,4 +1,4 @@
-"""One frame of the memcached binary protocol and its bytes: 24-byte header, plain or flexible framing.
+"""Encodes and decodes one frame of the memcached binary protocol: a 24-byte header, plain or flexible framing.
 
 Knows the fields' positions and possible lengths; must never know the meaning of opcodes or the order of messages.
 Invariants: `decode(encode(f)) == (f, f.wire_size)`; no length is used before it is checked against its bound and the
@@ -115,7 +115,7 @@ def _bad_length(buf: Buffer, pos: int, opcode: int, detail: str) -> RemoteProtoc
 
 
 def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) -> tuple[Frame, int]:
-    """Return the frame at `pos` and the position after it. An incomplete frame, too, raises RemoteProtocolError."""
+    """Return the frame at `pos` and the position after it. Raises RemoteProtocolError, also for an incomplete frame."""
     size = frame_size(buf, pos, body_length_max)
     available = len(buf) - pos
     if size == 0 or size > available:
@@ -145,8 +145,8 @@ def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) ->
 
 
 def encode(frame: Frame, following_bytes: int = 0) -> bytes:
-    """Return the bytes of a frame. The caller then sends the rest of the value, `following_bytes` long. Raises
-    LocalProtocolError for a field that does not fit.
+    """Return the bytes of a frame. If the frame has only a part of the value, the caller sends the other
+    `following_bytes`. Raises LocalProtocolError for a field that does not fit.
     """
     framing_length, extras_length, key_length = len(frame.framing), len(frame.extras), len(frame.key)
     kind = _KIND.get(frame.magic)
@@ -234,9 +234,7 @@ def stream_id_framing(stream_id: int | None) -> bytes:
 
 
 def with_stream_id(message: bytes, stream_id: int) -> bytes:
-    """Return a plain request in flexible framing, with a stream id. For speed it makes no Frame: every message of the
-    stream passes here.
-    """
+    """Return a plain request in flexible framing, with a stream id. For speed this makes no Frame."""
     key_length = int.from_bytes(message[2:4])
     body_length = int.from_bytes(message[8:12]) + 3
     head = bytes((_FLEX_REQUEST, message[1], 3, key_length)) + message[4:8] + body_length.to_bytes(4) + message[12:24]

@@ -47,7 +47,7 @@ def decode_leb128(buf: bytes | bytearray | memoryview, pos: int = 0) -> tuple[in
 
 
 def key_problem(key: bytes, *, prefixed: bool = True) -> str | None:
-    """Return the fault of a key, or None if it may be stored. `prefixed` keys begin with their collection id."""
+    """Return the fault of a key, or None if the key may be stored. `prefixed` keys begin with their collection id."""
     id_length = 0
     if prefixed:
         id_length = next((at + 1 for at, byte in enumerate(key[:COLLECTION_ID_BYTES_MAX]) if byte < 0x80), 0)

@@ -1,8 +1,8 @@
 """Authentication over SASL, both sides: SCRAM-SHA512, -SHA256, -SHA1 and PLAIN.
 
 Knows the messages of RFC 5802, not sockets or opcodes. A `ScramClient` or `ScramServer` serves one exchange: two
-messages of the client and two answers. A message out of order or shape is a `SaslError`, which never quotes a secret.
-Passwords are hashed as UTF-8 bytes without normalisation, as by Couchbase Server.
+messages of the client and two answers. A message of wrong order or form raises `SaslError`, which never quotes a
+secret. Like Couchbase Server, this module hashes passwords as UTF-8 bytes without normalisation.
 
 Why not the library `scramp`: since 1.5 it refuses nonces with a blank, and fewer than 4096 iterations. But the official
 SDKs send blanks (recording sdk_72_conn2), and some clusters use 4000 iterations. The tests use `scramp` as an
@@ -30,7 +30,7 @@ ITERATIONS_MAX = 1_000_000
 """A server may ask for no more: this many take half a second of processor time. Servers use 4,000 to 15,000."""
 
 ITERATIONS_MIN = 4_000
-"""A server may ask for no fewer: else a hostile server could crack the proof easily. No cluster uses fewer."""
+"""A server may ask for no fewer: with few, a hostile server could easily find the password from the client's proof."""
 
 ITERATIONS_DEFAULT = 4096
 MESSAGE_BYTES_MAX = 4096
@@ -143,7 +143,7 @@ class ScramVerifier:
 
 
 def salt_of(mechanism: str, username: str, secret: bytes, size: int = 16) -> bytes:
-    """Derive the salt of a user without a stored one; equal arguments give equal salts."""
+    """Derive a salt for a user without a stored salt; equal arguments give equal salts."""
     return hashlib.shake_256(_hmac("sha512", secret, f"{mechanism} {username}".encode())).digest(size)
 
 
@@ -196,7 +196,7 @@ class ScramServer:
         if not fields.get("r") or "n" not in fields:
             raise SaslError("first SCRAM message without user or nonce")
         self.username = _unescape(fields["n"])
-        found, decoy = self._find(self.username), self._decoy_of(self.username)  # do both: equal time for all
+        found, decoy = self._find(self.username), self._decoy_of(self.username)  # both: equal time for all users
         self._known = found is not None
         self._verifier = found or decoy
         self._nonce = fields["r"] + self._own_nonce

@@ -1,15 +1,15 @@
-"""The hot loop: turns a buffer of received bytes into runs of rows for the store.
+"""The hot loop: turns a buffer of received bytes into rows for the store. A `Run` has rows of one stream.
 
-Knows the header, the extras lengths of the three data messages, and the prefix that the caller wants before each seqno.
-Must never know the use of rows, nor check the order of seqnos. A source sends one message of each stream in turn
-(docs/protocol.md 2.8), so a run gathers a stream's rows from the whole buffer. Invariants:
+Knows the header, the extras lengths of data messages (mutation, deletion, expiration), and the prefix that the caller
+wants before each seqno. Must never know the use of rows, nor check the order of seqnos. A source sends one message of
+each stream in turn (docs/protocol.md 2.8), so the rows of a run come from the whole buffer. Invariants:
 - each frame is returned exactly once. Frames with the same opaque keep their order; frames of different streams may
   change places;
 - an answer is returned after all messages that came before it, and before all that came after it;
 - a row has the bytes that were received;
 - an impossible header is a RemoteProtocolError before the rest of its frame arrives;
-- the same bytes, cut into other buffers, give the same result, except that a run ends with its buffer;
-- a run holds only storable keys (`keys.key_problem`). A message with another key is returned as a Frame.
+- the same bytes, cut into other buffers, give the same result, except that a run ends at the end of a buffer;
+- a run holds only storable keys (`keys.key_problem`). A data message with another key is returned as a Frame.
 
 For speed the loop has one `unpack` per frame, local names only, and no object per row except its tuple. Sources:
 docs/protocol.md 2.1 and 2.11; kv_engine docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
@@ -47,7 +47,7 @@ _REQUESTS = frozenset((int(Magic.REQUEST), int(Magic.FLEX_REQUEST)))
 
 
 class Run:
-    """Consecutive messages of one stream, all of them data. `byte_count` is their size for flow control."""
+    """Consecutive data messages of one stream. `byte_count` is their size for flow control."""
 
     __slots__ = ("byte_count", "opaque", "rows", "vbid")
 
@@ -63,7 +63,7 @@ def scan(
 ) -> tuple[list[Run | Frame], int]:
     """Return the whole messages in `data[pos:]`, and the position after them. `routes` maps the opaque of a stream to
     the prefix of its rows. A data message of such a stream becomes a row of a Run; any other message becomes a Frame.
-    If this raises, the messages of the call are lost: the caller closes the connection, and has not acknowledged them.
+    If this raises, the messages of the call are lost: the caller must not acknowledge them, and closes the connection.
     """
     unpack = _PEEK.unpack_from
     extras_of = _PLAIN_EXTRAS.get
@@ -153,7 +153,7 @@ def is_data(frame: Frame) -> bool:
 
 def normalise(frame: Frame, prefix: bytes = b"") -> bytes:
     """Return the stored form of a data message: plain magic, no framing extras, a key with a collection id. If the
-    connection has no collections, `prefix` is the id to put before the key: `b"\\0"`.
+    connection has no collections, `prefix` is the id of the default collection, `b"\\0"`.
     """
     if not is_data(frame):
         raise LocalProtocolError("only mutations, deletions and expirations are stored as rows", op=frame.opcode)

@@ -3,7 +3,7 @@
 Knows the three forms of key and value: versions 0 and 1 (fixed fields) and 2 (FlatBuffers); must never know the
 existing collections. Invariants: `decode_system_event(encode_system_event(c, ...)) == c` for the fields that the
 version has; an offset in a FlatBuffers value is checked before it is used. A CollectionCreated of a known collection is
-a flush; versions 0 and 1 do not say so, but the owner of the manifest sees it. Sources: kv_engine
+a flush; versions 0 and 1 do not say so, but the owner of the manifest knows the collection. Sources: kv_engine
 docs/dcp/documentation/commands/system_event.md (its example has scope and collection swapped; the field lists and real
 servers have the scope first) and engines/ep/src/collections/events.fbs.
 """
@@ -35,7 +35,7 @@ _FIXED: dict[type[Any], tuple[tuple[struct.Struct, tuple[str, ...]], ...]] = {
     ScopeCreated: ((struct.Struct(">QI"), _UID_AND_SCOPE),),
     ScopeDropped: ((struct.Struct(">QI"), _UID_AND_SCOPE),),
 }
-"""The layout and fields of the value in version 0, and in version 1 if it differs. A name is the event's key."""
+"""The layout and fields of the value in version 0, and in version 1 if it differs. The event's key is the name."""
 
 _FLATBUFFERS_VERSION = 2
 # A FlatBuffers value starts with the offset of its table. The table starts with the (backward) offset of its vtable.
@@ -123,7 +123,7 @@ def encode_system_event(
     stream_id: int | None = None,
 ) -> SystemEvent:
     """Return the event of `content`. If `version` is not 2, a new collection with a max_ttl gets version 1, any other
-    content version 0. Raises LocalProtocolError for a modification, which exists in version 2 only.
+    content version 0. Raises LocalProtocolError if `content` is a modification and `version` is not 2.
     """
     kind = type(content)
     if version == _FLATBUFFERS_VERSION:
@@ -150,7 +150,7 @@ def _name(event: SystemEvent, raw: bytes) -> str:
 
 
 def _read_table(event: SystemEvent, layout: tuple[tuple[str, _Kind], ...]) -> dict[str, Any]:
-    """Return the fields of a FlatBuffers table; missing ones have their default."""
+    """Return the fields of a FlatBuffers table; missing fields have their default."""
     value = event.value
 
     def at(kind: struct.Struct, pos: int) -> Any:

@@ -15,7 +15,7 @@ from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 
 _U32 = struct.Struct(">I")
 _PAIR_LENGTH_MIN = 3
-"""A key of one byte, its zero, and the zero of an empty value."""
+"""Bytes of the shortest attribute: a key of one byte, a zero, an empty value and a zero."""
 
 
 def split(value: bytes, datatype: int) -> tuple[dict[bytes, bytes], bytes]:

@@ -1,7 +1,7 @@
 """Finds the first cluster map: the newest map of all nodes that answer.
 
-Knows which nodes are queried and for how long; `topology` decides which map is newer. One node's map is not enough: a
-node that returns after a failover still has its old map. It may be the first host of the connection string.
+`topology` decides which map is newer. One node's map is not enough: a node that returns after a failover still has its
+old map, and may be the first host of the connection string.
 
 Invariants:
 - every host of the source, and every node that any map names, is queried once, in parallel;
@@ -173,7 +173,7 @@ async def _ask_all(
 
 
 def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None:
-    """Raise NotSupported if no node has an address in the requested network, or no port of the needed kind."""
+    """Raise NotSupported if no node has an address in the requested network, or if none has the needed port."""
     tls = access.source.tls
     if not found.network_offered:
         raise NotSupported(

@@ -1,4 +1,4 @@
-"""The login to one node: HELLO, authentication, the bucket, its cluster map.
+"""The login to one node: HELLO (the features to use), authentication, the bucket, the cluster map.
 
 Knows the order of the handshake and the remedy for each refusal; must never know streams or the store. Invariants:
 - only features that HELLO granted are used;
@@ -59,7 +59,7 @@ FEATURES = (
     Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP,
     Feature.MIRROR,
 )
-"""The requested features. Only SELECT_BUCKET must be granted. HELLO refuses notifications without DUPLEX (EINVAL)."""
+"""The requested features. Only SELECT_BUCKET must be granted. To notifications without DUPLEX, nodes answer EINVAL."""
 
 PROPOSED_NAME = "dcp-mirror"
 REVISION_MAX = 2**63 - 1

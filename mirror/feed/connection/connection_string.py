@@ -29,7 +29,7 @@ _BUCKET = re.compile(r"^[A-Za-z0-9_.%-]{1,100}$")
 _EXAMPLE = "couchbase://user@host/bucket"
 
 Network = Literal["auto", "default", "external"]
-"""The set of advertised addresses to use; `auto`: the set with the address of the node that sent the first map."""
+"""The set of advertised addresses to use; `auto`: the set with the address from which we got the first map."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ConnectionString:
 
     @property
     def srv_name(self) -> str | None:
-        """The only host, if it is a name without a port (not localhost), which may have DNS SRV records; else None."""
+        """The only host, if it may have DNS SRV records: a name without a port, and not localhost. Otherwise None."""
         (first, *others) = self.addresses
         if others or self.explicit_port or not is_name(first.host) or first.host == "localhost":
             return None

@@ -1,8 +1,8 @@
 """A DCP connection to one node and all our streams over it, from login to the end.
 
-Knows how a connection is negotiated, the vbucket of each opaque, flow control and signs of life; must never know the
-meaning of a stream's messages, nor the store. Invariants:
-- a message of no open stream is dropped, but acked (docs/protocol.md 2.1, 2.8);
+Knows negotiation, the stream of each opaque (the number of the stream's request), flow control and signs of life; must
+never know the meaning of a stream's messages, nor the store. Invariants:
+- a message of no open stream is dropped, but its bytes are acked, that is acknowledged (docs/protocol.md 2.1, 2.8);
 - every byte that flow control counts is acked once, so the window never stays full;
 - a noop is answered before any other message of the same batch (`Link.on_batch`) is handled;
 - a connection that is silent for twice the noop interval is closed. If the source sends no noops in time, we send
@@ -60,7 +60,7 @@ FLAGS_WITH_TIMES = PLAIN_FLAGS | DcpOpenFlag.INCLUDE_DELETE_TIMES
 OPEN_FLAGS = (FLAGS_WITH_TIMES | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS, FLAGS_WITH_TIMES, PLAIN_FLAGS)
 """The flags to try in turn: a server answers EINVAL to a flag that it does not know, and may then hang up."""
 STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
-"""Active vbuckets only, because a replica's markers may overlap, and mix disk and memory."""
+"""Active vbuckets only, because a replica's snapshots may overlap, and mix disk and memory."""
 REQUIRED, OPTIONAL = True, False
 DEFAULT_COLLECTION_PREFIX = b"\0"
 """The first byte of a stored key in the default collection; connections without collections leave it out."""
@@ -111,7 +111,7 @@ class NodeSession:
         self.ledger = FlowControlLedger(access.settings.connection_buffer_size)
         self.noop_interval_s = access.settings.noop_interval_s
         self.controls: dict[str, bool] = {}
-        """By the name of each control that was sent: True if the server accepted the control."""
+        """The controls (connection options) that were sent, by name: True if the server accepted the control."""
         self.handshake = Handshake(frozenset())
         self.ready = False
         self.acks_held = False
@@ -128,7 +128,7 @@ class NodeSession:
         self._acked_at = clock.monotonic()
         self._open_flags_taken = DcpOpenFlag(0)
         self.backfill_at = self.received_at = self._acked_at
-        """The times of the last rows of a disk snapshot or a resync, and of the last batch."""
+        """The times of the last rows of a disk snapshot or a resync (`backfill_at`), and of the last batch."""
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
 
     # -- opening --------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def _refused_by_node(what: str, where: str, settings: Settings) -> TlsFailed:
 
 
 def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
-    """Return the error for a node that hung up during or right after the handshake, as a starting node does, too."""
+    """Return the error for a node that hung up during or right after the handshake. A starting node does that, too."""
     version = f"no TLS version that we allow (at least {settings.tls_minimum_version})"
     ours = "rejects our client certificate" if settings.tls_client_cert_file else "demands a client certificate"
     return TlsFailed(

@@ -1,9 +1,9 @@
 """One connection to a node: opens it (TCP or TLS), turns bytes into frames, and matches answers to requests.
 
-Knows sockets, the scanner and opaques; must never know vbuckets, streams or the store. Invariants:
+Knows sockets, the scanner and opaques (numbers of requests); must never know vbuckets or the store. Invariants:
 - bytes are scanned as they arrive, at linear cost even for a frame of 20 MiB in small pieces;
 - one read takes at most `read_bytes_max`, into a buffer that all connections of a thread share;
-- a connection keeps at most one incomplete frame, and checks its length first;
+- a connection keeps at most one incomplete frame, and checks the frame's length first;
 - every request has its own opaque on this connection, and gets exactly one answer: its response, or the error that
   ended the connection or the wait.
 """
@@ -29,9 +29,9 @@ OPAQUE_MAX = 2**32 - 1
 PENDING_REQUESTS_MAX = 8192
 """Limit of unanswered requests on one connection: eight for each of 1,024 vbuckets. The next fails (SourceTimeout)."""
 WRITE_BUFFER_MAX = 8 * 1024 * 1024
-"""Limit of our unsent bytes. Above it the node has stopped reading, and the connection is closed."""
+"""Limit of our unsent bytes. Above it, the node must have stopped reading, and we close the connection."""
 READ_BYTES_MAX = 4 * 1024 * 1024
-"""Limit of one read. The source sends its streams in turn, so a larger read has a longer run of each stream."""
+"""Limit of one read. The source mixes its streams, so a larger read has more rows of each to stage at once."""
 NEXT_ADDRESS_DELAY_S = 0.25
 """Delay before a name's next address is tried in parallel (RFC 8305), because the first may not answer."""
 
@@ -41,7 +41,7 @@ Tap = Callable[["Link", bytes, bool], None]
 
 
 class _ReadBuffer(threading.local):
-    """The receive buffer of this thread's connections. A connection uses its bytes before the next connection reads."""
+    """The receive buffer of this thread's connections. A connection uses up its bytes before another one reads."""
 
     memory = memoryview(b"")
 
@@ -69,7 +69,7 @@ class Link(asyncio.BufferedProtocol):
         self.routes: dict[int, bytes] = {}
         """The prefix of the rows' keys, by the stream's opaque. The scanner makes rows of these streams only."""
         self.on_batch: Callable[[list[Run | Frame]], None] | None = None
-        """Takes the items of a read, in the order of the bytes. An answer to a request is left out and ends a batch."""
+        """Takes the items of a read that are no answers, in order. Each answer goes to its request and ends a batch."""
         self.on_lost: Callable[[ClusterError], None] | None = None
         """Called once, when the connection is closed or lost."""
         self.on_push: Callable[[Frame], None] | None = None
@@ -164,7 +164,7 @@ class Link(asyncio.BufferedProtocol):
                 return opaque
 
     def send(self, data: bytes) -> None:
-        """Send bytes to which no answer is expected. If the node does not read, close soon after."""
+        """Send bytes. If the node does not read, close the connection soon."""
         if self.error is not None or self._transport is None:
             return
         if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:

@@ -1,8 +1,7 @@
-"""An operator's commands to a consumer: roll a vbucket back, or read it again from the beginning.
+"""An operator's commands: roll a vbucket back, or read it again from the beginning.
 
-Knows how to check a command, and its effect on a vbucket's store. After a command a new machine starts from the stored
-state, and decides what to request. Invariants: a refused command drops no published row; the store is committed before
-it is rolled back.
+After a command a new machine starts from the stored state, and decides what to request. Invariants: a refused command
+drops no published row; complete snapshots are committed before a rollback.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def _roll_back(consumer: Consumer, command: RollBack) -> dict[str, int]:
 
 
 def _resync(consumer: Consumer, command: Resync) -> dict[str, int]:
-    """Begin to fetch a vbucket again, next to its old copy."""
+    """Begin to fetch a vbucket again, next to the old copy."""
     vbid = command.vbid
     vbucket = _vbucket_of(consumer, vbid)
     if vbucket is None:

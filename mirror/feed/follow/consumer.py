@@ -1,14 +1,14 @@
-"""A worker's side of mirroring: it requests each vbucket's stream over the session to the vbucket's node.
+"""A worker's consumer: requests each vbucket's stream over the session to the vbucket's node.
 
-Knows the node of each vbucket; decides nothing about a stream (the machines do), writes nothing (the sinks do).
-Everything runs in one event loop: each read is processed before the next one, so nothing queues.
+Knows the node of each vbucket. Machines decide about streams, and sinks write. Everything runs in one event loop:
+received bytes are processed before more are read, so nothing queues.
 
 Invariants:
 - an error of one vbucket, node or group never affects another;
 - with a supervisor, workers follow a newer map only after the supervisor has recorded it;
 - a map of another bucket than the mirrored one is refused with `BucketChanged`;
 - no connection and no map ever deletes local data;
-- a mirror of some collections requests streams once it knows their ids (`collection_watch`).
+- a mirror of some collections requests streams only once it knows ids of the collections (`collection_watch`).
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Consumer:
             self._ending.set_exception(error)
 
     async def _retried(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work`. Without `ends_on_refusal`, show a refusal and run it again after a pause."""
+        """Run `work`. Without `ends_on_refusal`, show a refusal and run `work` again after a pause."""
         refusals = 0
         while True:
             try:
@@ -168,7 +168,7 @@ class Consumer:
     def _show_refusal(self, error: ClusterError) -> None:
         for vbucket in self.vbuckets.values():
             if vbucket.streaming and vbucket.observed_vbuuid is None:
-                continue  # it waits for no answer
+                continue  # it streams, and waits for no report of persistence
             vbucket.report(VbucketStatus.REFUSED, str(error))
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
@@ -184,7 +184,7 @@ class Consumer:
         (self._share_map or self.follow)(found)
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """End mirroring. Without `ends_on_refusal`, close the sessions; `check_map` then refuses new sessions."""
+        """End mirroring or, without `ends_on_refusal`, close the sessions: `check_map` refuses new ones."""
         if self._ends_on_refusal:
             self._end(error)
             return
@@ -284,7 +284,7 @@ class Consumer:
     # -- progress -------------------------------------------------------------------------------------------------
 
     def caught_up(self, targets: Mapping[int, int]) -> bool:
-        """Return True if each vbucket in `targets` that this worker has is streaming, and has published its target."""
+        """Return True if each of this worker's vbuckets in `targets` streams, and has published its target seqno."""
         return all(
             self.vbuckets[vbid].streaming and self.vbuckets[vbid].has_published(seqno)
             for vbid, seqno in targets.items()

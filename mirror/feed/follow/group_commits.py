@@ -1,10 +1,10 @@
 """The commits of a worker's groups, and recovery when a group's store fails.
 
 Must never know connections or maps. Invariants:
-- waiting groups commit in turn: at once while commits take less than `COMMIT_SHARE` of the time, otherwise within
-  `commit_interval_ms` after a group began to wait;
+- waiting groups commit one after the other. The first one commits at once while commits take less than `COMMIT_SHARE`
+  of the time, otherwise at most `commit_interval_ms` after it began to wait;
 - when the uncommitted rows of all groups reach `batch_bytes_max`, the rows of the fullest group are written;
-- a commit hands Published to the vbuckets' machines before it returns;
+- `Group.commit` hands Published to the vbuckets' machines before it returns;
 - a failed group drops its machines. After a pause it starts new machines from the stored state, except after a
   permanent error. Other groups are not affected.
 """
@@ -27,7 +27,7 @@ from storage.write.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between checks for background work, ended early by a new job. It can delay `GroupOwner.sync_when_idle`."""
+"""Longest pause between checks for background work. A new job ends the pause."""
 STEP_SHARE_S = 0.002
 COMMIT_SHARE = 1 / 2
 """Share of a worker's time for scheduled commits; the rest is for receiving."""
@@ -40,15 +40,15 @@ FREE_BYTES_TO_RESUME = 2
 class CommitPace:
     """Times the groups' commits.
 
-    Groups commit one at a time, in the order in which they began to wait. A commit of t seconds reserves t /
-    `COMMIT_SHARE` seconds, and the next commit waits until the reserved time has passed. Later commits may use up to
-    `wait_max_s` of time without a reservation, so the first commits after an idle time do not wait. No group waits for
-    longer than `wait_max_s`, even if commits then take more than their share. Only scheduled commits count, not writes
-    that full memory forces.
+    Groups commit one at a time, in the order in which they began to wait. A commit of t seconds uses up t /
+    `COMMIT_SHARE` seconds, and the next commit waits until that time has passed. Up to `wait_max_s` of idle time is
+    credited, so the first commits after an idle time do not wait. This rule delays no group by more than `wait_max_s`,
+    even if commits exceed their share; a group also waits for commits of earlier groups. Only scheduled commits count,
+    not writes that full memory forces.
     """
 
     def __init__(self, wait_max_s: float) -> None:
-        """`wait_max_s` limits a group's wait, and the idle time that later commits may use."""
+        """`wait_max_s` limits the delay of a group, and the idle time that is credited."""
         self._wait_max_s = wait_max_s
         self._paid_at = 0.0
 
@@ -77,7 +77,7 @@ class Group:
 
     @property
     def may_be_retried(self) -> bool:
-        """False for a permanent error. A plain StorageError is retried only if the environment is not open."""
+        """False for a permanent error. A plain StorageError is one, unless a failed commit left the store closed."""
         assert self.error is not None
         if isinstance(self.error, Locked):  # another process has claimed the group
             return False
@@ -118,7 +118,7 @@ class Group:
         self._retry_later(delay_s)
 
     def _give_up(self) -> None:
-        """Stop the group for good: it is damaged, or another process has it. Other groups continue."""
+        """Stop the group for good, after a permanent error such as damage. Other groups continue."""
         status = VbucketStatus.DAMAGED if isinstance(self.error, CorruptedError) else VbucketStatus.REFUSED
         for vbucket in self.vbuckets.values():
             vbucket.report(status, f"the store failed: {self.error}")
@@ -153,7 +153,7 @@ class Group:
             self.commits.on_reopened(vbid)
 
     def step(self) -> bool:
-        """Do a slice of the group's background work; return True if there is more."""
+        """Do part of the group's background work; return True if there is more."""
         if self.error is not None:
             return False
         try:
@@ -242,7 +242,7 @@ class GroupCommits:
 
     async def work_in_background(self) -> None:
         while True:
-            # any() stops at the first group with more work, so memory mostly holds the keys of one snapshot.
+            # any() stops at the first group with more work: mostly one job at a time holds a snapshot's keys in memory.
             if any(group.step() for group in self.groups):
                 await asyncio.sleep(STEP_SHARE_S)
                 continue

@@ -1,17 +1,18 @@
-"""Asks every copy of a vbucket for its persisted seqno, for `publish = persisted`: OBSERVE_SEQNO (docs/protocol.md 3.4;
-kv_engine docs/BinaryProtocol.md).
+"""For `publish = persisted`: asks every copy of a vbucket up to which seqno the copy is persisted, by OBSERVE_SEQNO
+(docs/protocol.md 3.4; kv_engine docs/BinaryProtocol.md).
 
 Invariants:
-- a complete snapshot is published once the active copy and every replica of the map report that its end is persisted.
+- a complete snapshot is published once the active copy and all replicas in the cluster map report its end as persisted.
   A report counts only for the open stream's history, and only if it arrives after the snapshot is complete;
-- if a copy reports a failover, only the seqnos that both histories share count;
+- if a copy reports a failover, only the seqnos that its old and new history share count;
 - nodes are queried only while a complete snapshot is held back.
 
-A rollback can happen although no persisted row was lost. If a replica is promoted with part of a snapshot on its disk,
-its new history begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md), below the
-published seqno. So the rollback is deferred (storage/FORMAT.md): the new history is staged next to the rows that
-readers see. Readers change over at the new history's first persisted boundary at or above their seqno. If two polls on
-the new stream find that the new history ends lower, rows are really lost, and readers change over to that end.
+The source may demand a rollback although no persisted row was lost. If a replica takes over with part of a snapshot on
+its disk, its new history begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md), which
+may be below the published seqno. So the mirror defers the rollback (storage/FORMAT.md): it stages the new history next
+to the rows that readers see. Readers change over at the new history's first persisted boundary at or above the seqno
+that they see. If two polls after the new stream began find that the new history ends below that seqno, rows are really
+lost, and readers change over to the end of the new history.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
 
 
 class PersistencePoller:
-    """Asks every copy of each vbucket that holds a snapshot back, over one connection without DCP to each node."""
+    """Asks the copies of each vbucket with a held snapshot, over one connection without DCP to each node."""
 
     def __init__(self, access: Access, copies: MapFollower, clock: Clock) -> None:
         self._access = access
@@ -76,7 +77,7 @@ class PersistencePoller:
                 node.close()
 
     async def ask(self, vbuuids: Mapping[int, int]) -> dict[int, int]:
-        """Return the seqno that all copies have persisted, by vbid. A vbucket is left out if a copy did not answer."""
+        """Return by vbid the seqno that all copies have persisted. A vbucket is left out if a copy did not answer."""
         by_node: dict[NodeAddress, list[int]] = {}
         for vbid in vbuuids:
             for address in self._copies.copies_of(vbid):

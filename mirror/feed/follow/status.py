@@ -69,7 +69,7 @@ class ConsumerStatus:
         ]
 
     def _clock_warnings(self) -> list[str]:
-        """Warn that the wall clock was set, which makes times of publication wrong. Also log new steps, once."""
+        """Return a warning if the wall clock was set. Log it when it is new."""
         clocks = [group.writer.owner.clock for group in self._consumer.commits.groups]
         steps = [(clock.step_count, clock.last_step_ms) for clock in clocks]
         count, step_ms = max(steps, default=(0, 0))

@@ -1,8 +1,8 @@
-"""The sink of a mirror: passes one vbucket's instructions to its writer, and holds snapshots until they are persisted.
+"""The sink of a mirrored vbucket: passes instructions to the writer, and holds snapshots until they are persisted.
 
-Knows the writer's calls for each instruction, and that a rollback or a resync changes the staging branch; must never
-know connections. Invariants: before the staging branch changes, complete snapshots are committed and Published is
-handed in; a held snapshot is forgotten when its rows are dropped; rows of an earlier staging branch are refused.
+Must never know connections. A rollback or a resync changes the staging branch, to which rows are staged. Invariants:
+before the staging branch changes, complete snapshots are committed and the machines get Published; a held snapshot is
+forgotten when its rows are dropped; rows of an earlier staging branch are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FREE_BYTES_MIN = 64 * 1024 * 1024
 
 
 POLLS_MIN = 2
-"""Number of polls after a stream's acceptance until a high seqno counts. The first may be older than the acceptance."""
+"""After a stream's acceptance the high seqno counts from this poll on: the first may be older than the acceptance."""
 
 HELD_MAX = 64
 """Limit of held snapshots. Above the limit, every second snapshot is forgotten: a later publish covers its rows."""
@@ -31,10 +31,10 @@ Held = tuple[int, int]
 
 
 class PersistenceGate:
-    """Holds the complete snapshots of one vbucket that are not published yet.
+    """Holds the complete snapshots of one vbucket until the source has persisted them.
 
     A persisted seqno releases only snapshots that were held when it arrived. For later snapshots the source is queried
-    again, because its replicas or its history may have changed.
+    again, because replicas or history may have changed.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class PersistenceGate:
         """The persisted seqno that the source last reported; for status."""
         self._held: list[Held] = []
         self._highs: list[int] = []
-        """The source's last high seqnos polled since the stream was accepted."""
+        """The last high seqnos that were polled since the stream was accepted, at most POLLS_MIN."""
 
     @property
     def waiting(self) -> int:
@@ -57,8 +57,8 @@ class PersistenceGate:
         self._highs = []
 
     def polled(self, high_seqno: int, state: VbucketState) -> None:
-        """Note a polled high seqno. If neither the source nor the staging branch has rows above the boundary to which a
-        deferred rollback went, no snapshot will follow: hold the boundary like a snapshot, for a later release.
+        """Note a polled high seqno. During a deferred rollback, hold the staging branch's boundary like a snapshot if
+        neither the source nor the staging branch has rows above it: no snapshot will follow that could be released.
         """
         self._highs = [*self._highs, high_seqno][-POLLS_MIN:]
         boundary, end_seqno = state.staging_published_seqno, self._end_seqno(state)
@@ -68,7 +68,7 @@ class PersistenceGate:
     def _end_seqno(self, state: VbucketState) -> int | None:
         """Return the end of the source's history; None while it is unknown.
 
-        The high seqno of a filtered stream may be below the staged rows: it leaves out dropped collections.
+        The high seqno of a filtered stream may be below the staged rows, because it leaves out dropped collections.
         """
         return max(self._highs[-1], state.staged_seqno) if len(self._highs) == POLLS_MIN else None
 
@@ -177,7 +177,7 @@ class StoreSink:
         self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
-        """Drop open and held snapshots. Return None if a complete one still waits for its key rows (`abandon_due`)."""
+        """Drop open and held snapshots. Return None if a complete snapshot waits for its key rows (`abandon_due`)."""
         self._commit()
         self.drop_held()
         if not self.writer.abandon():

@@ -1,8 +1,8 @@
-"""A vbucket of a mirror: the host that stores its stream, and its figures for status.
+"""The host of a mirrored vbucket: stores the stream, and counts for status.
 
-Knows when a commit is due, the filter of its stream, and how snapshots wait to be persisted; decides nothing about the
-stream. Invariants: counters only rise; `requested_again_bytes` counts rows that were published when the process began
-and that the source sends again, except rows that were rolled back or resynced since.
+Knows when a commit is due, the stream's filter, and how snapshots wait to be persisted; the machine decides about the
+stream. Invariants: counters only rise; `requested_again_bytes` counts rows that the source sends although they were
+published when the process began. Rows that were rolled back or resynced since do not count.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class MirroredVbucket(VbucketHost):
         """Streams that stalled in a row; 0 after a message arrives."""
         self.stall_text = ""
         self.polled: tuple[NodeSession, int] | None = None
-        """The source's high seqno, and the session over which it was queried; None: unknown."""
+        """The session of the last poll, and the high seqno that it brought; None: unknown."""
         self.source_silent_ms: int | None = None
-        """If the node is a mirror, the time since it lost contact with its own source; None: it has contact."""
+        """If the node is a mirror without contact to its own source, the time since the loss; otherwise None."""
         self._maps = maps
         self._collections = collections
         self._filter: StreamFilter | None = None
@@ -107,8 +107,8 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def source_high_seqno(self) -> int | None:
-        """The source's high seqno; None if the node does not answer or has sent none. Also None if the node is a mirror
-        that has lost its source, or that was behind this mirror at the last poll.
+        """The source's high seqno; None if the node does not answer or has sent no high seqno. Also None if the node is
+        a mirror that has lost its source, or that was behind this mirror at the last poll.
         """
         if self.polled is None or self.source_silent_ms is not None:
             return None
@@ -120,7 +120,7 @@ class MirroredVbucket(VbucketHost):
         return self.session is not None and self.session.answers
 
     def note_rollback(self, result: RollbackResult) -> None:
-        """Note an operator's rollback. Rows above its boundary do not count as requested again."""
+        """Note an operator's rollback. Rows above the boundary do not count as requested again."""
         self._held_seqno = min(self._held_seqno, result.boundary_seqno)
         self.sink.note_rollback(result)
 
@@ -202,7 +202,7 @@ class MirroredVbucket(VbucketHost):
         self.last_progress = self._clock.monotonic()
 
     def has_published(self, seqno: int) -> bool:
-        """Return True if readers see everything up to `seqno`, of the streamed history."""
+        """Return True if readers see the streamed history, at least up to `seqno`."""
         state = self.writer.base
         return state.staging_branch == state.branch and state.published_seqno >= seqno
 

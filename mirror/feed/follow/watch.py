@@ -1,11 +1,11 @@
 """Polls the source's high seqnos from every node, and requests stalled streams again.
 
-A vbucket is stalled if it receives nothing for `stall_timeout_s` although its source is ahead. If it stalls twice in a
-row, its connection is closed: only a new connection fixes a leaked flow-control window, or a node that answers but does
-not stream (docs/protocol.md 3). A stream that stops inside a snapshot is requested again, too. If the filter leaves out
-the rest of the snapshot, the source sends the snapshot's end only to a new stream (docs/protocol.md 2.7). Invariants:
-- while a connection sends a disk snapshot of one vbucket, the connection's other vbuckets do not count as stalled;
-- if a node does not answer a poll in time, its connection is closed.
+A vbucket is stalled if it receives nothing for `stall_timeout_s` although the source is ahead. If it stalls twice in a
+row, the connection is closed: only a new one helps if the flow-control window stays full, or if the node answers but
+does not stream (docs/protocol.md 3). A stream that stops inside a snapshot is requested again, too: if the filter
+leaves out the rest of the snapshot, only a new stream gets the snapshot's end (docs/protocol.md 2.7). Invariants:
+- while a connection brings a disk snapshot of one vbucket, the connection's other vbuckets do not count as stalled;
+- if a node does not answer a poll in time, the connection to the node is closed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from mirror.log import get_logger
 log = get_logger("feed")
 
 STREAMS_BEFORE_RECONNECT = 2
-"""If this many streams of a vbucket stall in a row, its connection is closed."""
+"""If this many streams of a vbucket stall in a row, the connection is closed."""
 COLLECTIONS_PER_S = 50
-"""Limit of a node's queries per second. A poll queries each collection, so polls of many collections are less frequent.
-The first poll over a connection does not wait.
-"""
+"""Limit of queries to a node per second. A poll queries each collection, so many collections are polled less often."""
 
 
 class SourceWatch:

@@ -1,7 +1,7 @@
-"""A reader's queries of a source: high seqnos, failover logs, collections.
+"""The queries of a `SourceReader`: high seqnos, failover logs, collections.
 
-Knows requests and their answers over open sessions; must never know streams. Invariants: a query is repeated with
-growing pauses until the answer is complete or the timeout expires; a permanent error is raised at once.
+Must never know streams. Invariants: a query is repeated with growing pauses until the answer is complete or the timeout
+expires; a permanent error is raised at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 class SourceQueries:
     def __init__(self, maps: MapFollower, connections: Connections, timeout_s: float) -> None:
-        """`timeout_s` limits each query, with its repetitions."""
+        """`timeout_s` limits each query including repetitions."""
         self.refusal: MirrorError | None = None
         """The permanent refusal of the source, which every later query raises."""
         self.stream_filter: FilterFields = {}

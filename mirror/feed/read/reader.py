@@ -1,9 +1,9 @@
-"""A reader of a DCP source (a cluster or another mirror), for other processes: iterates over whole snapshots.
+"""Reads whole snapshots from a source, for processes that have no store.
 
-A separate thread runs the connections, and hands the items of a read to the thread that iterates. Invariants:
-- the reader never follows a map that is older than its last map, or older than `followed`;
+A separate thread runs the connections, and hands snapshots to the thread that iterates. Invariants:
+- the reader never follows a cluster map that is older than its last map, or older than `followed`;
 - connections stay open until the reader is closed; one read at a time uses them;
-- a permanent error is raised at once; another error only after a vbucket made no progress for `timeout_s`;
+- a permanent error is raised at once; any other error only after a vbucket made no progress for `timeout_s`;
 - no thread, connection or file outlives the context.
 
     with SourceReader("couchbase://reader@db1/orders", password="...") as reader:
@@ -154,7 +154,7 @@ class SourceReader:
         return all(session is not None and session.sends_purge_seqno for session in sessions)
 
     def high_seqnos(self) -> dict[int, int]:
-        """Return the high seqno of each vbucket, or the highest seqno of the selected collections (not of a scope)."""
+        """Return each vbucket's high seqno. If collections (not a scope) are selected, only their changes count."""
         return self._call(self._core.queries.high_seqnos())
 
     def failover_log(self, vbid: int) -> FailoverLog:
@@ -169,8 +169,8 @@ class SourceReader:
     def read(
         self, positions: Mapping[int, Position], until: Mapping[int, int] | None = None
     ) -> Generator[Snapshot | SourceRolledBack | ReadEnded, None, None]:
-        """Yield the changes since the positions in whole snapshots. Snapshots of different vbuckets come in the order
-        of their completion.
+        """Yield the changes after the positions in whole snapshots. Snapshots come in the order of completion, with all
+        vbuckets mixed.
 
         With `until`, each vbucket is read until a snapshot ends at or beyond its seqno in `until`, or until the source
         has sent all changes of the collections up to that seqno. ReadEnded follows; its position may be beyond that
@@ -270,7 +270,7 @@ class _Core:
         self._file.close()
 
     def on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Fail the current read with the error of a callback, because otherwise the read would wait for ever."""
+        """Fail the current read with a callback's error, because otherwise the read would wait for ever."""
         self._fail(context.get("exception") or MirrorError(str(context.get("message"))))
 
     def _fail(self, error: BaseException) -> None:

@@ -1,12 +1,11 @@
-"""One bounded read of a source: the vbuckets that are read, and the queue to the thread that iterates.
+"""One read of a source, in limited memory: the vbuckets that are read, and the queue to the thread that iterates.
 
-Knows which vbuckets are streamed at a time, the limits of memory, and the end of a vbucket's read. Must never know how
-connections are made, nor the threads behind the queue. Invariants:
-- a snapshot that was handed out is never taken back. If the source has lost part of it, or has purged later deletions,
-  the vbucket's read ends with SourceRolledBack;
+Must never know how connections are made, nor the threads behind the queue. Invariants:
+- a snapshot that was handed out is never taken back. If the source has lost part of it, or has purged deletions that
+  followed it, the vbucket's read ends with SourceRolledBack;
 - if a connection breaks inside a snapshot, the received part is kept only if the source continues exactly after it;
-- memory holds at most `memory_bytes` of rows, and one window for each connection. Open snapshots above half of
-  `memory_bytes` go to disk, and the source waits while too many complete snapshots are in the queue.
+- memory holds at most `memory_bytes` of rows, and one flow-control window for each connection. If open snapshots exceed
+  half of `memory_bytes`, the largest go to disk. While too many complete snapshots are queued, the source waits.
 """
 
 from __future__ import annotations
@@ -168,7 +167,7 @@ class ReadVbucket(VbucketHost):
         self._reading.source.maps.refresh_map(config, self.vbid)
 
     def refresh_collections(self) -> None:
-        """Do nothing: a read keeps its collections. The stream is requested again after a pause."""
+        """Do nothing: a read keeps its collections. The machine requests the refused stream again after a pause."""
 
     def report(self, status: VbucketStatus, text: str) -> None:
         """End the whole read on a refusal, and the vbucket's read at the end of its stream."""

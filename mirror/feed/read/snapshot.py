@@ -1,7 +1,7 @@
-"""The snapshots of a bounded read: collected by a vbucket's sink in a spool, and handed out when they are complete.
+"""The snapshots of a read. A vbucket's sink collects each snapshot in a spool, and hands it out when it is complete.
 
 Must never know connections or the reader. Invariants:
-- only whole snapshots are handed out, each once, and those of a vbucket in the order of their seqnos;
+- only whole snapshots are handed out, each once, and a vbucket's snapshots in the order of seqnos;
 - no snapshot is taken back: a rollback or a resync ends the vbucket's read;
 - a run of rows out of order is refused, never stored in part;
 - a snapshot is valid until it is closed. Closing releases its memory and disk space, once.

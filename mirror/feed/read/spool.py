@@ -1,10 +1,9 @@
-"""A spool keeps the rows of a snapshot until the spool is closed: in memory, or above a limit in a temporary file.
+"""A spool keeps the frames of a snapshot until the spool is closed: in memory or, above a limit, in a temporary file.
 
-Knows frames and blocks of a file. Invariants:
+Invariants:
 - frames are returned in the order in which they were added;
-- rows that `spill` has written are never kept in memory again;
-- blocks of a closed spool are used again, so the file has at most the blocks that the open spools used together at
-  their peak;
+- frames that `spill` has written are never kept in memory again;
+- blocks of a closed spool are used again, so the file never exceeds the largest sum of blocks that open spools used;
 - one thread fills a spool and hands it over; another thread may read and close it.
 """
 
@@ -36,7 +35,7 @@ class SpoolFile:
         return self._count * BLOCK_BYTES
 
     def write(self, data: bytes) -> list[tuple[int, int]]:
-        """Write the data to free blocks; return their (number, length), in order. Raises MirrorError if that fails."""
+        """Write the data to free blocks; return (number, length) of each block. Raises MirrorError if that fails."""
         blocks: list[tuple[int, int]] = []
         try:
             with self._lock:
@@ -130,7 +129,7 @@ class Spool:
 
 
 class OpenSpools:
-    """The spools of a read's open snapshots. If they exceed `memory_bytes` together, the largest goes to disk."""
+    """The spools of a read's open snapshots. If they exceed `memory_bytes` together, the largest is written to disk."""
 
     def __init__(self, file: SpoolFile, memory_bytes: int) -> None:
         self._file = file

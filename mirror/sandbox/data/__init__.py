@@ -1,1 +1,1 @@
-"""The data of the embedded source: documents, their versions, collections, users, the cluster map; no connections."""
+"""The data of the sandbox: documents, their versions, collections, users, the cluster map; no connections."""

@@ -1,7 +1,7 @@
 """The bucket: its vbuckets, manifest, users and map, with methods that change its data.
 
-Invariants: a cluster has one bucket; replicas share the data of the active vbucket, so replication takes no time; a
-running cluster calls `map_changed`, which informs `on_map_change`, after each change of the map.
+Invariants: a cluster has one bucket; replicas share the data of the active vbucket, so they never lag; after each
+change of the map, a running cluster calls `map_changed`.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class Bucket:
             capabilities=[name for name in CAPABILITIES if profile.has_capability(name)],
         )
         self.states: dict[int, VbucketRole] = {}
-        """vbid -> its state on its active node, if a test set one (dead, replica, pending)."""
+        """vbid -> state of the vbucket on its active node, if a test set it (dead, replica, pending)."""
         self.persistence_holds: dict[tuple[int, int], int] = {}
-        """(vbid, node number) -> highest persisted seqno of that copy; without an entry all is persisted."""
+        """(vbid, node number) -> highest persisted seqno of the node's copy; no entry: all is persisted."""
         self.sent = [Sent() for _ in range(vbuckets)]
         self.stream_faults = StreamFaults()
         self.on_map_change: list[Callable[[], None]] = []
@@ -126,14 +126,14 @@ class Bucket:
         return VbucketRole.REPLICA if node_number in self.map.replicas[vbid] else VbucketRole.DEAD
 
     def persisted_seqno(self, vbid: int, node_number: int) -> int:
-        """Return the seqno up to which a copy is on disk; 0 in ephemeral buckets."""
+        """Return the seqno up to which a node's copy is on disk; 0 in ephemeral buckets."""
         if self.map.ephemeral:
             return 0
         high_seqno = self.vbuckets[vbid].high_seqno
         return min(high_seqno, self.persistence_holds.get((vbid, node_number), high_seqno))
 
     def map_changed(self, *vbids: int) -> None:
-        """Announce a changed map, and end all streams of these vbuckets."""
+        """Raise the map's revision, end all streams of these vbuckets, and announce the map."""
         self.map.bump()
         for vbid in vbids:
             for inform in tuple(self.on_state_change):
@@ -280,7 +280,7 @@ class Bucket:
     def failover(self, vbid: int, lose: int = 0) -> int:
         """Give a vbucket a new history without its last `lose` changes; return the seqno at which it begins.
 
-        Lost changes of the manifest are applied again.
+        If the vbucket lost changes of scopes or collections, apply these again.
         """
         vbucket = self.vbuckets[vbid]
         before = [item.content for item in vbucket.log if isinstance(item, EventItem)]
@@ -303,7 +303,7 @@ class Bucket:
             vbucket.purge(below_seqno)
 
     def discard_history(self, vbid: int | None = None, below_seqno: int | None = None) -> None:
-        """Compact: below a seqno (None: everywhere) keep only the newest versions."""
+        """Compact: below `below_seqno` (None: everywhere) drop superseded versions."""
         for vbucket in self._some(vbid):
             vbucket.discard_history(vbucket.high_seqno + 1 if below_seqno is None else below_seqno)
 
@@ -312,7 +312,7 @@ class Bucket:
         return sum(self.documents.expire_all(vbucket) for vbucket in self._some(vbid))
 
     def recreate(self) -> None:
-        """Empty the bucket, and give it new ids and histories."""
+        """Empty the bucket, and give it a new uuid, manifest and histories."""
         self.manifest = BucketManifest(history_default=self.keeps_history)
         self.documents = SandboxDocuments(self.clock, self.manifest)
         self.vbuckets[:] = map(self._new_vbucket, range(len(self.vbuckets)))
@@ -333,7 +333,7 @@ class Bucket:
 
 
 def fork(bucket: Bucket) -> Bucket:
-    """Return an independent copy of data and map, without observers."""
+    """Return a copy without observers. Both buckets share clock, users and stream faults."""
     memo: dict[int, object] = {id(each): each for each in (bucket.clock, bucket.users, bucket.stream_faults)}
     memo |= {id(bucket.on_map_change): [], id(bucket.on_state_change): []}
     memo |= {id(vbucket.changed): set() for vbucket in bucket.vbuckets}

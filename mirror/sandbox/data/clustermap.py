@@ -1,4 +1,4 @@
-"""The cluster map of the embedded source; `mirror.server.cluster_config` makes its JSON.
+"""The cluster map of the sandbox; `mirror.server.cluster_config` makes its JSON.
 
 Invariants: every change raises the revision; the epoch stays; a vbucket without a node has node -1; `thisNode` marks
 only the node that answers.
@@ -35,9 +35,9 @@ class SandboxMap:
     """False for old servers, whose maps are ordered by revision alone."""
     capabilities: Sequence[str] = CAPABILITIES
     ephemeral: bool = False
-    """True if the map describes an ephemeral bucket, which has no views."""
+    """True if the map describes an ephemeral bucket."""
     host: str | None = None
-    """The nodes' host in the map; None: the host to which a client connected."""
+    """The nodes' host in the map; None: clients take the host to which they connected."""
     external_host: str | None = None
     """The nodes' host in the alternate addresses `external`."""
     _cache: dict[tuple[int, bool], bytes] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class SandboxMap:
         self._cache.clear()
 
     def to_json(self, this_node: int, *, with_bucket: bool) -> bytes:
-        """Return the map that `this_node` sends: the bucket's configuration, or the global one."""
+        """Return the map that `this_node` sends: that of the bucket, or the global one without vbuckets."""
         cached = self._cache.get((this_node, with_bucket))
         if cached is None:
             cached = self._cache[this_node, with_bucket] = self._render(this_node, with_bucket=with_bucket)

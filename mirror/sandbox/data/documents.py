@@ -1,9 +1,9 @@
 """The rules of document operations: CAS, revision numbers, expiry, locks and durable writes (kv_engine
 docs/BinaryProtocol.md, docs/protocol.md 2.11).
 
-Invariants: a version takes the next seqno; a new CAS is above all earlier ones of its vbucket; a refusal changes
-nothing and is a `DocumentError` with the status that Couchbase Server answers; the next operation on an expired
-document first writes its expiration.
+Invariants: a version takes the next seqno; a new CAS is above every earlier CAS in the vbucket; a refused operation
+raises `DocumentError` with the status that Couchbase Server answers; the next operation on an expired document first
+writes its expiration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mirror.wire.keys import decode_leb128
 from mirror.wire.system_events import encode_system_event
 
 RELATIVE_EXPIRY_MAX = 30 * 24 * 3600
-"""Expiry times up to this are seconds from now, larger ones Unix time."""
+"""Expiry times up to this are seconds from now; larger times are Unix times."""
 
 LOCK_SECONDS_DEFAULT = 15
 LOCK_SECONDS_MAX = 30
@@ -60,7 +60,7 @@ class SandboxDocuments:
     # --- reading
 
     def find(self, vbucket: Vbucket, key: bytes) -> Item | None:
-        """Return the document of a wire key; None if it is absent, deleted or expired."""
+        """Return the document of a wire key (collection id and key); None if it is absent, deleted or expired."""
         item = self.find_any(vbucket, key)
         return None if item is None or item.deleted else item
 
@@ -242,7 +242,7 @@ class SandboxDocuments:
         return vbucket.append(Item(seqno, key, codec_dcp.encode(prepare)))
 
     def _commit_at_once(self, vbucket: Vbucket, key: bytes) -> Item:
-        """Commit the newest prepare. A failover loses prepare and commit together, or neither."""
+        """Commit the prepare that was just made. A failover loses both changes or neither."""
         begun = vbucket.high_seqno
         item = self.commit(vbucket, key)
         vbucket.lose_together(begun)

@@ -1,7 +1,7 @@
 """One version of one key, as a complete DCP frame.
 
-Invariants: `frame` is the message for a client that negotiated everything (collection id before the key, true datatype,
-xattrs, delete time), with opaque 0; only `next_seqno` changes. A backfill is fast, because it mostly joins frames.
+Invariants: `frame` has opaque 0 and all parts that a client can negotiate (collection id before the key, true datatype,
+xattrs, delete time), and `ItemEncoder` adapts it to a client; no attribute but `next_seqno` changes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Item:
         self.key = key
         self.frame = frame
         self.next_seqno = 0
-        """Seqno of the version that superseded this one; 0 for the newest version; `seqno` for a purged one."""
+        """Seqno of the change that superseded this version; 0: none did; its own `seqno`: it was purged."""
 
     def __repr__(self) -> str:
         return f"Item({self.seqno}, {self.key!r}, {Opcode(self.kind).name})"
@@ -104,7 +104,7 @@ class Item:
 
 
 class CommitItem(Item):
-    """A committed durable write: sent as a commit to clients with sync writes, as a document to others."""
+    """A committed durable write, sent as a document; or as a commit, if from memory to a client with sync writes."""
 
     __slots__ = ("prepared_seqno",)
 
@@ -114,7 +114,7 @@ class CommitItem(Item):
 
 
 class BetweenItem(Item):
-    """A marker or SeqnoAdvanced, sent unchanged after the item with its seqno."""
+    """A marker or SeqnoAdvanced within a backfill, sent unchanged after all items up to its seqno."""
 
     __slots__ = ()
 
@@ -123,7 +123,7 @@ class BetweenItem(Item):
 
 
 class EventItem(Item):
-    """A system event with its content, from which its FlatBuffers form is made."""
+    """A system event. `ItemEncoder` makes its FlatBuffers form from `content`."""
 
     __slots__ = ("content",)
 
@@ -144,7 +144,7 @@ def mutation_frame(
     expiry: int = 0,
     datatype: int = 0,
 ) -> bytes:
-    """Return the bytes of a DCP mutation. For speed it bypasses `codec_dcp`: a load makes one per document."""
+    """Return the bytes of a DCP mutation. For speed this bypasses `codec_dcp`."""
     length = 31 + len(key) + len(value)
     head = MUTATION_HEAD.pack(
         REQUEST, MUTATION, len(key), 31, datatype, vbid, length, 0, cas, seqno, rev_seqno, flags, expiry, 0, 0, NRU

@@ -1,7 +1,7 @@
 """Scopes and collections of the bucket, and the system events of their changes (kv_engine docs/Collections.md).
 
-Invariants: ids and the uid only grow; ids begin at 8; if a change causes several system events, all but the last have
-the uid from before the change (recording 72_k1_collections_live).
+Invariants: ids and the manifest uid only grow; new ids begin at 8; if a change causes several system events, all but
+the last have the uid from before the change (recording 72_k1_collections_live).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BucketManifest:
     """The collections, each with the manifest uid of its last event."""
     system_scopes: set[int] = field(default_factory=set)
     system_collections: set[int] = field(default_factory=set)
-    """Ids of system collections, dropped ones too. Their name, or their scope's, begins with `_`, except `_default`."""
+    """Ids of collections whose name or scope's name is a system name (`_is_system`), dropped collections included."""
     _next_scope_id: int = FIRST_ID
     _next_collection_id: int = FIRST_ID
 
@@ -128,8 +128,8 @@ class BucketManifest:
         self, known: Sequence[SystemEventContent], lost: Sequence[SystemEventContent]
     ) -> list[SystemEventContent]:
         """Return the changes that bring a vbucket to the bucket's manifest after a failover (kv_engine
-        docs/Collections.md). The vbucket has the changes `known` and lost the changes `lost`. All but the last have the
-        vbucket's manifest uid.
+        docs/Collections.md). The vbucket has the changes `known` and lost the changes `lost`. All returned changes but
+        the last have the vbucket's manifest uid.
         """
         scopes, collections = {0}, {0: 0}
         for each in known:

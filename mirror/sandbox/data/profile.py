@@ -1,8 +1,8 @@
-"""The differences between server releases, as tables: features, controls and capabilities.
+"""The differences between server releases, as tables: features, DCP_CONTROL settings and capabilities.
 
-Sources: docs/protocol.md 2.2 to 2.11, and the recordings of 6.0.5 and 7.2.0, which take precedence. Invariants: a
-server refuses features that its profile does not name; the profiles "6.0" and "7.2" answer the recorded requests as
-recorded.
+Sources: docs/protocol.md 2.2 to 2.11, and recordings of servers 6.0.5 and 7.2.0; if they differ, the recordings decide.
+Invariants: a node grants only features that its profile names; the profiles "6.0" and "7.2" answer the recorded
+requests as recorded.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CONTROLS: dict[bytes, tuple[Release, Release | None]] = {
     ControlKey.MAX_MARKER_VERSION: ((8, 0), None),
     STREAM_BUFFER_SIZE: (_OLDEST, None),
 }
-"""DCP_CONTROL: name -> first release with it, first later release without it. Others are refused with EINVAL."""
+"""DCP_CONTROL setting -> first release with it, first later release without it. Other settings get EINVAL."""
 
 OPEN_FLAGS: dict[int, Release] = {
     DcpOpenFlag.PRODUCER: _OLDEST,
@@ -100,7 +100,7 @@ STREAM_KEYS: dict[str, Release] = {
     "sid": (7, 0),
     "purge_seqno": (8, 0),
 }
-"""Key in the JSON value of a stream request -> first release; others are ignored."""
+"""Key in the JSON value of a stream request -> first release; other keys are ignored."""
 
 CAPABILITIES: dict[str, Release] = {
     "durableWrite": (6, 5),
@@ -110,7 +110,7 @@ CAPABILITIES: dict[str, Release] = {
     "subdoc.ReplaceBodyWithXattr": (7, 0),
     "subdoc.DocumentMacroSupport": (7, 0),
 }
-"""Bucket capability in the cluster map -> first release; those not listed are in every release."""
+"""Bucket capability in the cluster map -> first release; other capabilities are in every release."""
 
 
 @dataclass(frozen=True, slots=True)

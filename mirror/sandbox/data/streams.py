@@ -1,7 +1,7 @@
 """Faults, settings and counters of streams, for tests and the control socket.
 
-Invariants: without a fault no stream is refused or muted; a refusal with `times` ends after so many requests; a muted
-stream continues where it stopped once the fault is cleared.
+Invariants: a refusal with `times` ends after that many requests; once the fault is cleared, a muted stream continues
+where it stopped.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ class Sent:
     stream_requests: list[AcceptedStream] = field(default_factory=list)
     refused_requests: int = 0
     snapshot_ends: set[int] = field(default_factory=set)
-    """End seqnos of announced snapshots: a client may publish only at these."""
+    """Last seqnos of the announced snapshots: a client may publish only these."""
 
 
 @dataclass(slots=True)
 class StreamTuning:
     antilag_items: int = 0
-    """Omitted items after which a filtered backfill sends SeqnoAdvanced (docs/protocol.md 2.7); 0: only at its end."""
+    """Consecutive omitted items after which a backfill sends SeqnoAdvanced (docs/protocol.md 2.7); 0: only at its end.
+    """
     live_snapshot_items: int = 5
-    """Limit of changes in a live snapshot, except a stream's first and long backlogs. Recorded average: about half."""
+    """Limit of changes in a snapshot from memory, except in a stream's first and if the stream is far behind."""
     in_turn: bool = True
-    """True if each stream of a connection sends one message in turn, as in kv_engine; else a larger piece."""
+    """True if the streams of a connection send one message each in turn, as in kv_engine; else a larger piece each."""
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class StreamFaults:
         times: int | None = None,
         value: bytes | None = None,
     ) -> None:
-        """Refuse stream requests for these vbuckets (None: all). If several faults fit, the newest counts."""
+        """Refuse stream requests for these vbuckets (None: all). If several faults fit a request, the newest counts."""
         self._refused.insert(0, RefusalFault(status, None if vbids is None else frozenset(vbids), times, value))
 
     def refusal(self, vbid: int) -> RefusalFault | None:

@@ -1,10 +1,9 @@
-"""One vbucket of the embedded source: its versions, the newest of each key, and its failover log.
+"""One vbucket of the sandbox: all versions, the newest version of each key, and the failover log.
 
 Invariants:
 - `log` has the versions of the current history in the order of seqnos, without a gap above `forgotten_seqno`;
-- `next_seqno` of a version is the seqno of the version that superseded it, or 0. Of the log up to any seqno E, the
-  versions whose `next_seqno` is 0 or above E are a deduplicated snapshot that ends at E (kv_engine
-  docs/dcp/documentation/concepts.md);
+- of the versions up to a seqno E, those with a `next_seqno` of 0 or above E are a deduplicated snapshot that ends at E
+  (kv_engine docs/dcp/documentation/concepts.md);
 - no snapshot ends inside a `group` of writes;
 - only a `bounded` vbucket forgets superseded versions.
 """
@@ -23,10 +22,10 @@ from mirror.wire.constants import SystemEventId
 from storage.model import FailoverLog, Vbuuid
 
 CHECKPOINT_ITEMS_MAX = 10_000
-"""Versions in a checkpoint before the next one is opened: kv_engine's default."""
+"""Versions in a checkpoint (a section of the changes in memory) before the next one opens: kv_engine's default."""
 
 CHECKPOINTS_KEPT = 4
-"""Checkpoints in memory. A stream that falls behind them continues from disk (its cursor is dropped)."""
+"""Checkpoints in memory. A stream that falls behind the oldest checkpoint continues from disk."""
 
 _SEQNO = attrgetter("seqno")
 
@@ -45,14 +44,14 @@ class Vbucket:
         keeps_history: bool = False,
         bounded: bool = False,
     ) -> None:
-        """With `keeps_history` superseded versions stay on disk. A `bounded` vbucket keeps the versions that kv_engine
-        keeps: the newest of each key, and those in checkpoints.
+        """With `keeps_history` superseded versions stay on disk. Without it, a `bounded` vbucket forgets superseded
+        versions that are in no checkpoint, as kv_engine does.
         """
         self.vbid = vbid
         self.history_start_seqno = int(keeps_history)
         """Superseded versions from this seqno on stay on disk; 0: none do."""
         self.without_history: set[int] = set()
-        """Ids of collections whose superseded versions do not stay."""
+        """Ids of collections whose superseded versions do not stay on disk."""
         self.log: list[Item] = []
         self.forgotten_seqno = 0
         """A version is gone if a change up to this seqno superseded it. So no snapshot can end below this seqno, and no
@@ -97,7 +96,7 @@ class Vbucket:
 
     @property
     def memory_floor_seqno(self) -> int:
-        """Changes above this seqno are in memory; streams get earlier ones from disk."""
+        """Changes above this seqno are in memory; streams get earlier changes from disk."""
         return self._checkpoints[0] - 1
 
     @property
@@ -121,14 +120,14 @@ class Vbucket:
         return max(pending, self.high_completed_seqno(as_of_seqno))
 
     def max_visible_seqno(self, as_of_seqno: int | None = None) -> int:
-        """Return the seqno of the newest change, as of a seqno or now, that is neither prepare nor abort."""
+        """Return the seqno of the newest change that is no prepare or abort, up to `as_of_seqno` (None: of all)."""
         count = self._count_up_to(self.high_seqno if as_of_seqno is None else as_of_seqno)
         while count and self.log[count - 1].kind in (PREPARE, ABORT):
             count -= 1
         return self.log[count - 1].seqno if count else 0
 
     def next_cas(self, now_ns: int) -> int:
-        """Return the CAS of a hybrid clock: the time, or the last CAS plus 1 if that is higher."""
+        """Return the CAS of a hybrid clock: the higher of the time and the last CAS plus 1."""
         self.cas_max = max(now_ns & ~0xFFFF, self.cas_max + 1)
         return self.cas_max
 
@@ -155,7 +154,7 @@ class Vbucket:
         return item
 
     def append_event(self, item: Item, event: SystemEventId, id_: int, *, new_checkpoint: bool) -> None:
-        """Append a system event of the collection or scope `id_`. After a begin or end a collection is empty."""
+        """Append a system event of the scope or collection `id_`. The begin or end of a collection empties it."""
         if new_checkpoint:
             self.open_checkpoint()
         _supersede(self._system.get(item.key), item)
@@ -224,8 +223,8 @@ class Vbucket:
         self._checkpoints = deque([self.high_seqno + 1])
 
     def purge(self, below_seqno: int | None = None) -> int:
-        """Compact: forget tombstones, aborts and drop events up to `below_seqno`, but never the newest change. Return
-        the purge seqno.
+        """Compact: forget tombstones, aborts and the events of drops up to `below_seqno`, but never the newest change.
+        Return the purge seqno.
         """
         last = self.high_seqno - 1 if below_seqno is None else min(below_seqno, self.high_seqno - 1)
         if self.history_start_seqno:
@@ -242,7 +241,7 @@ class Vbucket:
         return self.purge_seqno
 
     def discard_history(self, below_seqno: int) -> None:
-        """Compact: keep only the newest versions below a seqno."""
+        """Compact: drop superseded versions below `below_seqno`."""
         if self.history_start_seqno:
             self.history_start_seqno = max(self.history_start_seqno, min(below_seqno, self.high_seqno + 1))
 
@@ -261,8 +260,8 @@ class Vbucket:
     def _forget(self) -> None:
         """Drop the versions that were superseded before the oldest change that checkpoints can hold.
 
-        All system events stay. At least the newest `_kept_items` tombstones and aborts stay, too. Running
-        backfills still read the old list.
+        All system events stay. At least the newest `_kept_items` tombstones and aborts stay, too. Running backfills
+        still read the old `log`.
         """
         seqno = self.high_seqno - self._kept_items
         if self._open_group is not None:

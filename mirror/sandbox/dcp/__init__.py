@@ -1,1 +1,1 @@
-"""The DCP side of a connection of the embedded source: its streams, snapshots and filters; no sockets."""
+"""The DCP part of the sandbox: streams, snapshots and filters; no sockets."""

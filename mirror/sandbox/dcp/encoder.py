@@ -1,8 +1,7 @@
 """Encodes versions in the form that a DCP client negotiated (docs/protocol.md 2.2, 2.3, 2.11; recordings 72_h*,
 605_h*).
 
-Invariant: a mutation's frame that needs no change is returned as it is, after cheap tests. The caller sets the
-opaque.
+Invariant: if a mutation's frame needs no change, it is returned as it is. The caller sets the opaque.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class ItemEncoder:
         """True if the frame of a mutation without unwanted datatype bits is sent unchanged."""
 
     def shows(self, item: Item) -> bool:
-        """True if the client gets this kind of message: some need a control (prepares, aborts, modifications)."""
+        """True if the client gets this item: prepares, aborts and modified collections need a DCP_CONTROL setting."""
         kind = item.kind
         if kind == SYSTEM_EVENT:
             return self._controls.flat_events or item.event != SystemEventId.COLLECTION_MODIFY

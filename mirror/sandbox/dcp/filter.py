@@ -1,6 +1,7 @@
-"""The filter of a DCP stream of the embedded source; `mirror.server.producer` checks the request.
+"""The filter of a DCP stream of the sandbox; `mirror.server.producer` checks the stream request.
 
-Invariant: only creations in the requested scope, and drops, change an accepted filter.
+Invariant: an accepted filter changes only if a collection of it is dropped, or a collection is created in the requested
+scope.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class SandboxFilter(ProducerFilter):
     hidden: BucketManifest | None = None
     """The manifest whose system collections are hidden from the client; None: nothing is hidden."""
     shown: frozenset[int] = field(default=frozenset(), init=False)
-    """Ids of the requested collections, or of those in the requested scope at the last system event."""
+    """Ids of the requested collections, or of the collections in the requested scope as of the last system event."""
 
     def holds_all(self, high_seqnos: Mapping[int, int], seqno: int) -> bool:
         """True if no version above `seqno` passes the filter, so a client with that seqno misses no purged deletion.
-        `high_seqnos` maps collections to their high seqnos. False for a scope: one of its collections may have been
+        `high_seqnos` maps collections to their high seqnos. False for a scope, because a collection of it may have been
         dropped.
         """
         if self.collections is None or not self.shown or self.legacy:

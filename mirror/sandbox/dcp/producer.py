@@ -1,4 +1,4 @@
-"""A DCP connection of a node: its streams, their faults and the order of sending.
+"""A DCP connection of a node: its streams, faults of streams, and the order in which the streams send.
 
 `mirror.server.producer` has the rules of requests, flow control and noops. By default each stream sends one message in
 turn, as in kv_engine (docs/protocol.md 2.8).
@@ -49,7 +49,7 @@ class SandboxProducerPort(ProducerPort, Protocol):
 
     @property
     def in_turn(self) -> bool:
-        """True if each stream sends one message in turn; else a piece in turn."""
+        """True if each stream sends one message in turn; else each sends several (a piece)."""
 
     def piece_bytes(self, stream: ProducerStream) -> int:
         """Return the size of a stream's next piece; 0: send nothing now."""
@@ -170,7 +170,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             stream.vbucket.changed.discard(self.wake)
 
     def _refusal(self, fault: RefusalFault) -> Refused:
-        """Return the answer that a fault asks for. A rollback without a seqno goes to 0."""
+        """Return the refusal that a fault asks for. A rollback without `value` goes to seqno 0."""
         if fault.value is not None:
             return Refused(fault.status, value=fault.value, bare=True)
         if fault.status == Status.ROLLBACK:
@@ -188,7 +188,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
                 await self._wake.wait()
 
     async def _round(self) -> bool:
-        """Send a piece with messages of all streams, or a piece of each stream. Return True if a piece was sent."""
+        """Send one piece of all streams, or (without `in_turn`) one of each stream. Return True if a piece was sent."""
         self._send_stream_ends()
         busy = False
         for data, extra_bytes in self._one_piece() if self._port.in_turn else self._piece_of_each():
@@ -200,7 +200,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         return busy
 
     def _one_piece(self) -> Iterator[tuple[bytes, int]]:
-        """Yield at most one piece: messages of the streams in turn, and the bytes that flow control counts besides."""
+        """Yield at most one piece: messages of the streams in turn, and how many more bytes flow control counts."""
         if not self.window.is_open:
             return
         free_bytes = TURNS_BYTES
@@ -262,7 +262,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
                 yield data, stream.extra_bytes - extra_bytes
 
     def _has_turn(self, stream: ProducerStream, may_stream: bool, sees_system: bool) -> bool:
-        """True if the stream may send now. If its user has lost the privilege, the stream is ended."""
+        """True if the stream may send now. If the user has lost a privilege that the stream needs, end the stream."""
         if not stream.has_more or self._port.bucket.stream_faults.muted(stream.vbid, self._port.node_number):
             return False
         if not may_stream or (stream.sees_system and not sees_system):

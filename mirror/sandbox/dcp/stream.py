@@ -1,7 +1,7 @@
-"""One DCP stream from the producer's side: the next message, from disk or memory (kv_engine
+"""One DCP stream of the sandbox: makes the next message, from disk or memory (kv_engine
 docs/dcp/documentation/concepts.md, docs/protocol.md 2.4, 2.6, 2.7).
 
-Invariants: the seqnos of a stream rise; a complete snapshot has the newest version of each key that passes the filter;
+Invariants: the seqnos of a stream rise; a complete snapshot has the newest version of each key that the filter passes;
 an ended stream sends no messages.
 """
 
@@ -50,7 +50,7 @@ class ProducerStream:
         self.opaque = request.opaque
         self.stream_id = stream_filter.stream_id
         self.seqno = request.start_seqno
-        """All changes up to here were sent or filtered out."""
+        """All changes up to this seqno were sent, were filtered out, or are in the open snapshot from memory."""
         self.end_seqno = request.end_seqno
         self.ended = False
         self.frames_sent = 0
@@ -108,7 +108,7 @@ class ProducerStream:
         return size + self.extra_bytes - extra_bytes
 
     def take(self, bytes_max: int) -> bytes:
-        """Return the next messages, up to the one that reaches `bytes_max`; empty if none is ready."""
+        """Return the next messages, until they have `bytes_max` bytes or no message is ready."""
         out = bytearray()
         while len(out) < bytes_max and self.add_message(out):
             pass
@@ -160,10 +160,10 @@ class ProducerStream:
     def _lacks_tombstones(self) -> bool:
         """True if a backfill from `seqno` on would silently leave out purged deletions.
 
-        This happens if the stream was accepted before the purge, and its cursor was dropped later. kv_engine checks the
-        seqno again when it opens the file (DCPBackfillBySeqnoDisk::create), and ends the stream as rolled back. The
-        check of a stream request has the same exception: a filtered stream misses no deletion if its collections have
-        not changed after `seqno`.
+        This happens if the stream was accepted before the purge, and later continues from disk. kv_engine checks the
+        seqno again when it opens the file (DCPBackfillBySeqnoDisk::create), and ends the stream as rolled back. As in
+        the check of a stream request, a filtered stream misses no deletion if its collections have not changed after
+        `seqno`.
         """
         purge_seqno = self.vbucket.purge_seqno
         if self._request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES:
@@ -219,7 +219,7 @@ class ProducerStream:
         return True
 
     def _ends_resumed_snapshot(self, last: int) -> bool:
-        """True if a client with collections resumes a snapshot that ends by `last`. The rest is sent even if empty."""
+        """True if a client with collections resumes a snapshot that ends by `last`. Its rest is sent, even if empty."""
         request = self._request
         is_partial = not self._first_marker_sent and request.start_seqno < request.snap_end_seqno <= last
         return is_partial and self._controls.collections
@@ -234,8 +234,8 @@ class ProducerStream:
         self.in_snapshot_until = end
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
-        """Return the items of a backfill: the newest version of each key as of `last`, even if it is purged meanwhile.
-        With change streams: below the start of history the newest versions, then a second marker, then every version.
+        """Return the items of a backfill: each key's newest version as of `last`, even if a purge takes it meanwhile.
+        With change streams: the newest versions below the start of history, a second marker, then every version.
         """
         purge_seqno, history = self.vbucket.purge_seqno, self._history_start(last)
         changes = self.vbucket.changes
@@ -253,7 +253,7 @@ class ProducerStream:
         return self._controls.change_streams and self.vbucket.history_start_seqno > 0
 
     def _history_start(self, last: int) -> int:
-        """Return the seqno from which on every version is sent; `last` + 1 if only the newest are."""
+        """Return the seqno from which on every version is sent; `last` + 1 if only the newest versions are."""
         return self.vbucket.history_start_seqno if self._has_history else last + 1
 
     def _found_on_disk(self, items: Sequence[Item], as_of: int, purge_seqno: int, history: int) -> Iterator[Item]:
@@ -323,7 +323,7 @@ class ProducerStream:
             completed = self.vbucket.high_completed_seqno(end)
             if self._controls.marker_version is MarkerVersion.V2_2:
                 purge, prepared = self.vbucket.purge_seqno, self.vbucket.high_prepared_seqno(end)
-        if purge or prepared:  # V2.2 is used only from disk, if one of the two is above 0 (docs/protocol.md 2.6)
+        if purge or prepared:  # only disk snapshots have V2.2 (docs/protocol.md 2.6)
             version, visible = int(MarkerVersion.V2_2), self._visible_seqno
         elif self._controls.sync_writes and self._controls.consumer_name:  # the client acts as a replica
             version, visible = int(MarkerVersion.V2_0), self._visible_seqno

@@ -1,1 +1,1 @@
-"""The answers of the embedded source to a client: login, documents, sub-documents, statistics; no sockets."""
+"""The answers of the sandbox to a client: login, documents, sub-documents, statistics; no sockets."""

@@ -1,4 +1,4 @@
-"""A client's session at a node of the embedded source: its features, user, documents and histories."""
+"""A client's session at a node of the sandbox: its login, and the data that answers need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SessionPort(Protocol):
 
 
 def document_of(vbid: int, item: Item, cas: int) -> Document:
-    """Return a version as clients see it. `cas` is the version's own, or the one shown while it is locked."""
+    """Return a version as clients see it. `cas` is the version's own, or another while the document is locked."""
     return Document(
         vbid,
         item.collection_id,
@@ -83,7 +83,7 @@ class SandboxSession(DocumentSession):
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """Empty for a client with a certificate: kv_engine accepts no SASL on such a connection."""
+        """Empty if the client logged in by certificate, because kv_engine then accepts no SASL."""
         return () if self.certified else super().mechanisms
 
     def password_attempt(self, username: str, password: str) -> LoginAttempt[bool]:
@@ -108,7 +108,7 @@ class SandboxSession(DocumentSession):
     # -- answers
 
     def refused(self, error: Refused) -> Reply:
-        """Return the answer to a refused request. If it names an unknown collection, add the manifest uid."""
+        """Return the answer to a refused request; for an unknown collection, with the manifest uid."""
         if error.status == Status.UNKNOWN_COLLECTION and not (error.bare or error.context):
             error = unknown_collection(self.manifest_uid)
         return super().refused(error)

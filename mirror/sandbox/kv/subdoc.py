@@ -1,7 +1,7 @@
-"""Sub-document changes of one document in memory (kv_engine docs/SubDocument.md); reads: `mirror.document.lookup`.
+"""Sub-document changes of one document in memory (kv_engine docs/SubDocument.md); `mirror.document.lookup` has reads.
 
-Invariants: xattrs are changed as members of one object; a virtual attribute never changes; the caller discards the
-draft after a failed change.
+Invariants: xattrs are changed as members of one JSON object; a virtual attribute (`$...`) never changes; the caller
+discards the draft after a failed change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sub-document requests that change a document (kv_engine docs/SubDocument.md; recording sdk_72_conn2).
 
-A request with several paths changes all of them in one version, or none if a path fails; the answer's body names that
+A request with several paths changes all paths in one version, or none if one fails; the answer's body names the failed
 path.
 """
 

@@ -1,1 +1,1 @@
-"""A node of the embedded source: its sockets and the faults of its network."""
+"""A node of the sandbox: its sockets, and the faults of its connections."""

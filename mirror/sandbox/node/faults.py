@@ -1,7 +1,7 @@
 """Faults of connections and streams, for tests.
 
-Invariants: a fault affects open connections, which `clear` does not repair, and with `future` also new ones until
-`clear`; by default it affects only DCP connections.
+Invariants: a fault affects open connections, and with `future` also new connections until `clear`; `clear` does not
+repair affected connections; by default a fault affects only DCP connections.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Rule = Callable[[NodeConnection], None]
 
 
 class Where(TypedDict, total=False):
-    """Selects connections by node and by a part of their DCP name. `future` adds new connections. A method
-    raises ValueError for `future` and a `name` without `dcp_only`.
+    """Selects connections by node and by a part of their DCP name. `future` adds new connections. A method raises
+    ValueError for `future` and a `name` if `dcp_only` is False.
     """
 
     node: int | None

@@ -1,8 +1,8 @@
 """A node: its listeners, certificate and connections, and the dispatch of requests.
 
 Invariants: answers come in the order of the requests; bytes that are no frame close only their connection; a request
-that cannot be decoded is refused, and the connection stays open (servers of 6.0 hang up after a bad DCP request); a new
-certificate is for new connections only.
+that cannot be decoded is refused, and the connection stays open (servers up to 6.0 hang up after a bad DCP request); a
+new certificate is for new connections only.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ OPERATIONS: dict[int, Operation[SandboxSession]] = {
 }
 
 SMALL_PIECE_BYTES = 200
-"""Size of a stream's piece if a fault must come inside a snapshot."""
+"""Size of a stream's piece for the fault `stop_mid_snapshot`."""
 
 ACCEPT_TURNS = 4
-"""Turns of the event loop that asyncio needs to make accepted connections."""
+"""Rounds of the event loop that asyncio needs to set up accepted connections."""
 
 DURATION_US = 0.5
-"""The duration of a request, in answers to clients with TRACING."""
+"""The duration of every request, in answers to clients with the feature TRACING."""
 
 _REQUESTS = (Magic.REQUEST, Magic.FLEX_REQUEST)
 _QUITQ = int(Opcode.QUITQ)
@@ -66,7 +66,7 @@ class NodeTls:
     key_file: Path | None = None
     """None: the key is in `cert_file`."""
     client_ca_file: Path | None = None
-    """The authority of client certificates; None: the nodes request none."""
+    """The authority of client certificates; None: the nodes request no certificates."""
     clients_need_certificate: bool = False
     """True to close TLS connections without a known user's certificate; else a password is enough."""
     context: ssl.SSLContext = field(init=False)
@@ -150,7 +150,7 @@ class NodeConnection(asyncio.Protocol):
         self.link.resume()
 
     def _log_in_by_certificate(self) -> None:
-        """Log in the user of a client certificate; close a TLS connection without one if certificates are required."""
+        """Log in the user of a certificate. If certificates are required, close a TLS connection without this login."""
         certificate = self._transport.get_extra_info("peercert")
         if certificate:
             self.session.user = self.bucket.users.of_certificate(certificate)
@@ -252,7 +252,7 @@ class SandboxNode:
         self.on_dcp_open: list[Callable[[NodeConnection], None]] = []
         self.dcp_idle_timeout_s = IDLE_TIMEOUT_S
         self.stopped = False
-        """True from `stop` to the next `start`. A node of a simulation is neither stopped nor alive."""
+        """True from `stop` to the next `start`."""
         self._servers: list[asyncio.Server] = []
         self._held: list[socket.socket] = []
         """Sockets that keep the ports of a stopped node from other programs."""
@@ -264,7 +264,7 @@ class SandboxNode:
     async def start(
         self, host: str, port: int | None, *, tls_port: int | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        """Listen without TLS at `port`, and with TLS at `tls_port`; 0 picks a free port, None opens none."""
+        """Listen without TLS at `port`, and with TLS at `tls_port`; 0 picks a free port, None opens no port."""
         self.stopped = False
         if port is not None:
             self.port = await self._listen(host, port, None)
@@ -286,9 +286,8 @@ class SandboxNode:
         places = [(each.family, each.getsockname()) for server in servers for each in server.sockets]
         for connection in list(self.connections):
             connection.link.cut()
-        # If asyncio accepted a connection shortly before its server is closed, it neither makes nor closes the
-        # connection (seen with Python 3.11). So stop accepting, let asyncio make the accepted connections, and then
-        # close the servers.
+        # If a server closes shortly after asyncio accepted a connection, asyncio neither sets up nor closes the
+        # connection. So stop accepting, let asyncio set up the accepted connections, and then close the servers.
         for server in servers:
             for listening in server.sockets:
                 asyncio.get_running_loop().remove_reader(listening.fileno())
@@ -321,7 +320,7 @@ class SandboxNode:
                 connection.producer.end_streams(vbid, StreamEndReason.STATE_CHANGED)
 
     def announce_map(self) -> None:
-        """Send the new map, or its revision only, to the clients that asked for it (SDK RFC 75)."""
+        """Send the new map, or only its revision, to the clients that negotiated this (SDK RFC 75)."""
         for connection in self.connections:
             message = connection.session.map_notification()
             if message is not None:

@@ -1,15 +1,15 @@
-"""Admission of connections to one listening process, by peer and login; the same for every port.
+"""Admission of connections to one listening process, by peer (`peer_of`) and login; the same for every port.
 
-Knows listening sockets, peers, deadlines and the limit of open files; never a protocol. A connection counts from its
-accept, before a TLS handshake costs memory. Invariants:
+Knows listening sockets, peers, deadlines and the limit of open files; never a protocol. A connection counts once it is
+accepted, before a TLS handshake costs memory. Invariants:
 - at most `reader_connections_max` connections are open; at most `pending_max` of them are pending (without a login). A
-  further connection closes the oldest pending one of the peer with most pending ones, preferably one whose login is not
-  being checked. So clients without a login keep nobody out, and never replace a client with a login;
+  further connection replaces a pending one: the oldest of the peer with most pending connections, preferably one whose
+  login is not being checked. So clients without a login keep nobody out, and never replace a client with a login;
 - a connection without a login is closed after `reader_login_timeout_s`, even in its TLS handshake;
 - another machine, or another user of a Unix socket, has at most `reader_connections_per_peer_max` connections;
 - a TLS handshake begins after the client's first bytes, and never for a client that has hung up. Handshakes take turns
-  (`turns`) like large work, one peer after the other;
-- after a failure to accept, the process logs one line a minute, retries a second later, and never ends.
+  of the event loop (`turns`), one peer after the other;
+- after a failure to accept, the process continues: it retries a second later, and logs one line a minute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from mirror.log import get_logger
 from mirror.serve.turns import Turns
 
 ACCEPTS_PER_TURN = 4
-"""Connections accepted in one turn of the event loop."""
 RETRY_S = 1.0
 LOG_INTERVAL_S = 60.0
 PENDING_SHARE = 4
@@ -85,6 +84,8 @@ class Periodic:
 
 @dataclass(slots=True, eq=False)
 class Slot:
+    """One accepted connection, for `Admission`."""
+
     _admission: Admission
     peer: str
     refused: bool = False
@@ -116,8 +117,6 @@ class Slot:
 
 
 class Handshakes:
-    """A queue of TLS handshakes. A signature with RSA 2,048 takes the event loop 0.6 ms."""
-
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
@@ -170,7 +169,9 @@ class Admission:
         return max(connections_max // PENDING_SHARE, min(connections_max, PENDING_MIN))
 
     def admit(self, peer: str, *, answers: bool = False) -> Slot | None:
-        """Return a new connection's slot; None: close it. With `answers`, up to `REFUSALS_MAX` refused ones get one."""
+        """Return the connection's slot; None: close it. With `answers`, `REFUSALS_MAX` refused connections may have
+        one.
+        """
         settings = self.settings
         if peer != LOCAL and self._by_peer[peer] >= settings.reader_connections_per_peer_max:
             admitted = self._evict(peer)
@@ -197,7 +198,7 @@ class Admission:
         return slot
 
     def _evict(self, peer: str | None) -> bool:
-        """Close a peer's oldest pending connection, preferably one without a login check. Return False without one."""
+        """Close the peer's oldest pending connection, preferably one without a running login check. False: none."""
         slots = self._pending.get(peer or "", {})
         oldest = next((slot for slot in slots if not slot.logging_in), next(iter(slots), None))
         if oldest is None:

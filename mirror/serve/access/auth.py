@@ -3,9 +3,9 @@
 Knows names, verifiers and patterns of collections; must never know a protocol, and keeps no password of the file's
 users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {MECHANISM: {...}}}}, "anonymous":
 {"read": [PATTERN...]}, "salt_key": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. A changed file is read
-again; an invalid one leaves the old users. Invariants:
-- without a users file, the mirror's own user at the source and everybody on this machine may read everything;
-- with a file, readers without a login read only the collections of `anonymous`, and only on this machine;
+again; if it is invalid, the old users stay. Invariants:
+- without a users file, clients on this machine, and clients that log in as the mirror does at its source, read all;
+- with a users file, clients without a login read only the collections of `anonymous`, and only on this machine;
 - a challenge does not show whether the user exists: salt, iterations and work look like a known user's (`decoy`).
 """
 
@@ -60,10 +60,10 @@ class Reader:
 
 
 class SourceUser:
-    """The one user of a mirror without a users file: the mirror's own user at the source."""
+    """The only user without a users file: the mirror's own user at its source."""
 
     def __init__(self, name: str, password: Callable[[], str | None], secret: bytes | None = None) -> None:
-        """`password` is called at each login. Salts derive from `secret`, which the processes of a service share."""
+        """`password` returns the present password. Salts derive from `secret`, which a service's processes share."""
         self._name = name
         self._password = password
         self._secret = secret or secrets.token_bytes(16)
@@ -93,7 +93,7 @@ class SourceUser:
         return self.check(name, password)
 
     def check(self, name: str, password: str) -> Reader | None:
-        expected = self._password()  # compare digests: the time shows neither its length nor the name
+        expected = self._password()  # compare digests: the time does not show the password's length
         right = hmac.compare_digest(
             hmac.digest(self._secret, (expected or "").encode(), "sha256"),
             hmac.digest(self._secret, password.encode(), "sha256"),
@@ -114,8 +114,8 @@ class UsersFile:
 
 class FileUsers:
     def __init__(self, path: Path, secret: bytes | None = None) -> None:
-        """Read the file. Unknown users' salts derive from its `salt_key`, else from `secret`. Clients see these salts;
-        made of user data, they would help to guess a password. Raises ConfigError.
+        """Read the file. Salts of unknown users derive from the file's `salt_key`, or else from `secret`. Clients see
+        these salts, so they are not made of user data, which could help to guess a password. Raises ConfigError.
         """
         self._path = path
         self._stamp = file_stamp(path)
@@ -162,7 +162,7 @@ class FileUsers:
         return self._file.verifiers.get(name, {}).get(mechanism)
 
     def decoy(self, mechanism: str, name: str) -> ScramVerifier:
-        """Return a verifier for an unknown user's challenge: always the same for a name, and like a known user's."""
+        """Return a verifier for an unknown user's challenge: for each name always the same, and like a known user's."""
         models, secret = self._file.models[mechanism], self._file.salt_key or self._other_secret
         if not models:
             return ScramVerifier.decoy(mechanism, name, secret)
@@ -170,7 +170,7 @@ class FileUsers:
         return ScramVerifier.decoy(mechanism, name, secret, iterations=model.iterations, salt_bytes=len(model.salt))
 
     def proven(self, name: str, password: str) -> Reader | None:
-        """Return the user if this password was proven before, without PBKDF2. None: call `check`."""
+        """Return the user if `check` has accepted this password before; this takes no PBKDF2. None: call `check`."""
         self._refresh()
         digest = self._digest(password)
         verifier, proven = self._proven.get(name, (None, b""))

@@ -1,13 +1,13 @@
-"""Password checks outside of the event loop. Each failure doubles the delay of refusals.
+"""Password checks outside of the event loop. Refusals are delayed after repeated failures, each twice as long.
 
 Knows users, peers and their recent failures; never a protocol or a socket. Invariants:
 - PBKDF2 runs in a thread of its own, so users who are logged in do not wait;
-- failures of a user or peer delay only refusals, up to `DELAY_MAX_S`; a right password waits only in the queue below;
-- peers with `PEER_FAILURES_FREE` failures (guessing peers) share a queue with one check in `PACE_S`, so they gain no
-  time by hanging up before the refusal;
-- a password proven to this process is checked again only for a guessing peer, and over HTTP only until the peer's
-  connection has logged in;
-- an attempt of a closed connection is not checked;
+- a peer with `PEER_FAILURES_FREE` failures is guessing. Guessing peers share a queue with one check in `PACE_S`, so a
+  peer gains no time by hanging up before the refusal;
+- a right password waits in that queue at most; only refusals are delayed, up to `DELAY_MAX_S`;
+- a password that this process has accepted is checked again only for a guessing peer, and over HTTP only until the
+  peer's connection has logged in;
+- an attempt is not checked if its connection was closed;
 - failures are log events, one line a minute at most;
 - an unknown user costs as much work as a known one (`Users.check`).
 """
@@ -30,7 +30,7 @@ from mirror.serve.access.auth import Reader, Users
 from mirror.server.session import LoginAttempt, checked
 
 NICENESS = 10
-"""Niceness of the thread that checks passwords: requests come first. A check takes some milliseconds."""
+"""Niceness of the thread that checks passwords: requests come first."""
 USER_FAILURES_FREE = 3
 """Failures of a user before refusals are delayed, because people mistype."""
 PEER_FAILURES_FREE = 20
@@ -40,8 +40,7 @@ DELAY_MAX_S = 4.0
 COUNTED_MAX = 12
 """Limit of counted failures beyond the free ones: enough for the longest delay, and forgotten within minutes."""
 PACE_S = 0.01
-"""Pause before each check for a guessing peer. 256 attempts, one for each pending connection, are checked well within
-`reader_login_timeout_s`."""
+"""Pause before each check for a guessing peer."""
 FORGET_S = 5.0
 """Time in which one failure is forgotten."""
 REMEMBERED_MAX = 4096

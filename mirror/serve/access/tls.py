@@ -2,7 +2,7 @@
 
 Knows files and contexts; must never know a protocol. Each handshake checks the files for changes. Invariants: new
 connections get the new certificate, open ones continue; if the new files are unusable, the old ones stay in force; a
-client certificate of a replaced authority has no user, even in a resumed session.
+client certificate from a replaced authority gives no user, even in a resumed session.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ListenerTls:
                     setting="listen_tls_client_ca_file",
                 ) from None
             context.verify_mode = ssl.CERT_OPTIONAL
-            context.num_tickets = 0  # a resumed session would keep its earlier certificate
+            context.num_tickets = 0  # a resumed session would keep the client's earlier certificate
             context.options |= ssl.OP_NO_TICKET
         context.sni_callback = self._hello  # OpenSSL calls this in each handshake, with or without SNI
         return context

@@ -1,9 +1,10 @@
-"""One DCP client's connection: a KV connection that DCP_OPEN turns into a producer's.
+"""One DCP client's connection: a KV connection to which DCP_OPEN adds a producer, which sends streams.
 
-Knows the transport and the dispatch tables, not the operations. Invariants:
-- a DCP connection reads even while its client takes no data, because acknowledgements and close requests must arrive;
-- a connection holds at most `ANSWERS_BYTES_MAX` of unsent answers, and one turn of its streams;
-- an answer without a request, or an acknowledgement of more than was sent, ends only this connection.
+Knows the transport and the dispatch tables, not the operations. While its client takes no data, a DCP connection:
+- reads on, because acknowledgements and close requests must arrive, until `ANSWERS_BYTES_MAX` of answers are unsent;
+- lets its streams have one turn at most.
+
+Invariant: a client's answer without a request, or an acknowledgement of more than was sent, ends only this connection.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ OPEN_FLAGS = int(
 )
 
 ABILITIES = Abilities(ALL_CONTROLS - {ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION})
-"""The mirror has no change streams or durable writes. A granted control takes effect, or is a permission that this
-producer does not use."""
+"""The mirror has no change streams or durable writes. A control (setting) that it accepts takes effect, or permits what
+this producer never does."""
 
 OPERATIONS: dict[int, Operation[KvSession]] = {**kv_connection.OPERATIONS, **dcp_requests.OPERATIONS}
 
 NOTED_S = 5.0
-"""Age at which a note of contact is outdated. The supervisor sends a note every second."""
+"""Age at which a message about contact is outdated. The supervisor sends one every second."""
 
 _RESPONSES = (int(Magic.RESPONSE), int(Magic.FLEX_RESPONSE))
 
@@ -60,7 +61,7 @@ log = get_logger("dcp")
 
 
 class SourceContact:
-    """Contact with the source, as last noted by the supervisor (docs/protocol.md 4.7). An old note means no contact."""
+    """Lost contact with the source, by the supervisor's last note (docs/protocol.md 4.7). An old note: no contact."""
 
     def __init__(self, vbids: Iterable[int], clock: Clock) -> None:
         self._vbids = tuple(vbids)
@@ -69,12 +70,12 @@ class SourceContact:
         self._lost_ms: Mapping[int, int] = dict.fromkeys(self._vbids, 0)
 
     def note(self, lost_ms: Mapping[int, int]) -> None:
-        """Store the milliseconds since contact was lost, by vbucket without contact."""
+        """Store, for each vbucket without contact, the milliseconds since contact was lost."""
         self._noted_s = self._clock.monotonic()
         self._lost_ms = lost_ms
 
     def lost_ms(self) -> dict[int, int]:
-        """Return the milliseconds since contact was lost, by vbucket without contact."""
+        """Return, for each vbucket without contact, the milliseconds since contact was lost."""
         age_s = self._clock.monotonic() - self._noted_s
         lost = self._vbids if age_s > NOTED_S else self._lost_ms
         return {vbid: self._lost_ms.get(vbid, 0) + round(age_s * 1000) for vbid in lost}
@@ -108,7 +109,7 @@ class DcpSession(KvSession):
         return VbucketHistory(served.failover_log, served.pub.seqno, persisted_seqno)
 
     def open_producer(self, name: str, flags: int) -> None:
-        """Make this a DCP connection. The user's older connection of the same name is closed."""
+        """Make this a DCP connection, and close the user's older connection with the same name."""
         if not self.bucket_selected:
             raise Refused(Status.NO_BUCKET)
         controls = Controls(ABILITIES, self.collections, self.snappy, flags)

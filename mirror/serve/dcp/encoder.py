@@ -1,8 +1,8 @@
-"""Conversion of stored rows to messages for one DCP client, by its features and open flags.
+"""Conversion of stored rows to messages for one DCP client, as its features and settings require.
 
 Knows rows (`storage/FORMAT.md`) and the effect of each feature (docs/protocol.md 2.2, 2.3, 2.11; the recordings 72_h*
-and 605_h*); must never know streams, windows or seqnos. Invariants:
-- a row that needs no change is sent as stored, but the stream sets vbucket and opaque;
+and 605_h*); must never know streams or flow control. Invariants:
+- a row that needs no change is returned as stored. In every message the stream sets vbucket and opaque;
 - a value with invalid compression or xattrs is sent as stored, with its datatype, and logged;
 - any other invalid row raises ValueError or ProtocolError.
 """
@@ -50,7 +50,7 @@ class RowEncoder:
         self._filter = stream_filter
         self._stream_id = stream_filter.stream_id
         self.manifest = Manifest.initial()
-        """The manifest at the snapshot's end: it shows which system events later ones replaced."""
+        """The manifest at the snapshot's end. It shows which system events were replaced by later ones."""
         self.unwanted_datatype = self._shape.unwanted_datatype
         self.plain = self._shape.plain and self._stream_id is None
         """True if a mutation without unwanted datatype bits is sent as it is stored."""
@@ -91,7 +91,7 @@ class RowEncoder:
         return (section, XATTR) if controls.xattrs else ([], 0)
 
     def _event(self, row: bytes) -> bytes:
-        """Return a system event in the client's version; b"" if the client does not get it."""
+        """Return a system event's message in the client's version, or b"" if the client does not get the event."""
         event = codec_dcp.decode(fr.decode(row)[0])
         assert isinstance(event, SystemEvent)
         content = decode_system_event(event)
@@ -131,7 +131,7 @@ class RowEncoder:
 
 
 def _without_metadata(extras: bytes, value: bytes, where: slice) -> tuple[bytes, bytes]:
-    """Cut the extended metadata of old servers, which follows the value."""
+    """Cut extended metadata, which old servers append to the value."""
     (length,) = _U16.unpack(extras[where])
     if not length:
         return extras, value

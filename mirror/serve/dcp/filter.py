@@ -1,7 +1,7 @@
 """The filter of a DCP stream, which selects changes of a vbucket.
 
-Knows manifests and rights; must never know streams' seqnos, snapshots or connections. Invariants: a scope's collections
-are those in the manifest of the snapshot's end; only collections that the reader may read pass.
+Knows manifests and rights; must never know streams or connections. Invariants: a filter by scope selects the
+collections that the scope has in the manifest at the snapshot's end; only collections that the reader may read pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from storage.model import Manifest
 
 class ServedFilter(ProducerFilter):
     def begins(self, manifest: Manifest) -> dict[int, int] | None:
-        """Return the collections that pass as of a manifest (id -> seqno of the collection's begin); None: all."""
+        """Return the collections of `manifest` that pass (id -> seqno of the collection's begin); None: all pass."""
         if self.all:
             return None
         return {
@@ -27,9 +27,9 @@ class ServedFilter(ProducerFilter):
 
 
 def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> bool:
-    """Return True if `manifest`, of this event's seqno or above, shows that a later event replaced it. Servers keep one
+    """Return True if a later event replaced this one. `manifest` is of the event's seqno or above. Servers keep one
     event of a key (docs/protocol.md 2.11.7): begin, flush and end of a collection share a key, and so do creation and
-    drop of a scope. Changed settings have their own key, but end with the collection or its flush.
+    drop of a scope. Changed settings have their own key; a flush or the end of the collection replaces them.
     """
     if isinstance(content, ScopeCreated):
         return content.scope_id not in manifest.scopes

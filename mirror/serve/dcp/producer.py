@@ -1,11 +1,11 @@
-"""The mirror's DCP producer: decides on stream requests by published seqnos, and sends its streams in turns.
+"""The mirror's DCP producer: checks stream requests against published data, and sends its streams in turns.
 
 `mirror.server.producer` has the rules of requests, flow control and noops. This module adds:
-- requests are checked against the source's failover log, cut at the published seqno, so a client cannot resume on data
-  that the mirror does not have yet;
-- streams take turns of bounded size, and a waiting stream holds no rows. First snapshots are sent one after the other,
-  between turns of live streams, unless the client negotiated round-robin. So a client can use the first vbucket early,
-  and no snapshot stays open for long.
+- requests are checked against the source's failover log, cut at the published seqno, so a client cannot resume at a
+  seqno that the mirror does not have yet;
+- in its turn, a stream sends messages of bounded size; between its turns it holds no rows. First snapshots are sent one
+  after the other, between turns of the other (live) streams, so clients can use the first vbucket early. If the client
+  negotiated round-robin, all streams take turns.
 """
 
 from __future__ import annotations
@@ -37,19 +37,17 @@ from storage.read.stream import ServedState
 from storage.read.view import View
 
 STREAMS_MAX = 16_384
-"""Limit of streams of one connection, 6 KiB each. Stream ids would allow 65,536 for each vbucket."""
+"""Limit of streams of one connection; each takes 6 KiB."""
 PROCESS_STREAMS_MAX = 32_768
 
 
 class Port(ProducerPort, Protocol):
     async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:
-        """Send `head`, then `pieces`. Each piece waits for a turn, and until the client takes data."""
+        """Send `head`, then `pieces`. Before each piece, wait for a turn and until the client takes data."""
 
 
 @dataclass(slots=True)
 class DcpCounters:
-    """Counters of a process, named as in its status."""
-
     streams_opened: int = 0
     streams_closed: int = 0
     streams_refused: int = 0
@@ -75,9 +73,9 @@ def published_history(served: ServedState) -> PublishedHistory:
 
 
 def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory, seqno: int) -> int:
-    """Return the seqno to roll back to. It may be below `seqno`, the rule's result, if the client has rows that the
-    source lost (docs/protocol.md 4.2). Raises StorageError, and Refused if the client is only ahead of the published
-    seqno (4.8).
+    """Return the seqno to which the client must roll back: `seqno`, the one that `judge` found, or a lower one if the
+    client has rows that the source lost (docs/protocol.md 4.2). Raises StorageError. Raises Refused if the client's
+    rows are valid, but not published here yet (4.8).
     """
     is_inside = request.start_seqno > request.snap_start_seqno
     held_seqno = request.snap_end_seqno if is_inside else request.start_seqno
@@ -133,7 +131,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
             raise
 
     def permit(self, reader: Reader | None) -> None:
-        """End streams that select more than `reader` may read. None: end all."""
+        """End streams that select more than `reader` may read; all streams if `reader` is None."""
         self.reader = reader
         for stream in list(self.streams.values()):
             try:
@@ -171,7 +169,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
     # -- checks of a stream request
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:
-        self._bucket.state_for_dcp(request.vbid)  # before the filter: the first snapshot may bring its collections
+        self._bucket.state_for_dcp(request.vbid)  # raises before the first snapshot, which may add collections
         if request.flags & StreamRequestFlag.TAKEOVER:
             raise Refused(Status.NOT_SUPPORTED, "a mirror cannot hand a vbucket over")
         return request
@@ -228,7 +226,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         self.wake()
 
     def _next(self) -> DcpStream:
-        """Choose the next stream: alternate between live streams and a first snapshot."""
+        """Choose the next stream: alternate between the live streams and a first snapshot."""
         waiting = self._filling or self._fresh
         self._live_next = bool(self._live) and (self._live_next or not waiting)
         if self._live_next:
@@ -271,7 +269,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         self._go_on(stream)
 
     async def _send_large(self, stream: DcpStream, found: LargeDocument) -> None:
-        """Send a stream's next document, a large one, once the budget has memory for it."""
+        """Send the large document that is next in a stream, once the budget has memory for it."""
         if stream.ended:
             return
         budget = self._large.budget

@@ -1,11 +1,11 @@
 """The DCP endpoint of one process: a KV endpoint whose connections can become producers.
 
-Knows the differences from the KV endpoint: names of connections, the watch over the store, and silent clients.
+Knows the differences from the KV endpoint: names of connections, notifications of new data, and silent clients.
 Invariants:
 - a new connection closes the user's older connection of the same name, never another user's (kv_engine
   docs/dcp/documentation/commands/open-connection.md);
-- a client with streams and without noops may stay silent;
-- a stream that a changed users file forbids ends within a second.
+- a client that has streams, and did not enable noops, may stay silent;
+- if a changed users file forbids a stream, the stream ends within a second.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DcpServer(KvServer):
     # -- the sweep
 
     def sweep(self) -> None:
-        """Sweep as for KV, but let clients with streams and without noops stay silent."""
+        """Sweep as for KV, but let clients stay silent if they have streams and did not enable noops."""
         for connection in self.connections:
             producer = connection.producer if isinstance(connection, DcpConnection) else None
             if producer is None:

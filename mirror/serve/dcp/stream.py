@@ -3,12 +3,12 @@
 Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md 2.6, 2.7) and the store's
 rows. Must never know sockets, windows or tasks. All snapshots are complete, as in the stream of a replica vbucket.
 Invariants:
-- a snapshot ends at a published boundary (for a client without collections at the last document up to it), and has all
-  rows up to there that pass the filter;
-- seqnos rise; a snapshot has a key once, in the newest version at its end;
-- everything sent belongs to the history of the client's failover log. The stream ends, and the client requests it
-  again, if that log changes, if sent data is retracted, or if a needed tombstone was purged;
-- only positions are held between two calls; a call does bounded work.
+- a snapshot ends at a published boundary, and has all rows up to there that pass the filter. For a client without
+  collections it ends at the last document up to the boundary;
+- seqnos rise; a snapshot has each key once, in the version that is newest at the snapshot's end;
+- everything sent belongs to the history of the client's failover log. The stream ends if that log changes, if sent data
+  is retracted, or if a tombstone that the client needs was purged; the client then requests the stream again;
+- only positions are held between two calls of `take`; a call does bounded work.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ BACKLOG_OF_DISK = 10_000
 """Snapshots of more seqnos than this are marked as disk snapshots, and so is a stream's first snapshot."""
 
 PIECE_BYTES = 256 * 1024
-"""Limit in bytes of rows read in one transaction, and of messages sent in one turn."""
+"""Limit in bytes of rows read in one transaction, and of messages that one `take` returns."""
 
 PIECES_PER_TURN = 4
-"""A turn ends after this many pieces without a row that passes the filter."""
+"""A call of `take` ends after this many pieces without a row that passes the filter."""
 
 SNAPSHOTS_PER_TURN = 32
 
@@ -81,14 +81,12 @@ class DcpStream:
         self._minds_tombstones = not request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
         self._shared_seqno = request.start_seqno
         """The client's data belongs to the served history if this seqno does. If the client resumes inside a snapshot,
-        this is the snapshot's end: the rows whose older versions the snapshot left out must still be valid.
-        """
+        this is the snapshot's end: rows up to there replaced older versions, which the snapshot left out."""
         if request.start_seqno != request.snap_start_seqno:
             self._shared_seqno = request.snap_end_seqno
         self._holds_nothing = request.start_seqno == 0
-        """True until the first snapshot of a stream from 0 ends: the client has no older documents that a missing
-        tombstone would leave behind.
-        """
+        """True for a stream from 0 until its first snapshot ends. Until then the client needs no tombstones, because it
+        has no older documents."""
         self._level = False
         self._served: ServedState | None = None
         self._ends: list[ServedState] = []

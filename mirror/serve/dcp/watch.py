@@ -1,8 +1,8 @@
-"""Notifications of vbuckets that serve new data, in one process.
+"""Notifications of newly published data of vbuckets, in one process.
 
 Knows the store's commits and callbacks; must never know connections or streams. Invariants: each change after `follow`
-is reported at least once; without followers the store is not read; a look reads the commits of each followed group
-once, for all its followers; a group that cannot be read delays no news of the others.
+is reported at least once; without followers the store is not read; `look` reads the commits of a group once, however
+many followers the group's vbuckets have; a group that cannot be read does not delay news of other groups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Watch:
         self._commits: defaultdict[int, Commits] = defaultdict(Commits)
         """The commits last seen, by group."""
         self._retry_at: dict[int, float] = {}
-        """By group that could not be read: the time of its next read (`time.monotonic`)."""
+        """For each unreadable group, the time of its next read (`time.monotonic`)."""
         self._followers: dict[int, list[News]] = {}
         self._followed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -61,7 +61,7 @@ class Watch:
             self._followed.clear()
 
     def look(self) -> int:
-        """Notify the followers of each vbucket that changed since the last look, or that cannot be read. Return the
+        """Notify the followers of each vbucket that changed since the last call, or that cannot be read. Return the
         number of these vbuckets.
         """
         view = self._view()

@@ -36,8 +36,7 @@ from storage.model import DOCUMENT_FIELDS
 
 BOUNDARIES_SHOWN = 100
 COLLECTIONS_PER_STEP = 128
-"""Collections described in one turn. Decoding a manifest takes a turn as well: 4 ms for 1,000 collections, once after a
-change."""
+"""Collections described in one turn of the event loop."""
 FRESH = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -240,14 +239,13 @@ class GuardedApp:
     """Counts requests, turns errors into problems, and refuses an answer if its reader's rights changed meanwhile."""
 
     def __init__(self, app: ASGIApp, document: Route, service: Service) -> None:
-        """`document` is the route of a document in `app`."""
         self._app = app
         self._document = document
         self._service = service
 
     def answer_now(self, scope: Scope) -> Response | None:
-        """Answer a GET of a document, the most frequent request, without a task, routing or ASGI messages. None: call
-        the application, for other requests and for answers that must wait or are sent in pieces.
+        """Answer a GET of a document, the most frequent request, without a task, routing or ASGI messages. Return None
+        for other requests, and if the answer must wait or is sent in pieces: then call the application.
         """
         found = self._document.path_regex.match(scope["path"]) if scope["method"] == "GET" else None
         if found is None:

@@ -1,11 +1,11 @@
 """Changes as server-sent events: everything published after a position, in order, until the client leaves.
 
-Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. Every change has its token. A stream
-of one vbucket sends an id with each change, and is resumed exactly after that change. A stream of several vbuckets
-sends an id after each batch, so a client that resumes may get changes twice. A rollback comes as `rollback`,
-`retraction` and `restoration` events. Invariants:
+Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. A stream of one vbucket sends an id
+with each change, and can be resumed exactly after that change. A stream of several vbuckets sends an id after each
+batch, so a client that resumes may get changes twice. A rollback comes as `rollback`, `retraction` and `restoration`
+events. Invariants:
 - a stream that cannot go on without a gap sends `reset` and ends;
-- after an error a stream sends `problem` (browsers have an `error` of their own) and ends, and can be resumed;
+- after an error a stream sends `problem` (browsers have an `error` of their own) and ends; the client can resume it;
 - memory is bounded for any number of streams, even if clients do not read them: one thread reads one batch at a time; a
   batch above `BUDGETED_BYTES` is counted in the budget for answers; a stream that waits for budget holds only its
   position and less than `PIECE_BYTES` of text.
@@ -45,7 +45,7 @@ PIECE_BYTES = 64 * 1024
 """Bytes that a stream reads from the store at a time."""
 RIGHTS_CHECK_S = 1.0
 STEP_S = 0.001
-"""Time for checking a position's tokens in one turn. A token takes 25 us."""
+"""Time for checking a position's tokens in one turn."""
 RETRY_MS = 1_000
 """Pause before a browser connects again."""
 
@@ -138,7 +138,7 @@ def _token(vbid: int, published: Served) -> Token:
 
 
 def _check_since(service: Service, vbid: int, token: Token) -> None:
-    """Raise Problem if the position is gone: the client then gets a status instead of an event."""
+    """Raise Problem if the position is gone, so that the client gets a status instead of an event."""
     try:
         service.view.check_since(token)
     except ViewInvalidated as error:
@@ -147,7 +147,7 @@ def _check_since(service: Service, vbid: int, token: Token) -> None:
 
 
 def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
-    """Return the filter of events for a reader; None: all pass. Rollbacks are for everybody."""
+    """Return the filter of events for a reader; None: all pass. Every reader gets rollbacks."""
     if only is not None:
         return lambda change: (
             change.document is None or (change.document.collection_id == only and change.kind != "system_event")

@@ -1,8 +1,8 @@
-"""Documents by key, several by keys, and many by prefix or range, page by page.
+"""A document by key, several by keys, and many by prefix or range in pages.
 
 Knows the routes' parameters and headers; never a socket or a status. Invariants:
 - a single document, or a multi-get's documents of one group, are read in one transaction;
-- an ETag is the CAS and the form, so answers with the same ETag have the same bytes;
+- an ETag has the CAS and the requested form (body or stored), so answers with the same ETag have the same bytes;
 - all pages of a vbucket show the moment of its first page. If that moment is lost, the next page is a problem.
 """
 
@@ -150,7 +150,7 @@ class DocumentRequest(NamedTuple):
 
 
 def get_document_now(service: Service, request: Request) -> Response | None:
-    """Answer like `get_document`. None: call that, because the answer must wait or is sent in pieces."""
+    """Answer like `get_document`. None: call `get_document`, because the answer must wait or is sent in pieces."""
     reader = service.reader_or_login(request)
     if isinstance(reader, Credentials):
         return None

@@ -30,7 +30,7 @@ from storage.errors import (
 
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:dcp-mirror:"
-"""A problem's `type` is this prefix and the problem's name. Scripts compare the whole `type`."""
+"""A problem's `type` is this prefix and the problem's name."""
 DETAIL_LENGTH_MAX = 1_000
 
 COLLECTIONS_HINT = "GET /v1/collections lists them"

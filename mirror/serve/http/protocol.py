@@ -4,7 +4,7 @@ Knows asyncio's transports and uvicorn's protocol over httptools (llhttp, the pa
 `admission` decides who may connect. Invariants:
 - a connection that is silent, sends an incomplete request, or takes no answer is closed after a time limit;
 - all answers to slow readers share one memory bound;
-- pipelined requests wait as bytes, except for a few.
+- pipelined requests wait as bytes, except for those of one slice (`SLICE_BYTES`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from mirror.serve.http.problems import Problem
 from mirror.serve.turns import Turns
 
 HEAD_BYTES_MAX = 256 * 1024
-"""Limit of request line and headers. `Last-Event-ID` takes some 10 KiB for 1,024 vbuckets."""
+"""Limit of request line and headers."""
 HEADERS_MAX = 100
-"""Limit of a request's headers. Browsers and proxies send some thirty."""
 FRAMING_BYTES_MAX = HEAD_BYTES_MAX
 """Limit of bytes of framing (chunk sizes, extensions, trailers) since a chunked body's last byte of data."""
 SLICE_BYTES = 4 * 1024
@@ -154,7 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection if it was idle for the whole timeout, else wait on: `answer_now` restarts no timer."""
+        """Close the connection after a whole idle timeout, else wait for the rest: `answer_now` restarts no timer."""
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
             self._watch_idle(left_s)

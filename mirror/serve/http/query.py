@@ -67,7 +67,6 @@ class QueryAnswer(Response):
 
 
 def parse(body: bytes, rows_max: int) -> dict[str, Any]:
-    """Return the members of a request. Raises Problem."""
     found = json_of(body)
     if not isinstance(found, dict) or not isinstance(found.get("sql"), str):
         raise Problem("bad-request", "the body is not an object with a string `sql`", hint=EXAMPLE)

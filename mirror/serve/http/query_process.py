@@ -1,8 +1,8 @@
-"""A process that answers one query after the other for an HTTP process, over a socket on its stdin.
+"""A process that answers one query after the other for an HTTP process. Its stdin is a socket for both directions.
 
 The HTTP process sends a line of JSON for a query, and gets a line of JSON for its answer, then the answer's bytes.
 Invariants: an answer is sent once it is complete; when the HTTP process hangs up or ends, this process releases its
-lease, or lets it expire, and ends; the kernel limits the memory of this process, too.
+lease, or lets it expire, and ends; the kernel, too, limits the memory of this process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from storage.errors import StorageError
 from storage.read.view import Time, open_view
 
 ABOVE_LIMIT_BYTES = 768 * 1024 * 1024
-"""Memory of Python, Arrow and the scan, besides the query's. Half of it is only reserved, for stacks and heaps."""
+"""Memory of Python, Arrow and the scan, besides the query's."""
 NICENESS = 5
 """Ingest and point reads come first."""
 LEAVE_TRIES, LEAVE_TRY_S = 60, 0.05
-"""Interrupts of an abandoned query before the process ends, and seconds after each. The planner ignores them."""
+"""Limit of interrupts of an abandoned query, and seconds after each. DuckDB's planner ignores them."""
 
 JsonObject = dict[str, Any]
 

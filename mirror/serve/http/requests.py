@@ -25,7 +25,6 @@ from storage.read.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 
 KEY_LENGTH_MAX = 250
 BODY_BYTES_MAX = 1024 * 1024
-"""A multi-get of 1,000 of the longest keys takes a third of this."""
 BODY_TIMEOUT_S = 15.0
 KEYS_MAX = 1_000
 VALUES_MAX = KEYS_MAX + 16
@@ -36,7 +35,6 @@ WAIT_MS_MAX = 60_000
 WAIT_MS_DEFAULT = 2_500
 PAGE_VERSION = 2
 PAGE_LENGTH_MAX = 4096
-"""Limit of a page token's characters. Three keys and twelve numbers take half of it."""
 PARAMETERS_MAX = 2_048
 """Limit of parameters in a URL: one for each vbucket of a bucket, and all others."""
 TOKENS_MAX = 64

@@ -32,9 +32,8 @@ from mirror.serve.listener import Address
 from storage.errors import StorageError
 
 SWITCH_INTERVAL_S = 0.0005
-"""Time after which a bulk read's thread lets the event loop run. Python's 5 ms are as long as some requests."""
+"""Time after which a bulk read's thread lets the event loop run. Python's default is 5 ms."""
 DRAIN_S = 5.0
-"""Time for answers in progress when the process stops."""
 
 
 class HttpServer:
@@ -64,7 +63,7 @@ class HttpServer:
     async def start(self) -> None:
         self._set_date()
         with contextlib.suppress(StorageError):
-            self.service.view.published({})  # 30 ms for 1,024 vbuckets: not in the first request
+            self.service.view.published({})  # takes 30 ms, so not in the first request
         for address, listening in self._sockets:
             factory = partial(BoundedProtocol, self._config, self.gate, {"local": address.local})
             tls = self._tls if address.tls else None
@@ -127,5 +126,4 @@ class HttpServer:
         }
 
     async def request(self, command: ProcessCommand) -> dict[str, Any]:
-        """Raises ConfigError: an HTTP process has no commands."""
         raise ConfigError(f"an HTTP process knows no command {command.op!r}")

@@ -2,10 +2,10 @@
 
 Knows the open view, users, budgets and problems; never a route's own parameters. Invariants:
 - a collection is read only after the reader's right to its name was checked;
-- in a vbucket that was never published, or is being resynced (with `resync_reads = unavailable`), a document is "not
-  available now", never "absent". A vbucket known to be empty counts as published;
-- a read with tokens answers only if their writes are still published after it, so a rollback meanwhile cannot give an
-  older value.
+- if a document's vbucket was never published, or is being resynced (with `resync_reads = unavailable`), the answer is
+  "not available now", never "absent". A vbucket known to be empty counts as published;
+- a read with mutation tokens is answered only if the tokens' writes are still published after it, so a rollback during
+  the read cannot give an older value.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STREAMS_SHARE = 8
 STREAMS_PER_READER_SHARE = 2
 """One in this many of these streams may be one user's, or one anonymous peer's."""
 FEW = 8
-"""Up to this many vbuckets are read one by one."""
+"""Up to this many vbuckets are read one by one; for more, all are read at once."""
 
 Header = tuple[bytes, bytes]
 T = TypeVar("T")
@@ -246,7 +246,7 @@ class Service:
         return Problem("forbidden", RIGHTS_CHANGED, hint="log in again")
 
     def judge(self, reader: Reader, collection: str | int, vbids: Iterable[int], as_of: AsOf = None) -> None:
-        """Refuse a collection that the reader may not read. An id's name is looked up in the manifests of `vbids`."""
+        """Refuse a collection that the reader may not read. If it is an id, the manifests of `vbids` give its name."""
         if reader.reads_all:
             return
         if isinstance(collection, str):
@@ -257,8 +257,8 @@ class Service:
                 self.judge_pin(reader, collection, self.view.pin(vbid, as_of))
 
     def judge_pin(self, reader: Reader, collection_id: int, pin: Pin, *, unknown: bool = False) -> None:
-        """Refuse a collection that the reader may not read, by its name in the manifest at a boundary. An unknown id is
-        refused, too. `unknown` allows it: the read finds no documents.
+        """Refuse a collection that the reader may not read, by its name in the manifest at `pin`. An id without a name
+        there is refused, too, unless `unknown` is true: a read then finds no documents.
         """
         if reader.reads_all:
             return
@@ -328,7 +328,7 @@ class Service:
 
     async def read_in_bulk(self, request: Request, read: Callable[[], T]) -> T:
         """Call `read` in a thread, so the event loop goes on; one call at a time, to bound memory. Raises Problem if
-        the client hung up while it waited.
+        the client hangs up before the call.
         """
         with leaves_line(request):
             await self._one_bulk_read.acquire()
@@ -346,7 +346,7 @@ class Service:
         *,
         in_bulk: bool = False,
     ) -> T:
-        """Call `read` once all tokens are published; call it again if one no longer is. Raises Problem."""
+        """Call `read` once all tokens' writes are published; if one no longer is afterwards, repeat. Raises Problem."""
         deadline = self.clock.monotonic() + timeout_s
         delay = POLL_MIN_S
         while True:

@@ -1,8 +1,8 @@
-"""The mirror's status for HTTP readers: the service's report, its recent past, disk and history, readiness.
+"""The mirror's status for HTTP readers: the service's report, recent samples, disk and history, readiness.
 
 Knows the control socket and the shape that `cli/JSON.md` promises. The report comes from the running service, or from
-the store if no service runs. Invariants: the service is queried once a second at most, for any number of readers; the
-kept past is bounded. The report itself has the reasons against readiness (`reasons`).
+the store if no service runs. It has the reasons against readiness (`reasons`). Invariants: the service is queried once
+a second at most, for any number of readers; the number of kept samples is bounded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def ask_service(data: Path) -> Report | None:
 
 
 def partly_shown_rows(rows: list[Report]) -> list[Report]:
-    """Return rows for readers of some collections: they show a node's contact, not its address."""
+    """Return rows for readers of some collections. A row shows whether a node is in contact, but not its address."""
     return [row | ROW_HIDDEN | {"node": None if row["node"] is None else "hidden"} for row in rows]
 
 
@@ -93,7 +93,7 @@ def reads_of(report: Report) -> dict[str, int]:
 
 
 def _together(event: str, found: list[Report]) -> list[Report]:
-    """Group events, newest first: one within `TOGETHER_MS` of the event before it joins its group."""
+    """Group events, sorted from the newest: an event within `TOGETHER_MS` of the previous one joins its group."""
     entries: list[Report] = []
     vbids: set[int] = set()
     before_ms = float("inf")

@@ -1,7 +1,7 @@
-"""The view of one HTTP process, opened when first needed and again after a group was recreated; a watch for publishes.
+"""One HTTP process's view of the mirror, and a watch for publishes.
 
-Knows the data directory and the store's `View`; never a request. Invariants: a replaced file of a group is noticed
-within a second; a replaced view is closed; only the reading process opens files.
+Knows the data directory and the store's `View`; never a request. Invariants: the view is opened when first needed,
+never before; after a group was recreated, `refresh` closes the view, and the next use opens another.
 """
 
 from __future__ import annotations

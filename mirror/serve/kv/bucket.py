@@ -1,9 +1,9 @@
-"""The mirrored bucket for KV clients: documents, manifests and seqnos, or a status with the reason for a refusal.
+"""The mirrored bucket for KV and DCP clients: documents, manifests and seqnos; a refusal is a status with its reason.
 
 Knows the store's view and the reasons for refusals (unpublished, resynced, no right to read); must never know frames or
 connections. Invariants:
 - an answer shows one moment of its vbucket;
-- without a complete copy of the vbucket, or during its resync, the answer is a temporary failure, never `no such
+- before a vbucket's first copy is complete, and during its resync, the answer is a temporary failure, never `no such
   document`. The operator can let readers have the old copy during a resync;
 - a reader without the right to a collection is refused, even if the document does not exist.
 """
@@ -32,8 +32,7 @@ from storage.read.stream import ServedState
 from storage.read.view import Pin, Served, View, open_view
 
 MANIFEST_FRESH_S = 0.5
-"""Seconds for which the newest manifest is kept. Finding it among 1,024 vbuckets takes 0.8 ms. If all have changed,
-finding and decoding it takes 12 ms for 1,000 collections; decoding all manifests would take 4 s."""
+"""Seconds for which the newest manifest is kept, because finding and decoding it takes up to 12 ms."""
 
 VISIBLE_MAX = 32
 """Limit of kept `VisibleManifest` objects, one for each set of rights. One more drops the others."""
@@ -82,7 +81,7 @@ class KvBucket:
         self._stale_allowed = stale_allowed
         self._open = partial(open_view, data, stale_reads=stale_allowed, verify_reads=verify_reads)
         self.view: View = self._open()
-        self.view.published({})  # 30 ms for 1,024 vbuckets: not in the first request
+        self.view.published({})  # takes 30 ms, so not in the first request
         self._files = directory.group_files(self._data, self.view.identity.group_count)
         identity = self.view.identity
         self.name = identity.bucket_name
@@ -99,7 +98,7 @@ class KvBucket:
     def find(
         self, wire_key: bytes, vbid: int | None, reader: Reader, *, deletions: bool = False
     ) -> Document | LargeDocument | None:
-        """Return a document by its wire key; None if it is not in `vbid`, which the client names. Raises Refused."""
+        """Return a document by its wire key; None if there is none, or not in the client's `vbid`. Raises Refused."""
         try:
             found = self.view.find(wire_key, deletions=deletions, large_bytes=LARGE_BYTES)
         except NotHeld as error:
@@ -178,8 +177,8 @@ class KvBucket:
         return found.document is not None and about(found.document).seqno == seqno
 
     def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int] | None:
-        """Search for a collection's newest event, in a step. Return its seqno, and `below` for the next step (0: done);
-        None if the vbucket lacks the collection. Raises Refused.
+        """Search one step further for a collection's newest document event. Return its seqno, and `below` for the next
+        step (0: done); None if the vbucket lacks the collection. Raises Refused.
         """
         with self._reading(Status.ETMPFAIL), contextlib.suppress(UnknownCollection):
             return states.newest_of(self.view.reader(pin.vbid), pin, collection_id, below=below)
@@ -198,7 +197,7 @@ class KvBucket:
             return self.view.state(vbid)
 
     def served_state(self, vbid: int) -> VbucketState:
-        """Return a vbucket's state. Raises Refused while it is being filled, or resynced without stale reads."""
+        """Return a vbucket's state. Raises Refused while it is being filled, or (without stale reads) resynced."""
         state = self.state(vbid)
         resyncing = state.staging_branch != state.branch and not self._stale_allowed
         if resyncing or not state.failover_log:
@@ -246,7 +245,7 @@ class KvBucket:
     # -- the store below
 
     def _of_readable_groups(self, look: Callable[[Unreadable], dict[int, T]]) -> dict[int, T]:
-        """Return the result of `look` by vbid, without unreadable groups (one is logged). Raises Refused if all are."""
+        """Return `look`'s results by vbid, without unreadable groups (one is logged). Raises Refused if all are."""
         unreadable: Unreadable = {}
         found = look(unreadable)
         if unreadable:
@@ -257,7 +256,7 @@ class KvBucket:
 
     @contextlib.contextmanager
     def _reading(self, invalidated: Status | None = None) -> Iterator[None]:
-        """Raise Refused if the store cannot be read. `invalidated`: the status if the pinned rows are gone."""
+        """Raise Refused if the store cannot be read. `invalidated`: the status if a Pin's rows are gone."""
         try:
             yield
         except StorageError as error:
@@ -271,7 +270,7 @@ class KvBucket:
         return Refused(Status.ETMPFAIL, "the store cannot be read")
 
     def reopen_if_replaced(self) -> bool:
-        """Open the mirror again, and return True, after a damaged group was recreated."""
+        """If a damaged group was recreated, open the mirror again and return True."""
         now = directory.group_files(self._data, self.view.identity.group_count)
         if now == self._files or (0, 0) in now:
             return False

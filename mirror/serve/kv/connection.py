@@ -1,15 +1,15 @@
 """One KV client's connection: answers requests in order, within limits.
 
 Knows frames, the transport and the dispatch table, not the operations. Requests are answered as they are read. If an
-answer takes time (`Later`), the client's further requests wait, unless it negotiated unordered execution (kv_engine
-docs/UnorderedExecution.md). Invariants:
+answer takes time (`Later`), the client's further requests wait, unless the client negotiated unordered execution
+(kv_engine docs/UnorderedExecution.md). Invariants:
 - bytes that are not a request end only this connection;
-- a request that its operation cannot decode is refused with the codec's status, and the connection stays;
-- at most one incomplete request of bounded size and one received piece are held; a larger request (a write) is refused
+- if an operation cannot decode its request, the client gets the codec's status and the connection stays;
+- at most one incomplete request and one received piece of data are held. A request above the size limit is refused
   after its header, and its body is skipped;
 - while the client takes no answers, its requests wait: at most `HIGH_WATER_BYTES` and one answer are unsent;
-- a turn ends after `requests_per_turn` answers or `TURN_S`. Clients that used up their turns share one queue with the
-  steps of slow requests (`turns`), so a small request waits for one entry of the queue;
+- a client's turn ends after `requests_per_turn` answers or `TURN_S`. Its further requests then wait in the queue of
+  `turns`, as steps of slow requests do. So a small request of another client waits for one entry of the queue;
 - at most `LATER_MAX` slow requests are in progress. They end with the connection, and are refused if the rights of the
   reader changed meanwhile.
 """
@@ -173,7 +173,7 @@ class KvConnection(asyncio.Protocol):
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Close after sending the written bytes, and the rest of an answer in pieces."""
+        """Close once everything written is sent, including the rest of an answer in pieces."""
         if self.unsent.is_sending and not self.transport.is_closing():
             self._goodbye = True
             self.transport.pause_reading()

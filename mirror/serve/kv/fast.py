@@ -1,7 +1,7 @@
 """Fast answers to plain GETs of existing documents, which are most requests.
 
-The general path (`mirror.server.document_requests`) would give the same bytes, except for the duration (kv_engine
-docs/BinaryProtocol.md).
+The general path (`mirror.server.document_requests`) would give the same bytes, except for the request's duration
+(kv_engine docs/BinaryProtocol.md).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Counters:
 def answer_gets(
     session: KvSession, counters: Counters, data: bytes, pos: int, out: list[bytes], count_max: int, turn_ends: float
 ) -> tuple[int, int, int]:
-    """Append to `out` the answers to plain GETs from `pos` on, up to a request for the general path, `count_max`,
+    """Append to `out` the answers to plain GETs from `pos` on. Stop at a request for the general path, `count_max`,
     `BYTES_MAX` or the end of the turn. Return the position of the next request, the number of answers and their bytes.
-    Each group is read in one transaction. All transactions end before the return, so later answers show no older state.
+    Each group is read in one transaction, which ends before the return, so later answers show no older state.
     """
     reader = session.reader
     if reader is None or not reader.reads_all:

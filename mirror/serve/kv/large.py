@@ -1,4 +1,4 @@
-"""Answers from large documents: found at once, read when the budget has memory for them, and sent in pieces.
+"""Answers from large documents. A document is found at once, read when the budget has memory, and sent in pieces.
 
 Knows unread documents and requests for memory; never frames or connections. Invariants: all clients' answers together
 are within the budget, from before a value is read until its answer was written; a value that cannot be read or decoded
@@ -23,7 +23,7 @@ Steps = Iterator[Reply | None]
 
 
 class UnreadDocument(Document):
-    """A large document without its value, which `large` reads."""
+    """A large document whose value was not read; `large` reads it."""
 
     large: LargeDocument
 
@@ -43,7 +43,7 @@ class LargeAnswers:
         self.failed = failed
 
     def whole(self, found: LargeDocument, reply_with: Callable[[Pieces, int], Reply], *, decompress: bool) -> Later:
-        """Return the answer that `reply_with` makes of the value's pieces and datatype. A sent piece is released."""
+        """Read the value; the answer is `reply_with(pieces, datatype)`. A piece is released once it is sent."""
 
         async def read() -> _Held:
             pieces, datatype = await self.reads.pieces(found, decompress=decompress)
@@ -52,7 +52,7 @@ class LargeAnswers:
         return self._answer(read, held_bytes(found, decompress=decompress))
 
     def lookup(self, found: LargeDocument, steps: Callable[[bytes, Buffer], Steps]) -> Later:
-        """Return as answer the last value of `steps`, a function of the xattr section and the body."""
+        """Read the value; the answer is the last value of `steps(xattr section, body)`."""
 
         async def read() -> _Held:
             section, body = await self.reads.body(found)

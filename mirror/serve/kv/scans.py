@@ -1,6 +1,6 @@
 """Range scans and samples of one vbucket: create, continue and cancel.
 
-Knows these three requests (kv_engine docs/range_scans/*; as SDKs send them: couchbase-cxx-client
+Knows these requests as kv_engine describes them (docs/range_scans/*) and SDKs send them (couchbase-cxx-client
 core/crud_component.cxx); must never know sockets or the storage of documents. Invariants:
 - all answers to a scan show one moment of its vbucket. If that moment is gone, as after a rollback or resync, the scan
   is cancelled;
@@ -39,7 +39,7 @@ PAGE_BYTES = 256 * 1024
 """Limit of one answer, unless its first document is larger. SDKs request less."""
 STEP_ITEMS = 128
 STEP_BYTES = 64 * 1024
-"""Bytes of a page read in one turn: 1.5 ms. Decompressed, the values may be twenty times as large."""
+"""Bytes of a page read in one turn."""
 COUNT_ITEMS = 2000
 """Keys counted for a sample in one turn: 1 ms."""
 PEEKS = (1, 16, 256)
@@ -78,7 +78,7 @@ def _creation(session: KvSession, vbid: int, bounds: ScanBounds) -> Iterator[Rep
 
 
 def _begun(session: KvSession, vbid: int, bounds: ScanBounds, begun_s: float) -> Scan | None:
-    """Return the scan, pinned to a moment that meets the requirements; None if there is none yet."""
+    """Return the scan at the vbucket's present moment. None: the moment does not meet the requirements; try again."""
     bucket, reader = session.bucket, session.known_reader
     bucket.check_collection(vbid, bounds.collection_id, reader)
     pin = bucket.pin(vbid)
@@ -113,8 +113,8 @@ def _peek(bucket: KvBucket, scan: Scan) -> None:
 
 
 def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
-    """Return a function that selects a sample's keys, for a seed always the same keys. A CRC would not do, because all
-    keys of a vbucket share CRC bits.
+    """Return a function that selects a sample's keys. A seed always selects the same keys. The hash is not a CRC,
+    because the CRCs of a vbucket's keys share bits.
     """
     secret, limit = seed.to_bytes(8), int(share * 2**64)
     return lambda key: int.from_bytes(blake2b(key, digest_size=8, key=secret).digest()) < limit

@@ -2,8 +2,8 @@
 
 Knows the event loop and the connections; must never know requests. `admission` decides who may connect. Invariants:
 - a connection is closed if its client sends nothing, or takes no answers, for too long;
-- if the unsent bytes of paused clients exceed the limit, the connection with most of them is closed, so memory is
-  bounded;
+- memory is bounded: if the unsent bytes of clients that take no data exceed a limit, the connection with most of them
+  is closed;
 - a stop closes the listeners, then gives clients a moment to take their answers.
 """
 
@@ -32,8 +32,8 @@ from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 
 SWEEP_S = 0.5
-"""Seconds between sweeps. A changed users file takes up to three: one starts to read it, one applies it, one drops
-removed users."""
+"""Seconds between sweeps. A changed users file takes effect within three of them: one starts to read it, one applies
+it, one drops removed users."""
 CROWDED_SEND_TIMEOUT_S = 3.0
 """A client that takes no answers for this long is dropped while others wait for memory."""
 REPLACED_CHECK_S = 5.0

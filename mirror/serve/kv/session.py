@@ -1,8 +1,8 @@
 """A client of the mirror's KV or DCP port: its login, features and answers about the bucket.
 
-`mirror.server` has the protocol, this module the policy of a mirror. On a KV port, current and persisted seqno are both
-the published seqno: readable, and undone by a crash only as far as the setting `sync` allows. This module does not know
-sockets.
+`mirror.server` has the protocol, this module the policy of a mirror. A KV client gets the published seqno both as a
+vbucket's current and as its persisted seqno. How much of the data below it a crash can undo depends on the setting
+`sync`. This module does not know sockets.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ T = TypeVar("T")
 READ_ONLY = "this is a read-only mirror: write to the cluster it mirrors"
 
 VERSION = b"7.2.0"
-"""The version of the server whose answers these are. Clients choose requests by version."""
+"""The version of the Couchbase server that a mirror resembles. Clients choose their requests by it."""
 
 FAILED_LOGINS_MAX = 3
 """Wrong passwords on one connection before it is closed."""
 
 STEP_S = 0.001
-"""Time for reading vbuckets for a collection's seqnos before other clients have their turn."""
+"""Time for reading vbuckets in one step of GET_ALL_VB_SEQNOS. Other clients' requests run between the steps."""
 
 DESCRIBED_PER_STEP = 8
 """Vbuckets in a step of statistics."""
@@ -63,7 +63,7 @@ GRANTED = frozenset(map(int, (
     Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF,
     Feature.RANGE_SCAN_INCLUDE_XATTR,
 )))  # fmt: skip
-"""Features of 7.2.0 that clients request, and newer ones for reading and for sending a map once."""
+"""Features of Couchbase 7.2.0 that clients request, and newer ones for reading and for sending fewer cluster maps."""
 
 CHANGES = frozenset(map(int, (
     Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ, Opcode.DELETE, Opcode.DELETEQ,
@@ -94,8 +94,8 @@ class KvSession(DocumentSession):
         reader: Reader | None = None,
         peer: str = LOCAL,
     ) -> None:
-        """`plain_allowed`: SASL PLAIN is safe, because the connection is local or encrypted. `reader`: the one before a
-        login. `peer`: as for `Admission`.
+        """`plain_allowed`: SASL PLAIN is safe, because the connection is local or encrypted. `reader`: the reader
+        before a login. `peer`: as for `Admission`.
         """
         super().__init__()
         self.bucket = bucket
@@ -227,8 +227,8 @@ class KvSession(DocumentSession):
     def large_body(
         self, large: LargeDocument, reply_with: Callable[[Pieces, int], Reply], *, with_xattrs: bool = False
     ) -> Later:
-        """Return the answer that `reply_with` makes of a large document's body (`with_xattrs`: of the whole value) and
-        datatype, in a form that this client can take.
+        """Read a large document's body (`with_xattrs`: its whole value) in a form that this client can take. The answer
+        is `reply_with(pieces, datatype)`.
         """
 
         def reply(pieces: Pieces, datatype: int) -> Reply:
@@ -253,10 +253,10 @@ class KvSession(DocumentSession):
 
 
 def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:
-    """Yield None after each step of bounded work, then the answer. A server's answer leaves out vbuckets that are not
-    active (kv_engine, getAllVBucketSequenceNumbers): here those without a complete first snapshot, and those being
-    resynced. Vbuckets without the collection are left out, too. With seqno 0 all these would look empty, and a client
-    that reads up to the present would miss them.
+    """Yield None after each step of bounded work, then the answer. A server leaves out vbuckets that are not active
+    (kv_engine, getAllVBucketSequenceNumbers). A mirror leaves out those without a complete first snapshot, those being
+    resynced, and those without the collection. With seqno 0 they would look empty, and a client that reads up to the
+    present would miss them.
     """
     seqnos = []
     ends_s = perf_counter() + STEP_S

@@ -1,10 +1,11 @@
-"""`backfill`: many tasks copy a bucket into files, one group of vbuckets each. A mirror continues from these files.
+"""`backfill`: fill a mirror in many tasks. Each task pulls one group of vbuckets from the source.
 
-A task runs the same consumer as the service's workers. The consumer writes a group to LMDB on the disk of the task's
-machine. When the group has caught up, the task copies it to the target as one compacted file: the target may be on a
-network file system, where no LMDB environment may be open. Invariants: the target becomes a mirror (`mirror.json`) when
-it has every group. Until then its name is `<target>.incomplete`, and the next run with the same `Identity` pulls the
-missing groups. A vbucket has caught up when it has published the high seqno that the source had at the task's start.
+A task runs the same consumer as the service's workers. The consumer writes the group to LMDB on the disk of the task's
+machine, because the target may be on a network file system, where no LMDB environment may be open. When the group has
+caught up, the task copies it to the target as one compacted file. Invariants: the target becomes a mirror
+(`mirror.json`) when it has every group. Until then its name is `<target>.incomplete`, and the next run with the same
+`Identity` pulls the missing groups. A vbucket has caught up when it has published the high seqno that the source had at
+the task's start.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SILENCE_S = 120.0
 
 class BackfillTask(NamedTuple):
     settings: Values
-    """Without the password: the task reads one on its own machine."""
+    """Without the password, which the task reads on its own machine."""
     identity: Identity
     group: int
     scratch: str | None
@@ -81,8 +82,8 @@ def backfill(
     silence_s: float = SILENCE_S,
     progress: Progress | None = None,
 ) -> Backfilled:
-    """Pull the bucket of `settings.source` into `target`, which becomes a mirror. `scratch` is a folder on the disk of
-    each machine. Raises MirrorError and the store's errors.
+    """Pull the bucket of `settings.source` into `target`, which becomes a mirror. Every machine has a folder `scratch`
+    on its own disk. Raises MirrorError and the store's errors.
     """
     assert settings.source is not None
     start_s = time.monotonic()

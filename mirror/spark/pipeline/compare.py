@@ -1,8 +1,8 @@
 """`compare`: compare a mirror with its source, in tasks that compare some vbuckets each.
 
-A task runs `inspection.verify`, whose docstring explains why the result is exact although mirror and source change. The
-task has its own connections to the source, and reads the mirror on the task's machine. The driver reads only the
-mirror's identity and the results. Invariants: a vbucket has one result; mirror and source are not changed.
+A task runs `inspection.verify`, which explains why the result is exact although mirror and source change. The task has
+its own connections to the source, and reads the mirror's directory on its own machine. Invariants: a vbucket has one
+result; mirror and source are not changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CompareTask(NamedTuple):
     data: str
     source: str
     settings: Values
-    """Without the password: the task reads one on its own machine."""
+    """Without the password, which the task reads on its own machine."""
     vbids: list[int]
     bucket_uuid: str
     wait_s: float

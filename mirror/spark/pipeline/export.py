@@ -1,15 +1,15 @@
 """`export`: the documents of a mirror as Parquet files or a Delta table, every vbucket at one boundary.
 
 Knows the tasks and files of an export; must never know a command line or Spark: a Runner runs the tasks. Each task
-reads its vbuckets and writes its own files on its machine. The driver gets a few hundred bytes for each file, and at
-the end makes one export of the files. Invariants:
+reads some vbuckets and writes their documents into files of its own. At the end the driver makes these files visible as
+one export. Invariants:
 
-- The boundaries are pinned and leased before the first task, so the service may publish, roll back and purge during a
+- The boundaries are chosen and leased before the first task, so the service may publish, roll back and purge during a
   long export.
-- Delta: one commit makes the table's next version. Its metadata has the boundaries as tokens. Parquet: tasks write the
-  files to `<target>.incomplete`, and `_SUCCESS` has the metadata as JSON. One rename moves an older target away, and
-  the next makes this folder the target. A killed export leaves no version and no complete target; the next run removes
-  its files.
+- Delta: one commit makes the table's next version. The commit's metadata has the boundaries as tokens. Parquet: tasks
+  write to the folder `<target>.incomplete`; its file `_SUCCESS` has the metadata as JSON. One rename moves an older
+  target away, and a second rename makes the folder the target. A killed export leaves no version and no incomplete
+  target; the next run removes its files.
 - An object store has no rename: Parquet files are written in place. `_SUCCESS` is the last object, and names the files.
   A prefix without `_SUCCESS` is not a complete export. `overwrite` removes `_SUCCESS` first.
 """
@@ -51,7 +51,7 @@ from storage.env.directory import sync_directory
 from storage.read.view import open_view
 
 TASKS_PER_CORE = 4
-"""Tasks are small, so that cores wait little for the last one, and progress is visible."""
+"""Small tasks keep all cores busy until the end, and show progress."""
 
 SUCCESS_FILE = "_SUCCESS"
 
@@ -84,8 +84,9 @@ class Exported:
 
 
 def shape_of(fields: pa.Schema | None, reading: Reading = AS_DECLARED) -> Shape:
-    """Return the columns of an export. `fields` of the body replace the column `value`, and follow the other columns,
-    whose names then begin with an underscore. Raises ConfigError for such a name, or a type unfit for JSON.
+    """Return the columns of an export. With `fields`, the names of the metadata columns begin with an underscore, and
+    `fields` follow in place of `value`. Raises ConfigError for a field with the name of a metadata column, or with a
+    type unfit for JSON.
     """
     if fields is None:
         return Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
@@ -173,7 +174,7 @@ def export_task(task: ExportTask) -> Written:
 
 class _Target(ABC):
     """The destination of the files; on a disk it is locked until the context ends. After an error the context removes
-    this run's files, but not those of a Delta table in an object store. The constructor raises MirrorError.
+    this run's files, except in a Delta table in an object store. The constructor raises MirrorError.
     """
 
     version: int | None = None
@@ -184,7 +185,7 @@ class _Target(ABC):
         self.run = run_name()
 
     def check(self, parts: Sequence[Part]) -> None:
-        """Raise MirrorError for a reported file that the driver cannot see: an executor may have its own disk."""
+        """Raise MirrorError for a reported file that the driver does not see: it may be on an executor's disk."""
         try:
             for part in parts:
                 if self.folder.size(part.name) != part.size:
@@ -214,7 +215,7 @@ class _Target(ABC):
         file.close()
 
     def empty(self, schema: pa.Schema, facts: dict[str, str]) -> list[Part]:
-        """Write a file without rows: readers of an empty folder would not know the columns."""
+        """Write a file without rows, which shows readers the columns."""
         with PartWriter(self.folder.url, f"part-{facts[delta.RUN]}-00000", schema) as writer:
             writer.write_empty()
         return writer.finished
@@ -340,7 +341,7 @@ class _Prefix(_Target):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             with contextlib.suppress(OSError):
-                if self._succeeding:  # otherwise another run's
+                if self._succeeding:  # otherwise the file is another run's
                     self.folder.remove(SUCCESS_FILE)
                 for each in self.folder.names():
                     if run_of(each) == self.run:

@@ -41,9 +41,9 @@ class SyncMetrics(Collector):
         self._rows = dict.fromkeys(("inserted", "updated", "deleted"), 0)
         self._gauges: dict[str, float] = {}
         self._waiting: dict[int, int] = {}
-        """Batch -> its events, of batches after `_merged_to`."""
+        """Number of events of each batch after `_merged_to`."""
         self._merged_to: int | None = None
-        """The last merged batch. None before the process's first merge: batches of earlier processes may wait, too."""
+        """The last merged batch. None before the process's first merge: how many events wait is unknown then."""
 
     def add(self, figures: BatchFigures | MergeFigures) -> None:
         """Count a batch or a merge. Two threads report them, so a merge may be reported before its last batch."""

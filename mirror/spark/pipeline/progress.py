@@ -29,7 +29,7 @@ class BatchFigures:
     deleted: int | None = None
     misfits: int | None = None
     lag_seqnos: int | None = None
-    """Number of published seqnos after the end of the batch; None if unknown."""
+    """Number of published seqnos above the batch's end offset; None if unknown."""
 
 
 @dataclass(frozen=True)

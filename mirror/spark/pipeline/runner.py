@@ -2,8 +2,8 @@
 
 Knows processes and Spark's job API; must never know the work of a task. A task gets its input as an argument, opens its
 own files and connections, and returns little. Invariants: each task has one result, even if Spark runs it twice because
-an executor was lost; results are in the order of the tasks; the first failure that no retry fixes is raised as the
-task's own error, without Spark's traceback (on Spark after the last task).
+an executor was lost; results are in the order of the tasks; the first error that no retry fixes is raised as the task
+raised it, without Spark's traceback. On Spark this happens after the last task.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REPORTED = re.compile(r"MirrorSourceError: (.+?)(?: SQLSTATE: \w+)?$", re.MULTI
 """Finds a foreseen error of the data source (failures.py) in the text of Spark's error."""
 
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(mirror|storage|pyarrow|lmdb|deltalake)\b")
-"""Finds the error of an executor or worker that lacks this package or one it needs."""
+"""Finds the error of an executor that lacks this package or one of its dependencies."""
 
 
 class Runner(Protocol):
@@ -109,7 +109,7 @@ def _begin(parent: int, prepare: Callable[[], None] | None) -> None:
 
 @contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Make processes that start in this block ignore a terminal's Ctrl-C: their parent ends them."""
+    """Make processes that start in this block ignore Ctrl-C. Their parent ends them."""
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

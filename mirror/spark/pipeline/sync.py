@@ -3,9 +3,8 @@
 Knows Spark's streaming queries and their batches; lake.py explains why tables get each event exactly once. Spark writes
 a batch's offsets to the checkpoint (`offsets/N`) before the batch runs, and `commits/N` after the batch. So after a
 crash only the newest batch runs again, with the same number and offsets. The driver collects no events: executors write
-them to the folder of `changes`, and return names, sizes and statistics of files. Invariants: no stop, between batches
-or within one, loses or repeats an event; the start and each batch check that the checkpoint and the tables belong
-together.
+them to the folder of `changes`, and return names, sizes and statistics of files. Invariants: no stop loses or repeats
+an event, even within a batch; the start and each batch check that the checkpoint and the tables belong together.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ def checkpoint_for(folder: Folder, how: How) -> Path:
     """Return the folder of Spark's checkpoint. Raises ConfigError for tables in an object store if no checkpoint is
     given, or if `keep_hours` is so short that a clean-up could remove the files of a batch in progress.
 
-    The checkpoint also keeps out a second writer: one process can use it, and the tables accept batches of no other
-    checkpoint (lake.py).
+    The checkpoint also keeps out a second writer: only one process can lock it, and the tables accept no batches of
+    another checkpoint (lake.py).
     """
     if how.checkpoint is not None:
         checkpoint = how.checkpoint.absolute()

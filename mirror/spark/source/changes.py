@@ -1,13 +1,15 @@
 """Changes of a mirror's directory, for Spark: the end of each batch, and the rows between two offsets.
 
 Knows views, positions and leases; must never know Spark. Invariant: the rows of a vbucket between two offsets depend on
-these two alone. An offset names (branch, seqno) at a published boundary. Branches are never renumbered. Above the floor
-their parents and bases never change, and rows never change. So the way from one offset to the other (back to the common
-base, with retractions and restorations, then forward) is the same at every reading, even if a rollback
-afterwards took the end offset off the served chain. Only the purger removes versions. It removes none while a lease
-holds the start offset. Once the floor is above the end offset, or the purger has removed a retracted row, or a
-tombstone above the start offset, `View.check_way` refuses: the history is lost. Any other removed version between the
-offsets has a newer version of its key at or below the end offset, so the state at the end offset is the same.
+these two alone. An offset names a published boundary by (branch, seqno). Branches are never renumbered. Above the
+floor, neither rows nor the starts of branches change. So the way from one offset to the other is always the same: back
+to the history that both share, with retractions and restorations, then forward. A later rollback does not change the
+way, even if it takes the end offset off the served chain.
+
+Only the purger removes versions, and none while a lease holds the start offset. `View.check_way` finds lost history:
+the floor is above the end offset, or the purger has removed a retracted row, or a tombstone above the start offset. Any
+other version that was removed between the offsets has a newer version of its key at or below the end offset. So the
+documents at the end offset are the same.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class ChangesTask:
 
 
 class ChangesDriver(ABC):
-    """Chooses the offsets of a stream, in Spark's driver, and plans tasks that read between two of them."""
+    """Chooses the offsets of a stream, and plans tasks that read the changes between two of them."""
 
     def __init__(self, options: Options, origin: str, bucket_uuid: str, group_count: int = 1) -> None:
         self._options = options
@@ -112,7 +114,7 @@ class LocalChanges(ChangesDriver):
         identity = self._view.identity
         super().__init__(options, "path", identity.bucket_uuid, identity.group_count)
         self._known: set[int] = set()
-        self._undelivered: set[int] = set()  # vbuckets whose history was lost before the first batch: begin again
+        self._undelivered: set[int] = set()  # nothing was sent, and history is lost: send the whole vbucket
         self._lease: Lease | None = None
         self._leased_s = 0.0
 
@@ -172,7 +174,7 @@ class LocalChanges(ChangesDriver):
             return None, False
         ahead = at.branch == published.branch and at.seqno > published.seqno and at.vbuuid == published.vbuuid
         if ahead and at.history_id in states.history_ids(self._view.reader(vbid), at.branch):
-            return None, False  # wait: after a power cut the mirror fetches its last commits again
+            return None, False  # wait: a power cut undid the mirror's last commits, and it fetches their rows again
         lost = self._lost(vbid, at, published)
         if lost:
             if vbid not in self._undelivered:
@@ -212,10 +214,10 @@ class LocalChanges(ChangesDriver):
         return at_of(found) if found is not None else None
 
     def _hold(self, start: Offset) -> None:
-        """Lease the history that the batches after `start` need. An older lease holds more, so its renewal can wait.
+        """Lease the history that the batches after `start` need. The earlier lease holds more, so a new one can wait.
 
-        If nothing of a vbucket was sent yet, its lease begins at the first kept boundary, because the first batch may
-        end at any boundary.
+        If nothing of a vbucket was sent yet, the lease holds its first kept boundary, because the first batch may end
+        at any boundary.
         """
         if self._lease is not None and time.monotonic() - self._leased_s < self._options.lease_seconds / 3:
             return
@@ -274,8 +276,8 @@ def place(at: At) -> tuple[int, int, int]:
 def token(view: View, vbid: int, at: At) -> Token:
     """Return the token of a position.
 
-    A power cut may undo the mirror's last commits. A position in them is valid again once the mirror has published the
-    same history of the source (vbuuid) that far.
+    A power cut may undo the mirror's last commits. A position that they published is valid again when the mirror has
+    published the same history of the source (vbuuid) up to it.
     """
     given = Token(vbid, Branch(at.branch), Seqno(at.seqno), at.history_id)
     if at.history_id not in states.history_ids(view.reader(vbid), at.branch):
@@ -321,7 +323,7 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             names_lost = manifest_at(reader, passed, way.start.branch, way.start.seqno).names()
         elif change.kind in ("retraction", "restoration"):
             retracted = change.kind == "retraction"
-            if retracted and document.collection_id not in names_lost:  # dropped before the start: look as of the row
+            if retracted and document.collection_id not in names_lost:  # dropped before the start: the row's manifest
                 where = int(document.branch), int(document.seqno)
                 names_lost |= manifest_at(reader, passed, *where).names()
             name = name_of(names_lost if retracted else names, document.collection_id)

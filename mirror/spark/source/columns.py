@@ -1,4 +1,4 @@
-"""The columns of the data source: Arrow schemas of documents and of changes, and changes as rows and batches.
+"""The columns of the data source, as Arrow schemas of documents and of changes. Makes rows and batches of changes.
 
 Knows names and types; never the origin of a change. `mirror.typed.rows` makes batches of documents. Invariants: the
 columns of `DOCUMENTS` stand first in `CHANGES`, in the same order and with the same meaning; 64-bit numbers are signed,
@@ -17,21 +17,21 @@ The other columns of changes are:
                 - restoration: after a rollback this older version is valid again
                 - collection_dropped, collection_flushed: all documents of the collection in this vbucket, up to this
                   row, are gone. The key is null
-                - resync: the vbucket's history could not be followed. All its earlier rows are void, and all its
-                  documents follow, from the beginning. The key is null
+                - resync: the vbucket's history could not be followed. All earlier rows of the vbucket are void, and
+                  all its documents follow. The key is null
     branch      from a directory: the branch of the version; from a connection, which has no branches: the number of
                 resyncs of the vbucket so far
     vbuuid      the source's name of the version's history
     snapshot_end_seqno      the first kept boundary that has the version (from a connection: its snapshot's end); of a
                 retraction or restoration the boundary that the rollback went back to
     at_branch, at_seqno     the position of the event, which an upsert compares. It rises strictly for each key, even
-                across rollbacks, where seqno falls. After a row of kind resync positions may be lower. A published
-                event has the (branch, seqno) of its version. A rollback opens a branch at a boundary: its retractions
-                have seqno 0 of that branch, its restorations the seqno of the boundary, and later events higher ones
+                across rollbacks, where seqno falls. After a row of kind resync positions may be lower. The event of a
+                published version has the version's branch and seqno. A rollback opens a branch at a boundary. In this
+                branch, retractions have seqno 0, restorations the boundary's seqno, and later events higher seqnos
     event_time  the time when a node of the source wrote the version, by this node's clock: the upper 48 bits of the
-                cas, in nanoseconds since 1970. Like the cas it rises for each key. Versions of different keys compare
-                as exactly as the nodes' clocks agree. A cas that was set from elsewhere (XDCR, a restore) has the other
-                cluster's time. Null without a document or a cas
+                cas, in nanoseconds since 1970. Like the cas it rises for each key. The order of different keys is only
+                as exact as the nodes' clocks. If XDCR or a restore set the cas, it has the other cluster's time. Null
+                without a document or a cas
 """
 
 from __future__ import annotations

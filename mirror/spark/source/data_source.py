@@ -1,12 +1,12 @@
 """The data source `mirror` of PySpark: chooses the reader for the options.
 
-Knows only PySpark's interface; `local`, `stream` and `remote` read. Spark pickles readers and sends them to the tasks,
-so readers hold options and plans, and open stores and connections only inside `read`. Invariants: planning reports
-every mistake that it can find, in one line (`failures`); only PushdownDocumentsReader has `pushFilters`, because a
-reader with this method makes every query fail if the session's setting for filters is off.
+Knows only PySpark's interface; the modules `local`, `stream` and `remote` read. Spark pickles readers and sends them to
+the tasks. So readers hold options and plans, and open stores and connections only inside `read`. Invariants: planning
+reports every mistake that it can find, in one line (`failures`); only PushdownDocumentsReader has `pushFilters`: if the
+session's setting for filters is off, every query with such a reader fails.
 
-Importing `remote` takes as long as all other imports, and Spark imports this module in a new process for each step of
-planning. So only a connection imports `remote`.
+Spark imports this module in a new process for each step of planning, and importing `remote` takes as long as all other
+imports together. So `remote` is imported only for a connection.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def inferred(options: Options) -> pa.Schema:
 
 
 def of_table(fields: Any, options: Options) -> bool:
-    """Return True for the table's own columns, as a catalog passes them. A user's schema has no binary `value`, and no
-    columns of changes.
+    """Return True if `fields` are the table's own columns, which a catalog passes like a user's schema. A user's schema
+    has no binary `value`, and no columns of changes.
     """
     table = TABLES[options.table]
     known = all(field.name in table.names and field.type == table.field(field.name).type for field in fields)
@@ -157,7 +157,7 @@ def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:
 
 @dataclass(repr=False)
 class Share(InputPartition):
-    """The vbuckets that one task reads. Spark pickles the reader before it plans, so each share has the job."""
+    """The vbuckets that one task reads. The share has the job, because Spark pickles the reader before planning."""
 
     job: local.Job | remote.ReadJob
     vbids: list[int]

@@ -1,9 +1,8 @@
-"""Report a user's mistake in one line, instead of the traceback of some worker process.
+"""Report a user's mistake in one line, instead of a worker process's traceback.
 
 Knows how PySpark's worker processes pass exceptions on; must never hide the traceback of a programming error. An
 executor without this package fails when it unpickles its task, before it can run code of the package. So cloudpickle
-sends the functions of this module as code, and `restore` needs only Python. Invariant: a foreseen error leaves
-`clear_errors` as a MirrorSourceError of one line.
+sends the functions of this module as code, and `restore` needs only Python.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def show_tracebacks() -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turn foreseen errors into one line. `HIDE` stays set: PySpark's process ends after its report."""
+    """Turn our errors into a MirrorSourceError of one line. `HIDE` stays set: the process ends after the error."""
     try:
         yield
     except (MirrorError, StorageError) as error:

@@ -1,8 +1,9 @@
-"""Filters on key, collection and vbucket, which a read of documents applies instead of Spark.
+"""Filters on key, collection and vbucket that a read of documents applies instead of Spark.
 
 Knows PySpark's filters and the order of keys; never a store. Spark does not apply accepted filters again, so only
-filters that the read applies exactly are accepted. Spark compares strings by their bytes, as the store orders keys, and
-the three columns are never null. Invariant: `Restriction` admits exactly the rows that pass every accepted filter.
+filters that the read applies exactly are accepted. Comparisons of keys are exact: Spark compares strings by their
+bytes, as the store does. IsNotNull is always true, because the three columns are never null. Invariant: `Restriction`
+admits exactly the rows that pass every accepted filter.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _COMPARISONS: dict[type[Filter], Callable[[int, int], bool]] = {
 
 
 def accept(filters: Iterable[Filter], mark: str, restriction: Restriction) -> Iterator[Filter]:
-    """Add exact filters to `restriction` and yield the others. Column names begin with `mark`."""
+    """Add the accepted filters to `restriction`, and yield the others. Metadata columns begin with `mark`."""
     for each in filters:
         column = getattr(each, "attribute", ("",))
         name = column[0].removeprefix(mark) if len(column) == 1 and column[0].startswith(mark) else ""

@@ -1,9 +1,9 @@
 """Offsets of a stream: a position in each vbucket. `admit` chooses the end of the next batch.
 
 Spark keeps offsets in a checkpoint. Knows numbers only: no store, no connection, no Spark. Invariants: an offset names
-published boundaries (over a connection: seqnos) with their branch and vbuuid, so that two offsets alone decide which
-changes are between them. `admit` returns boundaries between the start and the published ones, and advances even with
-the smallest limit if a boundary is ahead.
+published boundaries (over a connection: seqnos) with branch and vbuuid. So two offsets alone decide which changes are
+between them. `admit` returns no position above the published one. If a boundary is ahead, `admit` advances even with
+the smallest limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mirror.errors import ConfigError
 
 FORMAT = 2
-"""Format of encoded offsets. Format 1 had no `history_id`."""
+"""Format of encoded offsets."""
 
 
 class At(NamedTuple):
@@ -51,9 +51,9 @@ class Offset:
     bucket_uuid: str
     at: Mapping[int, At] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
-    """Over a connection: collection id -> name, with dropped collections, whose names the source forgets."""
+    """Over a connection: collection id -> name. Dropped collections stay here: the source forgets their names."""
     selection: str = ""
-    """`Options.selection`. An offset is valid for one selection: it does not tell which changes were left out."""
+    """`Options.selection`. The offset is valid only for this selection."""
 
     def of(self, vbid: int) -> At:
         return self.at.get(vbid, BEGINNING)
@@ -121,7 +121,7 @@ class Lag(NamedTuple):
     """The start and the published position have the same history up to this seqno."""
     published: At
     turned: bool
-    """True if retractions are sent (the start is above `base_seqno`), or the whole vbucket again."""
+    """True if the batch sends retractions (because the start is above `base_seqno`) or the whole vbucket again."""
     weight: float
     """The share of a batch's limit that one seqno takes."""
 
@@ -134,10 +134,10 @@ def admit(
 ) -> tuple[dict[int, At], int]:
     """Return the end of the next batch in each vbucket, and `first` for the batch after it.
 
-    Together the vbuckets take about the whole limit, which is 1. `newest(vbid, seqno)` returns the newest boundary up
-    to a seqno, `following(vbid, seqno)` the next boundary above it. If the limit stops a vbucket, the next batch begins
-    with it, so that none waits for ever. The first vbucket of a batch reaches its next boundary even if the limit is
-    exceeded.
+    The batch begins with vbucket `first`. Its limit is 1, of which each seqno takes `Lag.weight`. `newest(vbid, seqno)`
+    returns the newest boundary up to a seqno, `following(vbid, seqno)` the next boundary above it. The batch after
+    begins with the first vbucket that the limit stopped, so that no vbucket waits for ever. The first vbucket that
+    moves reaches its next boundary even if the limit is exceeded.
     """
     order = sorted(lags)
     order = [vbid for vbid in order if vbid >= first] + [vbid for vbid in order if vbid < first]

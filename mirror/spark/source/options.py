@@ -1,6 +1,6 @@
 """The options of the data source: names, meanings and bounds, as a user gives them to Spark.
 
-Knows text; never a store, a connection or a session. A password is no option: Spark's UI and event log show options.
+Knows text; never a store, a connection or a session. A password is no option, because Spark's UI and log show options.
 Invariant: `parse` returns complete and valid options, or raises ConfigError with one line that names option and remedy.
 docs/spark.md, "Options", describes them.
 """

@@ -1,16 +1,16 @@
 """Documents and changes of a source over the network, for Spark: executors consume DCP themselves.
 
-Knows the bounded reader (`mirror.feed.read.reader`) and offsets; must never know Spark, nor a store. Invariants:
-- rows come only from whole snapshots, in order within a vbucket, with bounded memory; a worker process keeps its
-connections for its next task;
-- the documents of a vbucket are those at the end of one whole snapshot, at or above the high seqno at planning;
+Knows the source reader (`mirror.feed.read.reader`) and offsets; must never know Spark, nor a store. Invariants:
+- rows come only from whole snapshots, in order within a vbucket, with bounded memory;
+- the documents of a vbucket are those at the end of one snapshot, at or above the high seqno that `plan` found;
 - a batch of changes ends at the high seqno E that its offset names. Rows above E come with the next batch, so each
 event comes once. A snapshot that ends above E has only the newest version of a key. If that version is above E, this
 batch has no version of the key, and the next batch brings it. If the source's history changes before the next batch
-(another vbuuid), an older version may be valid again. The next batch then begins where this batch began
-(`At.since_seqno`), and events may come twice, which does not affect upserts by (at_branch, at_seqno);
-- history is lost if a delivered version is no longer in the source's history: without a store, the versions that were
-valid before are unknown. Lost history is an error, or the vbucket is sent again (onLostHistory).
+(another vbuuid), an older version that this batch left out may be valid again. So the next batch then begins where this
+batch began (`At.since_seqno`). Some events come twice, which does not affect upserts by (at_branch, at_seqno);
+- history is lost if the source rolled a delivered version back (without a store, the version that is valid again is
+unknown), or purged a tombstone before a batch had it. Lost history is an error, or the vbucket is sent again
+(onLostHistory).
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ SPOOL_BYTES = 4 * 1024 * 1024
 
 
 class SourceConnections:
-    """Keeps the source reader of this process between tasks: a Python worker runs many tasks."""
+    """Keeps the process's source reader and its connections between tasks: a Python worker runs many tasks."""
 
     def __init__(self) -> None:
         self._reader: SourceReader | None = None
         self._key: tuple[Any, ...] = ()
 
     def reader(self, options: Options, followed: MapRecord | None) -> SourceReader:
-        """Return an open reader that follows no cluster map older than the driver's."""
+        """Return an open reader whose cluster map is not older than the driver's, `followed`."""
         key = (os.getpid(), options.connection, options.collections, options.ca_file)
         if self._reader is not None and self._key == key and not is_behind(self._reader.followed, followed):
             return self._reader
@@ -140,7 +140,7 @@ def read_documents(options: Options, job: ReadJob, vbids: Sequence[int], shape: 
 
 
 def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Mapping[int, str]) -> Iterator[Any]:
-    """Hand rows to the maker, grouped by collection."""
+    """Yield batches of the rows that the job selects."""
     start, prefix, end = job.keys
     by_collection: dict[int, list[bytes]] = {}
     for frame in frames:
@@ -163,8 +163,8 @@ def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Map
 class Newest:
     """The newest version of each key in consecutive snapshots of one vbucket.
 
-    A backfill is one snapshot, with each key once. Later changes follow in further snapshots. All rows go to a file.
-    Memory holds the keys of these further snapshots, each with the number of its last row.
+    The first snapshot, a backfill, has each key once. Later changes follow in further snapshots. All rows go to a file.
+    Memory holds only the keys of the further snapshots, each with the number of the key's last row.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Newest:
         self._count = 0
         self._first_count: int | None = None
         self._last: dict[bytes, int] = {}
-        self._dropped: dict[int, int] = {}  # collection id -> number of the first row after its end
+        self._dropped: dict[int, int] = {}  # collection id -> number of the first row after the collection's end
         self.names: dict[int, str] = {}
 
     def add(self, snapshot: Snapshot) -> None:
@@ -298,7 +298,7 @@ class RemoteChanges(ChangesDriver):
         gone = not_on(at, log)
         if gone:
             return gone
-        if vbid not in self._probed:  # only once, because a running query is never far behind
+        if vbid not in self._probed:  # only once: later positions are recent, and no tombstone above them is purged yet
             position = Position(at.vbuuid, at.seqno)
             for item in self._reader.read({vbid: position}, {vbid: at.seqno}):
                 if isinstance(item, SourceRolledBack):
@@ -324,7 +324,7 @@ class RemoteChanges(ChangesDriver):
 
 
 def _begins(since: At, to: At) -> int:
-    """Return the seqno after which a batch begins. If the history has changed, it is the start of the batch before."""
+    """Return the seqno after which a batch begins. If the history has changed, the batch before began there, too."""
     return since.seqno if since.vbuuid == to.vbuuid else since.since_seqno
 
 

@@ -1,9 +1,9 @@
 """PySpark's readers of changes, as a stream and as a batch.
 
-Knows PySpark's interface; `changes` (path) and `remote` (connection) know offsets and the rows between them. In Spark's
-driver, a reader has its own process until the query ends; tasks get a pickled copy. Invariants: a batch keeps its
-limit approximately (`admit`), unless Spark requests all changes; AvailableNow reads what was published when the query
-began, or to the next kept boundary.
+Knows PySpark's interface. The modules `changes` (for a path) and `remote` (for a connection) choose offsets, and read
+the rows between two of them. A reader has its own process beside Spark's driver until the query ends; tasks get pickled
+copies. Invariants: a batch is about as large as its limit (`admit`), unless Spark requests all changes; with
+AvailableNow a vbucket ends at the seqno that was published when the query began, or at the next kept boundary.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ChangesReader(Carried, DataSourceReader):
 
 
 class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Opens its source, or raises `refusal`, at the first call: PySpark's clean-up hides an error of `__init__`."""
+    """The first call opens the source or raises `refusal`: PySpark's clean-up would hide an error of `__init__`."""
 
     def __init__(self, options: Options, refusal: ConfigError | None = None) -> None:
         self._options = options
@@ -126,7 +126,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
         driver = self._driver
         since, to = driver.decode(start), driver.decode(end)
-        if self._options.latest:  # a first batch that runs again may start after its end: then it is empty
+        if self._options.latest:  # if the first batch runs again, its start may be after its end: make it empty
             at = {vbid: since.of(vbid) if since.of(vbid).follows(each) else each for vbid, each in to.at.items()}
             to = replace(to, at=at)
         return [StreamTask(work) for work in driver.plan(since, to)]

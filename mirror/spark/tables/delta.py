@@ -1,12 +1,12 @@
-"""Delta tables whose files many processes write. One process commits them, each commit once.
+"""Delta tables: many processes write a table's files, and one process commits them, each commit once.
 
-Knows the log of a table through delta-rs, and marks: Delta's transaction actions, pairs of application and version.
-Must never know the meaning of rows. delta-rs records marks but does not enforce them. So a commit is based on the
-version of the table in which the mark was looked up, and may only become the next version (no retries). If another
-commit comes first, even one with the same mark, this commit raises `CommitConflict` and has no effect. Invariants:
-files are part of a table if and only if a commit names them. A file that no commit names (its writer was killed) is an
-orphan. On a disk the next run removes orphans, because it holds the folder's lock. An object store has no lock, so an
-orphan may belong to another run that is about to commit: only `vacuum` removes it, by its age.
+Knows the log of a table through delta-rs; must never know the meaning of rows. A commit may carry marks (Delta's
+transaction actions: a name and a number), which show later that it was made. delta-rs records marks, but accepts the
+same mark twice. So the caller looks a mark up in one version of the table, and its commit may only become the next
+version (no retries). If another commit comes first, this commit raises `CommitConflict` and has no effect. Invariant: a
+file is part of a table if and only if a commit names it. Other files are orphans of killed runs. On a disk the next run
+takes the folder's lock and removes orphans. In an object store, which has no lock, a file without a commit may belong
+to a running job: only `vacuum` removes it, by its age.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CommitConflict(MirrorError):
 
 
 class FolderLock:
-    """The lock of a folder for one writer. A missing folder is made. The kernel releases the lock of a dead process."""
+    """The lock of a folder for one writer. A missing folder is made. The lock ends with its process."""
 
     def __init__(self, folder: Path) -> None:
         """Take the lock at once or raise MirrorError."""
@@ -75,7 +75,7 @@ class FolderLock:
 
 
 def lock(folder: Folder) -> FolderLock | ExitStack:
-    """Lock a folder on a disk. An object store has no lock: the first commit decides between two writers."""
+    """Lock a folder on a disk. An object store has no lock: of two writers there, the second to commit fails."""
     return FolderLock(folder.path) if isinstance(folder, LocalFolder) else ExitStack()
 
 
@@ -97,7 +97,7 @@ def only_next(marks: Sequence[Transaction] = (), metadata: dict[str, str] | None
 
 @contextmanager
 def committing(folder: Folder, table: DeltaTable | None) -> Iterator[None]:
-    """Raise CommitConflict or MirrorError for a failed commit to `table` (None: to a new table)."""
+    """Turn the error of a commit to `table` (None: a new table) into CommitConflict or MirrorError."""
     try:
         yield
     except (DeltaError, OSError) as error:
@@ -119,8 +119,8 @@ def commit_parts(
     marks: Sequence[Transaction] = (),
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Commit `parts`, files in `folder`, as the version after `table` (None: the first version). They are added to the
-    table's rows, or with `overwrite` replace them. Raises MirrorError; CommitConflict if that version exists already.
+    """Commit `parts` (files in `folder`) as the version after `table` (None: the first version). Add their rows to the
+    table, or with `overwrite` replace its rows. Raises MirrorError; CommitConflict if that version exists already.
     """
     actions: list[AddAction | RemoveAction] = [part.add_action() for part in parts]
     expected = Schema.from_arrow(schema)
@@ -160,11 +160,11 @@ def compact(folder: Folder, table: DeltaTable, schema: pa.Schema) -> int:
 
 
 def files_to_merge(sizes: Sequence[int]) -> list[int]:
-    """Return the indexes of files to merge: the smallest files, as many as possible such that the largest of them is
-    no larger than the others together.
+    """Return the indexes of files to merge: the smallest files, as many as possible. The largest of them must not be
+    larger than the others together.
 
-    So each copy puts a byte into a file of at least twice the size. A byte is copied only as often as its first file
-    can double up to COMPACTED_BYTES_MAX, however often this is called.
+    So a merge copies each file into a file of at least twice the size, and files of COMPACTED_BYTES_MAX are never
+    copied. This limits how often a byte is copied.
     """
     ascending = sorted((size, at) for at, size in enumerate(sizes) if size < COMPACTED_BYTES_MAX)
     count = total = 0
@@ -212,7 +212,7 @@ def check_columns(folder: Folder, table: DeltaTable, schema: pa.Schema) -> None:
 
 
 def _has_all_of(new: Any, old: Any) -> bool:
-    """Return True if type `new` is type `old`, or adds only fields to its structs."""
+    """Return True if type `new` is type `old`, perhaps with more fields in structs."""
     if isinstance(old, StructType) and isinstance(new, StructType):
         fields = {each.name: each.type for each in new.fields}
         return all(each.name in fields and _has_all_of(fields[each.name], each.type) for each in old.fields)
@@ -234,10 +234,10 @@ def _type_name(kind: Any) -> str:
 
 
 def remove_orphans(folder: LocalFolder, table: DeltaTable | None) -> list[str]:
-    """Remove parts that no readable version of the table names, and return their names.
+    """Remove the parts of runs without a commit, and return their names.
 
-    The caller must hold the folder's lock: without it, another unfinished run could lose its files. A part is kept if a
-    commit names its run (`RUN`) or a file of its run, because one commit has all files of a run.
+    The caller must hold the folder's lock: without it, another unfinished run could lose its files. A run has a commit
+    if the table's history names the run (`RUN`), or if the table has a file of the run.
     """
     named: set[str] = set()
     if table is not None:

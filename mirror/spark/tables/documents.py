@@ -1,13 +1,13 @@
-"""A Delta table of current documents: its columns, and the fold of batches of `changes` into it.
+"""A Delta table of current documents: its columns, and the fold of batches of events into it.
 
-Knows one table, and the files of `changes` as the events of batches; never the origin of events, nor the other tables
-(lake.py, which also explains why each event counts exactly once). A table has the columns STATE. With a schema
-(`Layout.fields`) these are named `_key`, `_value` and so on, and columns for fields of the JSON body follow. `_value`
-stays in the table: when a column is added, one commit writes all rows again and reads the column from `_value`.
+A fold applies the events of batches, which are files of the table `changes`, to this table. Never knows the origin of
+events, nor other tables: lake.py explains why each event counts exactly once in all tables. The columns are STATE. With
+a schema (`Layout.fields`) their names begin with an underscore, and columns for fields of the JSON body follow.
+`_value` keeps the body: when a column is added, one commit writes all rows again, and reads the column from `_value`.
 
-Invariants: rows are live documents, each once; a batch is folded in one commit, which carries the number of the newest
-batch in it; all rows were read with one schema and one `Reading` (`READING_MARK`); for a first load or an added column,
-memory holds one row group.
+Invariants: rows are documents that exist, each once; a batch is folded in one commit, whose mark (delta.py) is the
+number of the newest batch in it; all bodies were read with one schema and one `Reading` (`READING_MARK`); for a first
+load or an added column, memory holds one row group.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ BATCH_MARK = "dcp-mirror"
 READING_MARK = "dcp-mirror/reading"
 
 CONFIGURATION = {"delta.logRetentionDuration": "interval 7 days", "delta.checkpointInterval": "50"}
-"""Each batch makes a commit, so the log gets a checkpoint often, and its entries are removed after a week."""
+"""Settings for a log that grows fast, because each batch makes a commit."""
 STATISTICS = ("key", "collection", "vbid", "seqno", "at_branch", "at_seqno")
-"""Columns whose statistics let readers skip files. Statistics of `value` would only make the log large."""
+"""Columns whose statistics let readers skip files."""
 
 PERMISSIVE = Reading("permissive")
 """The default reading: a document that does not fit must not stop a stream for ever."""
@@ -63,7 +63,7 @@ _MERGE_ROWS = 8192
 
 
 def is_column(name: str) -> bool:
-    """Return True if a column may have this name, and no metadata column has it."""
+    """Return True if a Delta table allows this column name and no metadata column has it."""
     return not _NOT_A_COLUMN.search(name) and name.lower() not in {f"_{each}" for each in FOLDED.names}
 
 
@@ -89,7 +89,9 @@ class Layout:
     """Arrow schema of the columns from the body. None: only `value` has the body."""
     reading: Reading = PERMISSIVE
     misfits_max: float = MISFITS_MAX
-    """The greatest share of misfits in the stream's first batch, and when a change of columns writes all rows again."""
+    """The greatest allowed share of misfits. It is checked in the stream's first batch, and when a change of columns
+    writes all rows again.
+    """
     overwrite_schema: bool = False
     """True if columns of an existing table may be removed or get other types."""
 
@@ -128,7 +130,7 @@ class Layout:
 
     @property
     def marks(self) -> list[Transaction]:
-        """The mark that tells with which `Reading` a table's bodies were read."""
+        """The mark for the `Reading` that a table's bodies were read with."""
         if self.fields is None:
             return []
         reading = self.reading
@@ -147,8 +149,8 @@ class Layouts:
 
 
 def batch_of(name: str) -> int | None:
-    """Return the batch that wrote a file of `changes`. None: a compaction or delta-rs wrote it. The pattern is strict,
-    because hexadecimal digits may look like a batch.
+    """Return the number of the batch that wrote a file of `changes`; None if a compaction or delta-rs wrote it. The
+    pattern is strict, because hexadecimal digits in other names may look like the number of a batch.
     """
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
@@ -162,8 +164,8 @@ class DocumentsTable:
     def __init__(
         self, folder: Folder, layout: Layout, selection: str, misfits_table: MisfitsTable, collection: str | None = None
     ) -> None:
-        """Open or make the table of `collection` (None: of all). If its columns differ from `layout`, write all rows
-        again. `selection` is the stream's. Raises ConfigError, MirrorError.
+        """Open or make the table of `collection` (None: of all collections). If the table's columns differ from
+        `layout`, write all rows again. `selection` is the stream's. Raises ConfigError, MirrorError.
         """
         self.folder = folder
         self._misfits_table = misfits_table
@@ -217,7 +219,7 @@ class DocumentsTable:
         self._write_again()
 
     def _write_again(self) -> None:
-        """Write all rows with the layout's columns, read out of `_value`, in one commit."""
+        """Write all rows again in one commit, with the layout's columns. Fields are read from `_value`."""
         with PartWriter(self.folder.url, f"part-{run_name()}-columns", self._layout.schema) as parts:
             for path in self._sizes():
                 for batch in batches_of(self.folder, path):
@@ -261,7 +263,7 @@ class DocumentsTable:
         vacuum(self.folder, self.table, keep_hours)
 
     def mark(self, marks: list[Transaction]) -> None:
-        """Record `marks` of a batch that changed no row of the table. Raises CommitConflict, MirrorError."""
+        """Commit `marks` alone, after a batch that changed no row. Raises CommitConflict, MirrorError."""
         if all(self.table.transaction_version(each.app_id) == each.version for each in marks):
             return
         commit_parts(self.folder, self.table, [], self._layout.schema, marks=marks)
@@ -270,8 +272,8 @@ class DocumentsTable:
     # -- batches --------------------------------------------------------------------------------------------------
 
     def fold(self, changes: Folder, names: Sequence[str], number: int, marks: list[Transaction]) -> Applied:
-        """Fold files of `changes` into the table. `names` are all files that the table lacks up to batch `number`, in
-        the order of batches. The last commit has `marks`. The result counts no events. Raises CommitConflict,
+        """Fold files of `changes` into the table. `names` are all files up to batch `number` that the table lacks, in
+        the order of batches. The last commit has `marks`. The result's `events` is 0. Raises CommitConflict,
         TooManyMisfits, MirrorError.
         """
         self._misfits = self._bodies_read = self.rewritten_bytes = 0
@@ -310,7 +312,7 @@ class DocumentsTable:
                         parts.write(rows.select(self._layout.schema.names))
                         self._vbids_there().update(pc.unique(rows.column(f"{self._layout.mark}vbid")).to_pylist())
             self._misfits_table.flush()
-            if batch_of(names[0]) == 0:  # a later batch may be one new document, whose misfit must not stop the stream
+            if batch_of(names[0]) == 0:  # a later batch may have one document: its misfit must not stop the stream
                 self._check_misfits()
         if not parts.finished:
             return NOTHING
@@ -361,14 +363,14 @@ class DocumentsTable:
         return Applied(0, *changed)
 
     def _find_misfits(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> None:
-        """Record misfits before the merge commits their rows, because no other table can be written during a merge."""
+        """Record misfits before the merge begins, because no other table can be written during a merge."""
         if self._bodies is not None:
             for batch in self._folds_of(files, one_batch):
                 self._typed(batch)
             self._misfits_table.flush()
 
     def _source_of(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a merge. delta-rs passes on only the text of an error, so the error is kept here."""
+        """Yield the rows of a merge. delta-rs passes on only the text of an error, so `_failed` keeps the error."""
         try:
             for batch in self._folds_of(files, one_batch):
                 yield self._source_rows(batch)[0]
@@ -419,7 +421,7 @@ class DocumentsTable:
         return found
 
     def _vbids_there(self) -> set[int]:
-        """Return the vbuckets that may have rows in the table. The files are read once: this is the only writer."""
+        """Return the vbuckets that may have rows in the table. The files are read once: no other process writes."""
         if self._vbids is None:
             column = f"{self._layout.mark}vbid"
             self._vbids = set()

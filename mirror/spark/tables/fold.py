@@ -1,10 +1,10 @@
-"""Fold the events of a batch: find the rows to put into a table of current state, and the rows to remove.
+"""Fold the events of a batch: find the rows to put into a table of current documents, and the rows to remove.
 
-Knows the columns of `changes` (columns.py) and the order of its events; never a table, a file or Spark. A batch holds
-the events of a vbucket in order, and only the last event of each key counts: a mutation or restoration puts the row,
-any other removes it. A drop or flush removes all earlier rows of the collection in its vbucket, a resync those of the
-vbucket: in the batch and in the table. Invariants: a key comes out at most once; rows stay in Arrow, so a fold costs
-the memory of its keys and of one copy of the last events.
+Knows the columns of `changes` (columns.py) and the order of its events; never a table, a file or Spark. In a batch only
+the last event of each key counts: a mutation or restoration puts the document's row into the table, any other kind
+removes the row. The drop or flush of a collection removes the collection's earlier rows in the event's vbucket; a
+resync removes all earlier rows of its vbucket: in the batch and in the table. Invariants: the result has each key at
+most once; besides its input, a fold needs memory for the keys and for one copy of the last events.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PUTS = frozenset({"mutation", "restoration"})
 RESYNC = "resync"
 
 STATE = pa.schema([*DOCUMENTS, CHANGES.field("vbuuid"), CHANGES.field("at_branch"), CHANGES.field("at_seqno")])
-"""Columns of a table of current state: a document, and the position of the event that put it into the table."""
+"""Columns of a table of documents: a document, and the position of the event that put it into the table."""
 
 FOLD_COLUMNS = [*STATE.names, "kind"]
 
@@ -40,7 +40,7 @@ class Voids:
 
 
 def fold(events: pa.Table) -> tuple[pa.Table, Voids]:
-    """Return the last event of each key, and the voids of `events` (FOLD_COLUMNS, in order for each vbucket)."""
+    """Return the last event of each key, and the voids. `events` have FOLD_COLUMNS, and are in order in a vbucket."""
     voids = Voids()
     last: dict[tuple[str, bytes], int] = {}
     kinds = events.column("kind").to_pylist()
@@ -68,8 +68,8 @@ def fold_batches(tables: Iterable[pa.Table]) -> tuple[pa.Table, Voids]:
 
 
 def fold_files(files: Iterable[Iterable[pa.Table]]) -> Iterator[tuple[pa.Table, Voids]]:
-    """Fold files of one batch, each given in pieces. A vbucket's events are contiguous in one file, so memory holds one
-    piece, and the earlier events of its first vbucket.
+    """Fold files of one batch, each given in pieces. The events of a vbucket stand together in one file. So memory
+    holds one piece, and those events of the piece's first vbucket that earlier pieces had.
     """
     seen: set[int] = set()
     for pieces in files:

@@ -1,35 +1,33 @@
-"""Keep Delta tables current from a stream of batches. `changes` has every event once, and `documents` the current
-state; on request each collection has its own table of documents. `quarantine` has documents that do not fit the schema.
+"""Keep Delta tables current from a stream of batches of events. The table `changes` has every event. The table
+`documents` has the current documents; on request each collection has its own table of documents. The table `quarantine`
+has documents that do not fit the schema.
 
-Knows the tables, and batches as files of events in the folder of `changes`; never the origin of events, nor Spark, nor
-the fold of a batch into a table of documents (documents.py). Delta has no transaction over two tables. Both tables get
-each event exactly once, for these reasons:
+A batch's events come as files in the folder of `changes`. A fold applies the events of one or more batches to a table
+of documents (documents.py). Never knows the origin of events, nor Spark. Delta has no transaction over two tables. But
+each event counts exactly once in every table, for these reasons:
 
-1. `changes` is the truth. A batch's files become part of it in ONE commit, which carries the batch's number as a mark.
-   The commit is based on the version in which the mark was looked up and may only become the next version (delta.py).
-   So of several attempts at a batch one is committed. The files of other attempts are orphans that no reader sees.
-2. Each table of documents is a function of `changes`: the fold of all batches in order. A fold reads the committed
-   files. It does not read the source, which may have forgotten superseded versions or rolled back. A fold's merge is
-   one commit with the same kind of mark.
-3. A batch begins only when the batch before is in `changes`. So after a crash only the newest batch may be missing in
-   `changes`, and is written then. `documents` is never ahead, and may be some batches behind. The files of these
-   batches keep their names until one commit folds them all, in order. A batch that changes no document leaves no mark
-   in `documents`; folding it again has no effect. A fold finds a batch's files by the number in their names, and
-   compaction changes names. So before a compaction every table gets the newest batch's mark.
+1. A batch's files become part of `changes` in one commit, which carries the batch's number as a mark. The commit may
+   only become the version after the one in which the mark was looked up (delta.py). So only one attempt at a batch is
+   committed. The files of other attempts are orphans that no reader sees.
+2. Each table of documents is the fold of all batches in `changes`, in order. A fold reads the committed files. It does
+   not read the source, which may have forgotten superseded versions or rolled back. Each commit of a fold is marked
+   with the number of the newest batch in it.
+3. A batch begins only when the batch before is in `changes` or has no events. So after a crash only the newest batch
+   may be missing in `changes`, and runs again. `documents` is never ahead of `changes`, but may be some batches behind.
+   A fold takes the files whose names have a batch's number above the table's mark. Batches that together change no
+   document leave no mark, and may be folded again, without effect. But compaction gives new names to some of their
+   files, and a fold of only the others could be wrong. So before a compaction every table gets the newest batch's mark.
 4. There is a second guard: a merge changes a row only if the event's (at_branch, at_seqno) is above the row's. This
    position rises for each key even across rollbacks, where seqno falls. So a batch folded twice would have no second
-   effect. The guard does not work after a resync of a vbucket, because positions may begin again.
-5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint would
-   skip or repeat events. So would an older copy of the right one, in which a batch's number means other offsets. Both
-   are refused.
+   effect. The resync of a vbucket overrides the guard for the vbucket's rows, because new positions may be lower.
+5. Two more marks name the stream's checkpoint and the batch's offsets. Another checkpoint is refused: it would skip or
+   repeat events. An older copy of the same checkpoint is refused, too: its batches may have other offsets.
 
-The cost of `documents`: a merge rewrites every file in which it changes a row, because delta-rs writes no deletion
-vectors. If changes are spread over all keys, each merge writes the whole table. So merges wait: on average they write
-at most `rewrite_rate` bytes a second (`Costs`), or more if WAITING_BYTES_MAX is exceeded. Replaced files are kept for
-only `keep_documents_hours`.
+The cost of `documents`: a merge writes again every file in which it changes a row. If changes are spread over all keys,
+each merge writes the whole table. So batches wait for a merge: on average merges write at most `rewrite_rate` bytes a
+second (`Costs`), or more if more than WAITING_BYTES_MAX wait. Replaced files go after `keep_documents_hours`.
 
-Invariants: rows of `documents` are live documents; at any moment both tables can be read, and show the state after some
-batch.
+Invariant: at any moment every table can be read, and shows the state after some batch.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ STATISTICS = "key,kind,collection,vbid,seqno,at_branch,at_seqno"
 """Columns of `changes` whose statistics let readers skip files."""
 
 WAITING_BYTES_MAX = 64 * 1024 * 1024
-"""If more bytes of compressed events wait, a fold is due at once. The fold holds all these events in memory."""
+"""A fold is due at once if more bytes of compressed events wait. The fold holds all these events in memory."""
 VACUUM_INTERVAL_S = 900.0
 
 
@@ -83,7 +81,7 @@ class Costs:
     rewrite_rate: int = 1 << 20
     """Bytes a second that merging may write on average. 0: merge after every batch."""
     keep_documents_hours: int = 1
-    """Time for which replaced files of `documents` are kept. A reader of one version must not take longer."""
+    """Time for which replaced files of `documents` are kept. A reader of one version must finish within this time."""
 
 
 class Batch(NamedTuple):
@@ -112,9 +110,9 @@ class Lake:
         clock: Callable[[], float] = time.monotonic,
         layouts: Layouts | None = None,
     ) -> None:
-        """Make missing tables. `checkpoint` names the stream's checkpoint, or is None for a new one; `selection` is the
-        stream's. Raises MirrorError; ConfigError for tables with another checkpoint, another selection (stored in their
-        description) or another layout.
+        """Open the tables, and make missing ones. `checkpoint` is the id of the stream's checkpoint (None: a new one);
+        `selection` is the stream's. Raises ConfigError for tables with another checkpoint, selection or layout, and
+        MirrorError.
         """
         self.folder = folder
         self.changes_folder = folder.child(CHANGES_FOLDER)
@@ -131,7 +129,7 @@ class Lake:
         self._waiting_bytes = 0  # bytes of files in `changes` that are not folded yet
         self._misfits_table = MisfitsTable(folder.child(QUARANTINE_FOLDER))
         self._tables: dict[str | None, DocumentsTable] = {}  # by collection; None: the table of all
-        self._collections: dict[str, frozenset[str] | None] = {}  # by file of `changes`; None: of all collections
+        self._collections: dict[str, frozenset[str] | None] = {}  # in a file of `changes`; None: all
         try:
             collections = self._collections_there()
             self.changes = self._open_or_make_changes()
@@ -222,7 +220,7 @@ class Lake:
         return f"part-{run_name()}-b{batch_number}"
 
     def has_changes(self, batch: Batch) -> bool:
-        """Return True if `changes` has the batch. Raises ConfigError for a checkpoint of other tables."""
+        """Return True if `changes` has the batch. Raises ConfigError if checkpoint and tables do not match."""
         self.changes.update_incremental()
         self._refresh_documents()
         self._check(batch.checkpoint)
@@ -253,7 +251,7 @@ class Lake:
         return self._clock() >= self._due_s or self._waiting_bytes > WAITING_BYTES_MAX
 
     def catch_up(self) -> Applied:
-        """Fold deferred batches. The result counts no events: `add_changes` did. Raises MirrorError."""
+        """Fold deferred batches. The result's `events` is 0: `add_changes` counted them. Raises MirrorError."""
         done = self.done_batch
         if done is None or done == self.folded_batch:
             return NOTHING
@@ -294,9 +292,7 @@ class Lake:
         return done
 
     def _make_missing(self, number: int) -> None:
-        """Make a table for each collection that gets its first documents. These are in batches that are not folded yet,
-        whose files still have the batches' names.
-        """
+        """Make the table of each collection whose first documents are in unfolded batches up to `number`."""
         for name in self._files_of(min((each.folded_to for each in self._tables.values()), default=-1), number):
             with opened(self.changes_folder, [name]) as (file,):
                 events = file.read(["kind", "collection"])
@@ -316,14 +312,14 @@ class Lake:
         return sum(table.bytes() for table in self._tables.values())
 
     def projected_bytes(self) -> int:
-        """Return the bytes that merges write before vacuum removes files, plus one whole merge. Without a
-        `rewrite_rate` they go on as since the last vacuum.
+        """Estimate the bytes that merges write while replaced files are kept, plus one merge of all documents. Without
+        a `rewrite_rate`, merges are expected to write as much as since the last vacuum.
         """
         rate = self._costs.rewrite_rate or self._since_vacuum_bytes / VACUUM_INTERVAL_S
         return round(rate * 3600 * max(1, self._costs.keep_documents_hours)) + self.documents_bytes()
 
     def _files_of(self, above: int, to: int) -> list[str]:
-        """Return the files in `changes` of the batches above `above`, up to `to`, in order."""
+        """Return the files in `changes` of batch numbers above `above` and up to `to`, in order."""
         found = ((batch_of(name), name) for name in self._files())
         return [name for number, name in sorted((n, name) for n, name in found if n is not None and above < n <= to)]
 
@@ -347,9 +343,10 @@ class Lake:
         return removed
 
     def tidy(self, keep_hours: int) -> None:
-        """Compact the tables, and remove files that no version of the last `keep_hours` needs.
+        """Compact the tables, and remove files that were replaced more than `keep_hours` ago, in tables of documents
+        more than `keep_documents_hours` ago if that is shorter.
 
-        Call this only between batches: compaction must not rename files that are not folded yet.
+        Call this only when every batch is folded: a fold would not find files with new names.
         """
         assert self.done_batch == self.folded_batch, "not within a batch"
         for table in self._tables.values():
@@ -362,7 +359,7 @@ class Lake:
             table.vacuum(min(keep_hours, self._costs.keep_documents_hours))
 
     def tidy_documents(self) -> None:
-        """Remove expired files of older versions of `documents`, at most every VACUUM_INTERVAL_S."""
+        """Remove files that were replaced more than `keep_documents_hours` ago, at most every VACUUM_INTERVAL_S."""
         if self._clock() >= self._vacuumed_s + VACUUM_INTERVAL_S:
             self._vacuumed_s, self._since_vacuum_bytes = self._clock(), 0
             for table in self._tables.values():
@@ -370,7 +367,7 @@ class Lake:
 
 
 def folder_name(collection: str) -> str:
-    """Return the folder of a collection's table. It has only letters, digits and `._-=`, so URLs need no escapes."""
+    """Return a folder name for a collection. It has only letters, digits and `._-=`, so URLs need no escapes."""
     return quote(collection, safe="").replace("~", "%7E").replace("%", "=")
 
 

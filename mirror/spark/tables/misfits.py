@@ -1,8 +1,8 @@
-"""The Delta table of documents that do not fit a schema: the version, the reason, and the beginning of the text.
+"""The Delta table of misfits: versions of documents that do not fit a schema, with the reason and the text's beginning.
 
-Knows its own columns; never how documents are read, nor the tables that have nulls in place of misfits. The first
-misfit makes the table. Invariant: a version is recorded once for each reason, even if it is read again, and before its
-row is committed to a table of documents.
+Knows its own columns; never how documents are read, nor the tables of documents. The first misfit makes the table.
+Invariant: a document's version is recorded once for each reason, even if it is read again, and before its row is
+committed to a table of documents.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Parquet files as parts of a table. The process that reads the data writes the files, and reports a few hundred bytes
-for each file.
+"""Write rows into parts: Parquet files that a commit can add to a Delta table.
 
-Knows Arrow batches and one folder (places.py); never tables, commits or Spark. Invariants: a reported part is complete
-and synced. An unfinished part is never reported, and its file is removed. If the process is killed, the file stays as
-an orphan, and its name tells which run wrote it. Memory is bounded by one row group.
+The process that reads the data writes the parts, and reports a `Part` for each. Knows Arrow batches and one folder
+(places.py); never tables, commits or Spark. Invariants: a reported part is complete and synced. An error removes all
+files of the writer. If the process is killed, its files stay, and their names tell which run wrote them. Memory is
+bounded by one row group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mirror.spark.places import folder_at
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 64 * 1024 * 1024
-"""Bytes in memory at which a row group is written: large enough for fast reads, small enough for memory."""
+"""Bytes in memory at which a row group is written."""
 
 TEXT_BOUND_MAX = 256
 """A text column with a longer minimum or maximum (in characters) gets no statistics in the table's log."""
@@ -58,8 +58,8 @@ def run_of(name: str) -> str | None:
 
 
 class PartWriter:
-    """Turns Arrow batches into parts: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`. An
-    error removes all files. Without rows there is no file, unless `write_empty` is called.
+    """Turns Arrow batches into parts: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`.
+    Without rows there is no file, unless `write_empty` is called.
     """
 
     def __init__(self, folder: str, prefix: str, schema: pa.Schema, *, part_bytes_max: int = PART_BYTES_MAX) -> None:
