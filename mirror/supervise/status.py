@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
+from mirror.feed.follow.group_commits import unusable
 from mirror.health import Health, assess_stored
 from mirror.ingest.selection import Selection
 from mirror.messages import Status
@@ -216,4 +217,4 @@ def _row(view: View, vbid: int, group: int) -> VbucketRow:
     try:
         return stored_row(view.state(vbid), group, view.history(vbid))
     except StorageError as error:
-        return reported_row({"vbid": vbid, "state": "damaged", "detail": str(error)}, group)
+        return reported_row({"vbid": vbid, "state": unusable(error), "detail": str(error)}, group)

@@ -12,7 +12,7 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,12 @@ import httpx
 import psutil
 import pytest
 
+from mirror.clock import SystemClock
 from mirror.sandbox import SandboxCluster, SandboxThread
+from storage.env import directory
 from storage.errors import CorruptedError
 from storage.read.view import open_view
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.cli.conftest import call
 from tests.crash.judge import judge
 from tests.crash.load import Load
@@ -77,12 +80,12 @@ def files_below(path: Path) -> dict[str, bytes]:
     }
 
 
-def published(data: Path, vbids: range = range(VBUCKETS)) -> list[int]:
+def published(data: Path, vbids: Sequence[int] = range(VBUCKETS)) -> list[int]:
     with open_view(str(data)) as view:
         return [int(view.state(vbid).published_seqno) for vbid in vbids]
 
 
-def wait_progress(service: Service, what: str, vbids: range = range(VBUCKETS)) -> None:
+def wait_progress(service: Service, what: str, vbids: Sequence[int] = range(VBUCKETS)) -> None:
     before = published(service.data, vbids)
     until(
         what,
@@ -289,6 +292,25 @@ def test_each_damaged_group_is_named_and_the_others_go_on(source: SandboxThread,
             if damage is not cut_short:  # missing pages end the process that reads them: only writers look first
                 with pytest.raises(CorruptedError):
                     view.state(group)
+
+
+def test_a_group_that_another_process_holds_at_the_start_is_opened_later(
+    source: SandboxThread, data: Path, writing: Load
+) -> None:
+    """It once was called damaged until a restart, and the procedure said to set a sound folder aside."""
+    options = WriterOptions(group=1, identity=directory.load(str(data)), clock_ms=SystemClock().wall_ms)
+    holder = GroupWriter(directory.group_path(str(data), 1), options)
+    with ExitStack() as held, Service(source.connection_string, data, *FLAGS) as service:
+        held.callback(holder.close)
+        service.start()
+        wait_progress(service, "the other groups to go on", [vbid for vbid in range(VBUCKETS) if vbid != 1])
+        status = until("a status", service.status)
+        row = status["vbuckets"][1]
+        assert (row["state"], "another process" in row["detail"]) == ("refused", True), row
+        held.close()
+        wait_progress(service, "every vbucket to go on")
+        assert service.terminate() == 0
+        assert not service.tracebacks()
 
 
 @pytest.mark.ci

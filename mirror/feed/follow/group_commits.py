@@ -60,6 +60,11 @@ class CommitPace:
         self._paid_at = max(self._paid_at, started - self._wait_max_s) + (ended - started) / COMMIT_SHARE
 
 
+def unusable(error: StorageError) -> VbucketStatus:
+    """Return the state of vbuckets whose store cannot be used."""
+    return VbucketStatus.DAMAGED if isinstance(error, CorruptedError) else VbucketStatus.REFUSED
+
+
 class Group:
     def __init__(self, writer: GroupWriter, commits: GroupCommits) -> None:
         self.writer = writer
@@ -119,9 +124,9 @@ class Group:
 
     def _give_up(self) -> None:
         """Stop the group for good, after a permanent error such as damage. Other groups continue."""
-        status = VbucketStatus.DAMAGED if isinstance(self.error, CorruptedError) else VbucketStatus.REFUSED
+        assert self.error is not None
         for vbucket in self.vbuckets.values():
-            vbucket.report(status, f"the store failed: {self.error}")
+            vbucket.report(unusable(self.error), f"the store failed: {self.error}")
         self.writer.give_up()
 
     def _retry_later(self, delay_s: float) -> None:

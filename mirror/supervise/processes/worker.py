@@ -14,15 +14,16 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mirror.clock import SystemClock
 from mirror.config import from_wire, required_data, required_source
-from mirror.errors import ConfigError
+from mirror.errors import ConfigError, SupervisionError
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow import commands
 from mirror.feed.follow.consumer import Consumer
+from mirror.feed.follow.group_commits import unusable
 from mirror.feed.follow.status import ConsumerStatus
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger, set_up_logs
@@ -45,7 +46,7 @@ from mirror.supervise.processes.pinned import PinnedPages
 from mirror.supervise.processes.quarantine import GroupMark, quarantined
 from storage.env import access, directory
 from storage.env.environment import MAP_SIZE, storage_error
-from storage.errors import StorageError
+from storage.errors import CorruptedError, StorageError
 from storage.history.purge import Window
 from storage.model import Identity
 from storage.write.writer import GroupWriter, WriterOptions
@@ -80,7 +81,8 @@ class News:
 class MirrorWork:
     """A consumer over the stores of some groups.
 
-    If a group cannot be opened, its vbuckets are reported as damaged; the others work.
+    If a group cannot be opened, its vbuckets are reported with the error, and the other groups work. Unless the group
+    is damaged, it is tried again; once it can be opened, the worker ends, and its successor opens all groups.
     """
 
     def __init__(
@@ -90,8 +92,11 @@ class MirrorWork:
         failures: dict[int, tuple[range, StorageError]],
         pins: PinnedPages,
         send: Send,
+        open_group: Callable[[int], GroupWriter],
     ) -> None:
         self._send = send
+        self._open_group = open_group
+        self._openable: int | None = None
         self._consumer = consumer
         self._status = ConsumerStatus(consumer)
         self._pins = pins
@@ -102,9 +107,24 @@ class MirrorWork:
         with contextlib.ExitStack() as stack:
             for writer in self._writers:
                 stack.callback(writer.close)
-            telling = asyncio.create_task(self._tell_news())
-            stack.callback(telling.cancel)
+            for work in (self._tell_news(), self._retry_failed()):
+                stack.callback(asyncio.create_task(work).cancel)
             await self._consumer.run()
+        if self._openable is not None:
+            raise SupervisionError(f"group {self._openable} can be opened now: the worker starts again with it")
+
+    async def _retry_failed(self) -> None:
+        while retried := [each for each, (_, error) in self._failures.items() if not isinstance(error, CorruptedError)]:
+            await asyncio.sleep(self._consumer.settings.storage_retry_interval_s)
+            for group in retried:
+                try:
+                    self._open_group(group).close()
+                except StorageError as error:
+                    self._failures[group] = (self._failures[group][0], error)
+                    continue
+                self._openable = group
+                await self._consumer.stop()
+                return
 
     async def _tell_news(self) -> None:
         news = News()
@@ -128,7 +148,7 @@ class MirrorWork:
             for group, (_, error) in self._failures.items()
         ]
         report["vbuckets"] += [
-            {"vbid": vbid, "state": "damaged", "text": str(error)}
+            {"vbid": vbid, "state": unusable(error), "text": str(error)}
             for vbids, error in self._failures.values()
             for vbid in vbids
         ]
@@ -207,34 +227,37 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
     gid = readers_gid(settings)
     mark = GroupMark(start.group_mark)
     left_alone = dict(start.quarantined)
-    for group in start.groups:
-        vbids = identity.group_vbids(group)
+
+    def open_group(group: int) -> GroupWriter:
         path = directory.group_path(data, group)
+        if group in left_alone:
+            raise quarantined(left_alone[group], path)
+        restore_missing(data, identity, group, clock.wall_ms())
+        with mark.inside(group):
+            return GroupWriter(
+                path,
+                WriterOptions(
+                    group=group,
+                    identity=identity,
+                    sync=settings.sync,
+                    clock_ms=clock.wall_ms,
+                    monotonic_ms=lambda: int(clock.monotonic() * 1000),
+                    map_size=settings.map_size_bytes or MAP_SIZE,
+                    window=window,
+                    resync_reads=settings.resync_reads,
+                ),
+            )
+
+    for group in start.groups:
         try:
-            if group in left_alone:
-                raise quarantined(left_alone[group], path)
-            restore_missing(data, identity, group, clock.wall_ms())
-            with mark.inside(group):
-                writer = GroupWriter(
-                    path,
-                    WriterOptions(
-                        group=group,
-                        identity=identity,
-                        sync=settings.sync,
-                        clock_ms=clock.wall_ms,
-                        monotonic_ms=lambda: int(clock.monotonic() * 1000),
-                        map_size=settings.map_size_bytes or MAP_SIZE,
-                        window=window,
-                        resync_reads=settings.resync_reads,
-                    ),
-                )
+            writer = open_group(group)
             writer.owner.at_work = mark.word
             writers.append(writer)
             if gid is not None:
-                share(path, gid)
+                share(directory.group_path(data, group), gid)
         except StorageError as error:
             log.error("group-not-opened", group=group, error=str(error))
-            failures[group] = (vbids, error)
+            failures[group] = (identity.group_vbids(group), error)
     if not writers:
         raise next(error for _, error in failures.values())
     newest, floor = start.cluster_map, start.map_floor
@@ -250,7 +273,8 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
         share_map=lambda found: send(NewClusterMap(found.to_wire())),
         ends_on_refusal=start.ends_on_refusal,
     )
-    work = MirrorWork(consumer, writers, failures, PinnedPages(clock.monotonic, settings.reader_pin_limit_s), send)
+    pins = PinnedPages(clock.monotonic, settings.reader_pin_limit_s)
+    work = MirrorWork(consumer, writers, failures, pins, send, open_group)
     work.resume_leases(start.leases)
     settle_collector()
     return work
