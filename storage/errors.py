@@ -1,7 +1,7 @@
 """Errors of the store. Each says what failed, where (`path`, `vbid`) and what to do (`hint`).
 
-`mirror/__init__.py` lists the errors that readers can get. `exit_code` is the exit code of the command. `retryable` is
-true if the same call may succeed later without intervention.
+`mirror/__init__.py` lists the errors that readers can get. `exit_code` is the exit code of a command that fails with
+the error. `retryable` is true if the same call may succeed later without intervention.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NotAMirror(StorageError):
 
 
 class Locked(StorageError):
-    """Another process writes the group, took the last reader slot, or has this process's PID in another container."""
+    """Another process writes the group, took LMDB's last reader slot, or has the same PID in another container."""
 
     retryable = True
 
@@ -73,13 +73,13 @@ class DeviceFailed(StorageError):
 
 
 class Full(StorageError):
-    """No space left: on the device, in a quota, or below the process's limit of file size or address space."""
+    """The device or a quota is full, or the process reached its limit of file size or address space."""
 
     retryable = True
 
 
 class SeqnoOrder(StorageError):
-    """The rows do not rise in seqno above the staged rows: the source broke the protocol."""
+    """New rows do not rise in seqno, or not above the staged rows: the source broke the protocol."""
 
 
 class NotHeld(StorageError):
@@ -105,7 +105,7 @@ class WriteLost(StorageError):
 
 
 class NotPublished(StorageError):
-    """The write that a reader waits for was not published in time."""
+    """The write that a reader waits for was not published before the reader's timeout."""
 
     retryable = True
 

@@ -18,7 +18,7 @@ ManifestUid = NewType("ManifestUid", int)
 Branch = NewType("Branch", int)
 
 NO_VBUUID = Vbuuid(0)
-"""The vbuuid in a stream request from 0, and of seqnos below the oldest entry of a failover log."""
+"""The vbuuid of a stream request from seqno 0, and of seqnos below the oldest entry of a failover log."""
 
 SEQNO_MAX = 2**64 - 1
 DEFAULT_COLLECTION = 0
@@ -66,8 +66,8 @@ class FailoverLog(tuple[FailoverEntry, ...]):
         return self[0].vbuuid if self else NO_VBUUID
 
     def vbuuid_at(self, seqno: int) -> Vbuuid:
-        """Return the vbuuid of the newest entry that began at or below `seqno`. Return NO_VBUUID if there is none, and
-        for seqno 0, which every history has.
+        """Return the vbuuid of the newest entry that began at or below `seqno`. Return NO_VBUUID if no entry did, and
+        for seqno 0, which belongs to every history.
         """
         if seqno:
             for entry in self:
@@ -89,8 +89,8 @@ class FailoverLog(tuple[FailoverEntry, ...]):
     def pruned(self, seqno: int, vbuuid: int | None = None) -> FailoverLog:
         """Return the log after a rollback to a boundary at `seqno`.
 
-        If no entry is left, add the boundary's (`vbuuid`, `seqno`). That entry does not begin at 0, because earlier
-        rows may belong to an older history.
+        If no entry is left, add an entry with the boundary's `vbuuid`. This entry begins at `seqno`, because rows
+        below may belong to an older history.
         """
         kept = [entry for entry in self if entry.seqno <= seqno]
         if not kept and seqno and vbuuid:
@@ -100,7 +100,7 @@ class FailoverLog(tuple[FailoverEntry, ...]):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRange:
-    """An incomplete snapshot: first seqno, last seqno and flags of its marker."""
+    """An incomplete snapshot: the first seqno, last seqno and flags that the source announced."""
 
     start_seqno: Seqno
     end_seqno: Seqno
@@ -224,11 +224,11 @@ class Boundary:
     time_ms: int
     """Wall clock when published, milliseconds since 1970."""
     history_ms: int = 0
-    """`HistoryClock` when published; the boundary's age is measured from here."""
+    """Time by `HistoryClock` (storage/write/owner.py) when published. The purger computes the boundary's age by it."""
     ordinal: int = 0
-    """Number of boundaries on the chain up to this one, purged ones included."""
+    """Number of boundaries on the chain up to this boundary, with purged boundaries."""
     row_bytes: int = 0
-    """Bytes of the rows on the chain up to this boundary, purged ones included."""
+    """Bytes of the rows on the chain up to this boundary, with purged rows."""
     history_id: int = field(default=0, compare=False)
     """See `Token.history_id`."""
 
@@ -237,8 +237,8 @@ class Boundary:
 class Rollback:
     """A rollback that readers saw: from (`from_branch`, `from_seqno`) to a new branch that begins at `to_seqno`.
 
-    A deferred rollback (`publish = persisted`) moved readers to `reached_seqno` of the new branch in one step. It
-    retracts a version above `to_seqno` only if the new branch has no version of the key up to `reached_seqno`.
+    A deferred rollback (`publish = persisted`) moved readers to `reached_seqno` of the new branch in one step. Such a
+    rollback retracts a version above `to_seqno` only if the new branch has no version of the key up to `reached_seqno`.
     """
 
     vbid: int
@@ -253,7 +253,7 @@ class Rollback:
 
 
 def purge_seqno_of(local_purge_seqno: int, missing_seqno: int, floor_seqno: int) -> int:
-    """Return the purge seqno of a served copy: tombstones up to it may be missing (docs/protocol.md 4.6).
+    """Return the purge seqno of a served copy (docs/protocol.md 4.6).
 
     `missing_seqno` may be SEQNO_MAX (unknown, see `VbucketState`). Then the floor bounds the result.
     """
@@ -270,9 +270,9 @@ class SourceFacts(TypedDict, total=False):
 
 
 class VbucketState(NamedTuple):
-    """The state that a vbucket resumes from. A commit writes it together with the rows."""
+    """The state from which a vbucket continues after a restart. A commit writes the state together with the rows."""
 
-    # A tuple for speed: a commit makes one for each vbucket, and `_replace` takes an eighth of `dataclasses.replace`.
+    # A tuple for speed: each commit calls `_replace`, which takes an eighth of the time of `dataclasses.replace`.
 
     vbid: int
     branch: Branch
@@ -282,10 +282,10 @@ class VbucketState(NamedTuple):
     staging_branch: Branch
     """The branch that rows are written to. It differs from `branch` during a resync or a deferred rollback."""
     staged_seqno: Seqno
-    """The last seqno accepted on the staging branch, from a row or a seqno advance, published or not."""
+    """The last seqno received on the staging branch, with a row or with a message that only advances the seqno."""
     staging_published_seqno: Seqno
-    """The newest published snapshot end on the staging branch. Equals `published_seqno` if that branch is served.
-    Otherwise it is 0 (resync) or the boundary of the deferred rollback.
+    """The published seqno of the staging branch: `published_seqno` if readers see this branch, 0 during a resync, the
+    seqno of the rollback's boundary during a deferred rollback.
     """
     open_snapshot: SnapshotRange | None
     """The incomplete snapshot that the last staged rows belong to; None between snapshots."""
@@ -301,7 +301,7 @@ class VbucketState(NamedTuple):
     """The filter in the stream requests of the staging branch; None: no filter; empty: unknown."""
     missing_seqno: int = 0
     """Tombstones up to here may be missing on the staging branch: the source purged them before the first snapshot. If
-    the source does not report its purge seqno, the value is SEQNO_MAX until that snapshot is published.
+    the source does not report its purge seqno, the value is SEQNO_MAX until the first snapshot is published.
     """
 
     @property
@@ -315,8 +315,8 @@ class VbucketState(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True once a complete snapshot is served. An empty vbucket publishes its snapshot at seqno 0; afterwards it
-        has a failover log and no rows.
+        """True once a complete snapshot is served. The snapshot of an empty vbucket ends at seqno 0. Once this
+        snapshot is published, there is a failover log, and nothing is staged.
         """
         if self.published_seqno:
             return True
@@ -325,7 +325,7 @@ class VbucketState(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document as readers get it. `value`: the decompressed body without xattrs, or with `raw` the stored value."""
+    """A document as readers get it. `value`: the decompressed body without xattrs, or the stored value (`raw`)."""
 
     # A tuple for speed: a frozen dataclass of these fields takes three times as long to build.
 
@@ -351,7 +351,7 @@ class Document(NamedTuple):
 
 
 class DocumentField(NamedTuple):
-    """A numeric field of a document: an HTTP header, a JSON member, and a column of SQL, Arrow and Spark."""
+    """A numeric field of a document, for HTTP headers, JSON, and columns of SQL, Arrow and Spark."""
 
     name: str
     """The field's name in `Document`."""
@@ -379,7 +379,7 @@ JSON_FIELDS = tuple(each.name for each in DOCUMENT_FIELDS if each.in_json)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The bucket that a data directory mirrors, and the directory's layout. `meta` of each environment has a copy."""
+    """The bucket that a data directory mirrors, and the directory's layout. Each LMDB environment has a copy."""
 
     cluster_uuid: str
     bucket_name: str

@@ -1,7 +1,7 @@
 """Storage of a backup's parts: files of a folder, or members of a tar stream.
 
 Knows files and tar; never the content of a part. Invariants: parts are read and written one by one, so memory does not
-grow with the mirror; the name of a tar's member is never used as a path.
+grow with the mirror's size; the name of a tar's member is never used as a path.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TarSink:
 
 
 def folder_parts(path: str) -> Iterator[BackupPart]:
-    """Yield the parts in a folder, the manifest last. Raises CorruptedError, StorageError."""
+    """Yield the parts in a folder, `backup.json` last. Raises CorruptedError, StorageError."""
     if not os.path.exists(os.path.join(path, MANIFEST)):
         raise CorruptedError(f"is no complete backup: it has no {MANIFEST}", path=path, hint=AGAIN)
     names = []

@@ -1,11 +1,11 @@
-"""Backups: copy a mirror in parts with checksums, also while its service runs, and restore a mirror from them.
+"""Makes backups of a mirror, also while its service runs, and restores a mirror from a backup.
 
-Knows the layout of a backup (FORMAT.md, "Backups"); `storage.admin.archive` stores the parts. Invariants:
-- each group is copied in one read transaction, so the rows of a vbucket match its state;
-- the manifest is the last part, so an unfinished backup has none;
+A backup (FORMAT.md, "Backups") is a series of parts, which `storage.admin.archive` stores. Invariants:
+- each group is copied in one read transaction, so rows and state of a vbucket match;
+- `backup.json`, the list of parts and checksums, is the last part, so an unfinished backup lacks this file;
 - a restore compares every checksum before it puts a file in place, and writes `mirror.json` last;
-- in a restored mirror, positions above the published seqnos have a new history id: the restored mirror refuses tokens
-  that the original issued for later changes.
+- in a restored mirror, positions above the published seqnos have a new history id, so the mirror refuses tokens that
+  the original issued for later changes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PART = re.compile(rf"group-(\d{{4}})/{re.escape(DATA_FILE)}\.(\d{{6}})")
 AGAIN = "make the backup again, or take another one"
 
 Progress = Callable[[int, int], None]
-"""Called with the numbers of finished groups and of bytes so far. A restore counts each group twice."""
+"""Called with the numbers of finished groups and of bytes so far. A restore counts the groups again for its checks."""
 
 
 class BackupPart(NamedTuple):
@@ -63,9 +63,9 @@ class Summary:
     time_ms: int
     """Begin of the backup, milliseconds since 1970."""
     as_of_ms: int | None
-    """The restored mirror serves the newest boundaries up to this time; None: the published positions."""
+    """The restored mirror serves the newest boundaries up to this time; None: the published seqnos."""
     published: dict[int, int]
-    """The seqnos that the restored mirror serves, by vbucket."""
+    """For each vbid: the seqno that the restored mirror serves."""
     parts: int
     bytes: int
 
@@ -79,7 +79,7 @@ def part_name(group: int, number: int) -> str:
     return f"{os.path.basename(directory.group_path('', group))}/{DATA_FILE}.{number:06}"
 
 
-# -- making one -------------------------------------------------------------------------------------------------------
+# -- making a backup --------------------------------------------------------------------------------------------------
 
 
 def create(
@@ -104,7 +104,7 @@ def create(
                 byte_count += len(data)
                 progress(group, byte_count)
             progress(group + 1, byte_count)
-        followed = directory.load_map(path, identity.bucket_uuid)  # read last: must not be older than the data
+        followed = directory.load_map(path, identity.bucket_uuid)  # read last: the map must not be older than the data
     manifest = {
         "kind": KIND,
         "version": VERSION,
@@ -128,8 +128,8 @@ def _digest(manifest: dict[str, Any]) -> str:
 def _group_parts(
     view: View, group: int, as_of_ms: int | None, published: dict[int, int], rollbacks: dict[int, int]
 ) -> Iterator[bytes]:
-    """Yield a group's compacted copy in parts. From the same transaction, put the seqno that each restored vbucket
-    serves into `published`, and the boundary to which the restore must roll it back into `rollbacks`.
+    """Yield a group's compacted copy in parts. Before the first part, add to `published` the seqno that each restored
+    vbucket serves, and to `rollbacks` the boundary of each vbucket that the restore must roll back.
     """
     vbids = view.identity.group_vbids(group)
     if not vbids:
@@ -149,11 +149,11 @@ def _group_parts(
             yield part
 
 
-# -- making a mirror of one -------------------------------------------------------------------------------------------
+# -- restoring a mirror -----------------------------------------------------------------------------------------------
 
 
 def check_target(target: str) -> None:
-    """Raise StorageError if `target` is not empty (but for `lost+found`) or cannot be read."""
+    """Raise StorageError if `target` holds anything but `lost+found`, or cannot be read."""
     try:
         names = sorted(os.listdir(target))
     except FileNotFoundError:
@@ -177,8 +177,8 @@ def restore(
 ) -> Summary:
     """Restore a backup into a mirror at `target`, which must be missing or empty.
 
-    The checksums show damage of the backup. `check_rows` also checks all rows, to show damage of the original.
-    Raises StorageError. After CorruptedError or UnknownFormat, `target` is as before.
+    The checksums show damage of the backup. With `check_rows` all rows are checked, too: this shows damage that the
+    original mirror had. Raises StorageError. After CorruptedError or UnknownFormat, `target` is as before.
     """
     check_target(target)
     work = os.path.join(target, WORK)
@@ -280,7 +280,7 @@ class _Files:
 
 
 def read_manifest(data: bytes) -> dict[str, Any]:
-    """Decode the manifest of a backup. Raises CorruptedError, UnknownFormat."""
+    """Decode `backup.json`. Raises CorruptedError, UnknownFormat."""
     try:
         manifest = json.loads(data)
         if manifest["kind"] != KIND:

@@ -1,7 +1,7 @@
 """The integrity walk: checks the invariants of FORMAT.md on every row of every vbucket.
 
-Each vbucket has a transaction of its own, because a long transaction makes the file of a running service grow. The walk
-shows that the stored data is consistent in itself; `verify` compares the data with the source.
+The walk reads each vbucket in a transaction of its own, because a long transaction makes the file of a running service
+grow. The walk finds contradictions within the stored data; `verify` compares the data with the source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storage.model import SEQNO_MAX, Identity, Kind
 
 PROBLEMS_MAX = 1000
 GAP_ROWS = 5_000_000
-"""Hashes of a vbucket's key rows held in memory. The key row of each further row is looked up, which is slower."""
+"""Maximum number of hashes of a vbucket's key rows in memory. For further rows, the walk looks up each key row."""
 
 
 @dataclass(slots=True)
@@ -47,10 +47,10 @@ Progress = Callable[[int, int], None]
 
 
 def check(path: str, *, progress: Progress | None = None) -> CheckReport:
-    """Walk the mirror at `path`, group by group: LMDB's pages (py-lmdb's verifier; some 150 MB/s), then their contents.
+    """Check the mirror at `path`, group by group: first LMDB's pages, by py-lmdb's verifier, then the rows.
 
-    Damage of a group is reported, not raised. Raises NotAMirror, ReadOnly, UnknownFormat, and CorruptedError for
-    `mirror.json`. `progress(done, of)` counts vbuckets.
+    Problems of a group are reported, not raised. Raises NotAMirror, ReadOnly, UnknownFormat or CorruptedError for
+    `mirror.json`. `progress` gets the number of checked vbuckets and of all vbuckets.
     """
     identity = directory.load(path)
     report = CheckReport()
@@ -198,7 +198,7 @@ class _VbucketCheck:
         self._check_spans()
 
     def _check_counters(self) -> None:
-        """Above the floor, compare each boundary's counters with those of the boundary before and the rows between."""
+        """Check each boundary above the floor: its counters are those of the boundary before, plus the rows between."""
         expected = None
         row_bytes = 0
         for key, value in chain.rows_after(self.txn, self.vbid, self.served, self.state.history_floor_seqno - 1):
@@ -229,8 +229,8 @@ class _VbucketCheck:
                     self._add(f"a boundary at {where}, inside a span from {before_seqno} to {end_seqno}")
 
     def _check_rows(self) -> dict[bytes, int]:
-        """Check that every row decodes, has the seqno of its key and lies above the base of its branch. Return a hash
-        of each key row that must be stored, by the key of its row, for at most `GAP_ROWS` rows; look up the others.
+        """Check that every row decodes, has the seqno of its row key and lies above the base of its branch. Return, by
+        row key, a hash of each key row that must be stored. After `GAP_ROWS` hashes, look up the key rows instead.
         """
         state = self.state
         references: dict[bytes, int] = {}
@@ -278,7 +278,7 @@ class _VbucketCheck:
         return any(link.branch == branch and seqno <= link.cut for link in self.served)
 
     def _check_keys(self, references: dict[bytes, int]) -> None:
-        """Check that every key row points to a row of its key and kind, and that each row in `references` has one."""
+        """Check that every key row points to a row of its key and kind, and that each of `references` has a key row."""
         rows_db = keys.rows_db(self.vbid)
         pointed = 0
         previous = b""

@@ -4,7 +4,7 @@ Knows modes and system groups; never the contents of the files. The members may 
 `mirror.json`, `map.json` and the data files, and write the lock files, because LMDB registers readers there.
 Invariants:
 - the system group cannot write data, and other users have no access;
-- the group of a file is set before its mode, so no other group ever gets access.
+- a file's system group is set before its mode, so no other system group ever gets access.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOCK_MODE = 0o660
 
 def group_id(name: str) -> int:
     """Return the id of a system group, given by name or id. Raises StorageError if the name is unknown, or if this user
-    may not give it files.
+    may not give files to the group.
     """
     try:
         found = grp.getgrnam(name).gr_gid
@@ -57,7 +57,7 @@ def share_group(folder: str, gid: int) -> None:
 
 
 def _give(path: str, gid: int, mode: int) -> None:
-    """Set group and mode by path: opening and closing the lock file would release this process's LMDB locks."""
+    """Set group and mode by path: closing a descriptor of the lock file would release this process's LMDB locks."""
     try:
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):

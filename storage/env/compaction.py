@@ -1,12 +1,12 @@
 """A compacted copy of an LMDB file as of one transaction, made page by page.
 
-Knows the layout of LMDB 0.9 files (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta); never the contents of the trees.
-LMDB's own compacting copy is not used, because it follows damaged page numbers. In py-lmdb 3.0.0 that copy also crashes
-if a key has some hundred values of a fixed size: the patch `validate-md-pad` reads the tree of a cursor, and the copy's
-cursor has no tree. Invariants:
-- pages are read from the file, never from the map;
+Knows the layout of LMDB 0.9 files (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta); never the contents of the trees
+(LMDB's named databases). LMDB's own compacting copy is not used, because it follows damaged page numbers. In py-lmdb
+3.0.0, with the patch `validate-md-pad`, LMDB's copy also crashes if a key has some hundred values. Invariants:
+- pages are read from the file, never from LMDB's memory map;
 - page numbers, nodes and lengths are checked against their bounds before use;
-- the copy holds the live pages in their old order, with renumbered references and an empty free list.
+- the copy holds the live pages (all that the transaction can reach) in their old order, with renumbered references, and
+  no free pages.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from storage.env.environment import DATA_FILE, Environment
 from storage.errors import SET_ASIDE, CorruptedError, StorageError
 
 _PAGE = struct.Struct("=QHHHH")
-"""Page number, pad, flags, lower, upper; in a large value's first page the last two fields are its number of pages."""
+"""Page number, pad, flags, lower, upper; in a large value's first page the last two are the value's number of pages."""
 _EXTENT = struct.Struct("=12xI")
 _NODE = struct.Struct("=HHHH")
-"""Size of the data (low, high half), flags, size of the key. In a branch page the first three are a page number."""
+"""Size of the data (low, high half), flags, key size. In a branch page the first three fields are a page number."""
 _META = struct.Struct("=IIQQ48s48sQQ")
 """Magic, data version, address, map size, tree of free pages, main tree, last page, transaction."""
 _TREE = struct.Struct("=IHHQQQQQ")
@@ -38,16 +38,16 @@ _BRANCH, _LEAF, _OVERFLOW, _META_PAGE, _FIXED_LEAF = 0x01, 0x02, 0x04, 0x08, 0x2
 _BIG, _SUBTREE = 0x01, 0x02
 _NO_ROOT = 2**64 - 1
 _VERBATIM, _BRANCHES, _REFERS, _CONTINUES = 1, 2, 3, 4
-"""Kinds of live pages. `_CONTINUES`: a page of a large value after its first page; it has no header."""
+"""Kinds of live pages. `_CONTINUES`: a later page of a large value, without a header."""
 
 
 class Compaction:
-    """The live pages of one transaction, which must stay open while `pages` copies them."""
+    """The live pages of one transaction. The transaction must stay open while `pages` copies them."""
 
     def __init__(self, environment: Environment, txn: lmdb.Transaction) -> None:
-        """Find the live pages. Call this soon after the begin of `txn`: two commits later its meta page is overwritten.
+        """Find the live pages. Call this soon after the begin of `txn`.
 
-        Raises CorruptedError, StorageError.
+        LMDB keeps the meta pages (roots) of only the newest two commits. Raises CorruptedError, StorageError.
         """
         self._path = environment.path
         self.page_bytes = int(environment.env.stat()["psize"])

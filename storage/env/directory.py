@@ -1,7 +1,7 @@
-"""A mirror's directory: `mirror.json`, `map.json`, group folders, and the locks that keep one writer per group.
+"""A mirror's directory: `mirror.json`, `map.json`, group folders, and the lock of each group's writer.
 
-Invariants: `mirror.json` is written last, by fsync and rename. A directory without this file counts as empty, except if
-a writer has opened a group. The number of groups never changes; vbucket v belongs to group v % groups.
+Invariants: `mirror.json` is written last, by fsync and rename. A directory without this file counts as empty, unless a
+writer has opened a group. The number of groups never changes; vbucket v belongs to group v % groups.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from storage.model import Branch, BranchReason, FailoverLog, Identity, Seqno
 
 FORMAT = 2
 FORMATS_READ = (2,)
-"""Readable formats, oldest first. Released formats stay readable: tests/whole/test_upgrade.py opens one of each."""
+"""Readable formats, oldest first. tests/whole/test_upgrade.py opens a mirror of each released format."""
 FILE = "mirror.json"
 MAP_FILE = "map.json"
 MAP_HINT = "remove the file: the next start follows the newest map of all nodes that answer"
 READERS_HINT = "run as the user that owns the mirror, or as a member of its readers_group"
 META_BYTES = 8192
-"""Size of LMDB's two meta pages. If they are zeros, the file holds no data."""
+"""Size of LMDB's two meta pages, the head of a file. If they are zeros, the file holds no data."""
 DAMAGED_HINT = "remove the file: the next command prints the line that makes it again"
 LOCK_PAUSES_S = (0.002, 0.01)
-"""Pauses before further tries for the lock. Readers that test the lock hold it for some microseconds."""
+"""Pauses between tries for the lock, because a reader that tests the lock holds it for some microseconds."""
 VBUCKETS_MAX = 65536
 GROUPS_MAX = 1024
 
@@ -45,7 +45,7 @@ def exists(path: str) -> bool:
 
 
 def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
-    """Make an empty mirror at `path`: environments first, `mirror.json` last. Raises StorageError if there is one."""
+    """Make an empty mirror at `path`: environments first, `mirror.json` last. Raises StorageError if it exists."""
     if exists(path):
         raise StorageError("already holds a mirror", path=path)
     check_unused(path)
@@ -65,7 +65,7 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
 
 
 def check_unused(path: str) -> None:
-    """Raise CorruptedError if a writer has ever opened a group at `path`, where `mirror.json` is missing. Raises
+    """For a `path` without `mirror.json`: raise CorruptedError if a writer has ever opened a group there. Raises
     StorageError if a group cannot be read.
     """
     for file in sorted(glob.glob(os.path.join(glob.escape(path), "group-*", DATA_FILE))):
@@ -91,7 +91,7 @@ def check_unused(path: str) -> None:
 
 
 def _meta(environment: Environment) -> tuple[bytes, bytes]:
-    """Read the stored identity and fence of an environment; both are empty if its creation was interrupted."""
+    """Read the identity and fence (a number that each writer raises); both are empty if creation was interrupted."""
     with environment.read() as read:
         if read.raw.get(keys.DB_META) is None:
             return b"", b""
@@ -146,7 +146,7 @@ def create_environment(path: str, group: int, identity: Identity, *, time_ms: in
 
 
 def identity_bytes(identity: Identity, group: int, stored_format: int = FORMAT) -> bytes:
-    """Return the value of the key `identity` in `meta`. A file with another value belongs to another mirror."""
+    """Return the value of `identity` in the tree `meta`. A file with another value belongs to another mirror."""
     return bytes(msgpack.packb([stored_format, group, *_fields(identity).values()]))
 
 
@@ -160,7 +160,7 @@ def _fields(identity: Identity) -> dict[str, object]:
 
 
 def check_identity(stored: bytes | None, identity: Identity, group: int, path: str) -> None:
-    """Raise WrongBucket, UnknownFormat or CorruptedError if `stored`, the identity in `meta`, is not `identity`."""
+    """Raise WrongBucket, UnknownFormat or CorruptedError if `stored`, an environment's identity, is not `identity`."""
     if any(stored == identity_bytes(identity, group, known) for known in FORMATS_READ):
         return
     found = _stored_description(stored, path)
@@ -302,7 +302,7 @@ def group_files(path: str, count: int) -> list[tuple[int, int]]:
 @dataclass(frozen=True, slots=True)
 class MapRecord:
     """The epoch and revision of the newest cluster map that a mirror followed. After a restart the mirror follows no
-    older map. `map.json` is replaced before the map is followed.
+    older map. The mirror replaces `map.json` before it follows a newer map.
     """
 
     bucket_uuid: str
@@ -315,7 +315,7 @@ class MapRecord:
 
 
 def load_map(path: str, bucket_uuid: str) -> MapRecord | None:
-    """Return the record of the mirror at `path`, or None if this bucket has no record. Raises StorageError."""
+    """Return the record of the mirror at `path`, or None if it is of another bucket or missing. Raises StorageError."""
     file_path = os.path.join(path, MAP_FILE)
     try:
         with open(file_path, encoding="utf-8") as file:

@@ -1,9 +1,9 @@
-"""Opens and closes LMDB environments: map size, reader slots, handles, the fork guard, and LMDB's errors.
+"""Opens and closes LMDB environments, begins their transactions, and translates LMDB's errors.
 
-Knows LMDB; knows nothing of rows. Invariants:
-- a process opens an environment file at most once (LMDB's own rule), and never uses it after fork;
-- the map is large from the start (reserved address space, not disk);
-- tree handles are opened in a transaction of their own, before any transaction that uses them.
+Knows LMDB; never rows. Invariants:
+- a process opens an environment file at most once (LMDB's own rule), and a child never uses it after fork;
+- the file's memory map is large from the start (reserved address space, not disk);
+- handles of trees (LMDB's named databases) are opened in a transaction of their own, before any use.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from storage.errors import (
 from storage.format import keys
 
 MAP_SIZE = 64 << 30
-"""Address space reserved per environment, bytes. The file has only the written pages; the writer grows a full map."""
+"""Address space reserved for each environment, bytes. The file has only written pages. The writer grows a full map."""
 READER_TRIES = 3
-"""Runs of py-lmdb's verifier before a reader or `check` reports damage. A commit during a run can look like damage."""
+"""Damage is reported after this many runs of py-lmdb's verifier found it. A commit in a run can look like damage."""
 READERS_MAX = 1024
 """Reader slots for the reads of all processes (LMDB's default: 126). Without a free slot, a read raises Locked."""
 DATA_FILE = "data.mdb"
@@ -49,19 +49,19 @@ LOCK_FILE = "lock.mdb"
 WRITER_LOCK_FILE = "writer.lock"
 """The file on which the environment's writer holds a flock."""
 LOOK_INTERVAL_S = 1.0
-"""Pause between two checks that the open file is still at its path. A check takes a few microseconds."""
+"""Pause between two checks that the open file is still at its path."""
 UNREGISTERED_LOOK_INTERVAL_S = 0.01
-"""The same pause if LMDB cannot register readers. A starting writer takes longer than this for its first two commits.
-Only its later commits overwrite pages that are being read, so a reader notices the writer in time.
+"""The same pause on a read-only mount, where LMDB cannot register readers. A starting writer overwrites no page that is
+being read before its third commit. Two commits take longer than the pause, so a reader notices the writer in time.
 """
 REMAP_WAIT_S = 10.0
-"""Longest wait for this process's reads before the map changes size; then StorageError. A read takes milliseconds."""
+"""Longest wait for the end of this process's reads before a change of the map's size fails with StorageError."""
 REMAP_POLL_S = 0.0005
 SPACE_MIN = 1 << 20
 """Bytes. With less free space, an input/output error of LMDB is reported as a full disk."""
 
 LMDB_VERSION_MIN = (3, 0)
-"""Oldest usable py-lmdb. Older ones cannot verify pages, and trust page numbers and lengths in a damaged file."""
+"""Oldest usable py-lmdb. Older versions cannot verify pages, and trust page numbers and lengths in a damaged file."""
 DAMAGE = (
     lmdb.BadTxnError,  # an earlier call found a damaged page, but could not return an error
     lmdb.CorruptedError,
@@ -134,7 +134,7 @@ def storage_error(error: Exception, path: str) -> StorageError:
 
 
 def refuse_unsound_lmdb() -> None:
-    """Raise StorageError if py-lmdb is too old, or runs without its own patched LMDB: others crash on damaged pages."""
+    """Raise StorageError if py-lmdb is too old or lacks its patched LMDB: damaged pages could crash the process."""
     version = tuple(int(part) for part in lmdb.__version__.split(".")[:2])
     is_patched = bool(lmdb.version(subpatch=True)[3])
     if version < LMDB_VERSION_MIN or not is_patched:
@@ -161,9 +161,9 @@ def _check_is_there(path: str) -> None:
 
 
 def _refuse_unregistered(path: str) -> None:
-    """Raise ReadOnly if a process may be writing the environment at `path`, which is mounted read-only.
+    """For a `path` on a read-only mount: raise ReadOnly if a process may be writing the environment.
 
-    On such a mount LMDB silently registers no readers. A writer with another mount of the same files would then reuse
+    On such a mount LMDB silently registers no readers. A process that writes the files by another mount would reuse
     pages that are being read.
     """
     try:
@@ -282,7 +282,7 @@ class Environment:
             raise found from error
 
     def _settle_meta_pages(self) -> None:
-        """Write both meta pages to the disk, as they are in memory, before any other write.
+        """Write the meta pages (LMDB's roots of the last two commits) from the kernel's cache to the disk.
 
         After a failed sync the kernel may regard a meta page as written although the disk has an older one. LMDB would
         then overwrite pages that the older meta page still needs. Writing the meta pages is safe, because the pages to
@@ -324,7 +324,7 @@ class Environment:
         return self.replaced
 
     def missing_bytes(self) -> int:
-        """Return by how many bytes the file is shorter than its meta page says.
+        """Return the number of bytes that the file lacks up to the last page that LMDB counts.
 
         A sound file may lack a few pages at the end: LMDB does not write pages that a transaction took and gave back.
         Reading any other missing page ends the process by SIGBUS.
@@ -333,8 +333,8 @@ class Environment:
         return max(0, pages * int(self.env.stat()["psize"]) - self.file_bytes())
 
     def _refuse_cut_short(self, tries: int) -> None:
-        """If pages are missing, verify the file. Raise CorruptedError if each of `tries` runs finds damage: while a
-        writer changes the file, a run may find false damage.
+        """If pages are missing, verify the file. Raise CorruptedError if each of `tries` runs finds damage (see
+        `READER_TRIES`).
         """
         missing = self.missing_bytes()
         if not missing:
@@ -351,7 +351,7 @@ class Environment:
         return self._handles[name]
 
     def open_all(self) -> None:
-        """Open every tree, before any transaction that uses a tree. A writer creates missing trees."""
+        """Open the handle of every tree. A writer creates missing trees."""
         with self._map_lock:
             if self._handles:
                 return
@@ -361,8 +361,8 @@ class Environment:
                     with self.env.begin(write=True) as txn:
                         self._handles = {name: self._open_db(name, txn=txn, create=True) for name in names}
                 else:
-                    # Not in a transaction of `read`: py-lmdb would reset it for later use instead of committing it, and
-                    # LMDB would forget the handles that were opened in it.
+                    # Not in a transaction of `read`: py-lmdb resets such a transaction instead of committing it, and
+                    # LMDB then forgets the handles.
                     self._handles = {name: self._open_db(name, create=False) for name in names}
             except lmdb.NotFoundError as error:
                 raise CorruptedError("a tree is missing", path=self.path, hint=RUN_CHECK) from error
@@ -419,7 +419,7 @@ class Environment:
 
     @contextlib.contextmanager
     def read(self, *, buffers: bool = False) -> Iterator[Transaction]:
-        """Open a read transaction. Errors of LMDB and of damaged records are raised as StorageError."""
+        """Open a read transaction for a `with` block. Errors of LMDB and decoding in the block become StorageError."""
         txn = self.begin(buffers=buffers)
         try:
             yield Transaction(self, txn)
@@ -429,11 +429,11 @@ class Environment:
             self.end(txn)
 
     def _remap(self, size: int, seen_count: int) -> None:
-        """Map the file in another size (0: the size that the writer gave it). Do nothing if another thread did so since
-        `_remap_count` was `seen_count`.
+        """Map the file in another size (0: the size that the writer gave it). Do nothing if another thread mapped the
+        file since `_remap_count` was `seen_count`.
 
-        LMDB would move the map under open reads, so this waits until they have ended, for at most `REMAP_WAIT_S`. New
-        reads wait for the new map.
+        LMDB would move the map under open reads. So wait for their end, at most `REMAP_WAIT_S`; new reads wait for the
+        new map.
         """
         with self._map_lock:
             if self._remap_count != seen_count:
@@ -461,7 +461,7 @@ class Environment:
         return size
 
     def newest_commit(self) -> int:
-        """Return the number of the newest commit, at much less cost than by a transaction."""
+        """Return the number of the newest commit, without the cost of a transaction."""
         try:
             return int(self.env.info()["last_txnid"])
         except lmdb.Error as error:
@@ -486,7 +486,7 @@ class Environment:
 
 
 class _Shared:
-    """The open environments of this process by path, because LMDB must not open a file twice in one process.
+    """The open environments of this process by path. LMDB must not open a file twice in one process.
 
     `announce` adds a writer's environment; views in the writer's process then share it.
     """
@@ -537,4 +537,3 @@ class _Shared:
 
 
 SHARED = _Shared()
-"""Process-wide, because a process may open a file of LMDB only once."""

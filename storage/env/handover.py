@@ -1,9 +1,8 @@
-"""Copies of groups' environments, made on several machines and joined into one mirror.
+"""Copies the environments of groups, filled by several machines, into the folder that becomes one mirror.
 
-Knows a mirror's directory; never the origin or destination of an environment. LMDB must not run on a network file
-system, but finished files may be stored on one. So `pack` writes each file in one pass, `describe` turns a folder of
-files into a mirror, and neither opens LMDB in the target. Invariants: a group's folder under its final name is complete
-and synced; `mirror.json` is written last.
+LMDB must not run on a network file system, but the folder may be on one. So `pack` writes each file in one pass, and
+neither `pack` nor `describe` opens LMDB in the folder. Invariants: a group's folder gets its final name when it is
+complete and synced; `mirror.json` is written last.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from storage.model import Identity
 
 
 def pack(folder: str, group: int, identity: Identity, target: str) -> int:
-    """Copy the group environment in `folder`, which must not be open, into the mirror's directory `target`. Return the
-    size of the copy in bytes.
+    """Copy the group environment in `folder` into the mirror's directory `target`. Return the copy's size in bytes.
 
-    An existing copy is kept. Raises StorageError, for example if `target` cannot be written.
+    The environment must not be open. An existing copy is kept. Raises StorageError, for example if `target` cannot be
+    written.
     """
     finished = directory.group_path(target, group)
     unfinished = f"{finished}.{uuid.uuid4().hex}.new"
@@ -64,7 +63,7 @@ def is_packed(target: str, group: int) -> bool:
 
 
 def describe(target: str, identity: Identity) -> None:
-    """Turn a folder of packed groups of `identity` into a mirror. Raises CorruptedError if a group is missing."""
+    """Make a mirror of the packed groups in `target`. Raises CorruptedError if a group is missing."""
     for group in range(identity.group_count):
         if not is_packed(target, group):
             raise CorruptedError("the group is missing", path=directory.group_path(target, group))

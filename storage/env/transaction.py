@@ -1,7 +1,7 @@
 """A transaction: the argument of every function that reads or writes an environment.
 
-Knows LMDB's transaction, the names of the trees and the small records. A transaction sees one commit. Values that it
-returned may be outdated after its end. Hot loops use `raw` with tree handles that they looked up once.
+Knows LMDB's transaction, the names of the trees (LMDB's named databases) and the records of `pub` and `state`. A
+transaction sees one commit. Hot loops use `raw` with handles that they looked up once (`environment.db`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Trees(Protocol):
 
 
 def seek_before(cursor: Any, key: bytes) -> bool:
-    """Move a cursor to the last key below `key`. Return False if there is none."""
+    """Move a cursor to the last key below `key`. Return False if no key is below."""
     found: bool = cursor.prev() if cursor.set_range(key) else cursor.last()
     return found
 
@@ -45,11 +45,11 @@ class Transaction:
         return value
 
     def put(self, tree: bytes, key: bytes, value: bytes) -> None:
-        """Write a value: in place of the old one, but in a tree of key rows next to the old ones."""
+        """Write a value. It replaces the key's old value; only in a tree of key rows, a key keeps all its values."""
         self.raw.put(key, value, db=self.environment.db(tree))
 
     def delete(self, tree: bytes, key: bytes, value: bytes = b"") -> bool:
-        """Remove a key, or only `value` from its values. Return False if it is not there."""
+        """Remove a key, or only `value` from its values. Return False if nothing was removed."""
         removed: bool = self.raw.delete(key, value, db=self.environment.db(tree))
         return removed
 

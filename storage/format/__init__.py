@@ -1,1 +1,1 @@
-"""The stored bytes: keys, rows, seals and tokens. Opens nothing; FORMAT.md describes it."""
+"""The stored bytes: keys, rows, checksums and tokens. FORMAT.md describes them."""

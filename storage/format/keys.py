@@ -10,9 +10,9 @@ import struct
 import zlib
 
 ROW = struct.Struct(">IQ")
-"""branch u32, seqno u64: key of a row in `v<vbid>`, and the first 12 bytes of a reference in `k<vbid>`."""
+"""branch u32, seqno u64: key of a row in the tree (LMDB database) `v<vbid>`, and the first 12 bytes of a reference."""
 DUP = struct.Struct(">IQB")
-"""branch u32, seqno u64, kind u8: a reference, which is one of the values ("dups" in LMDB) of a key in `k<vbid>`."""
+"""branch u32, seqno u64, kind u8: a reference to a row: a value ("dup" in LMDB) of a document's key in `k<vbid>`."""
 DUP_SIZE = DUP.size
 PREFIX = struct.Struct(">I")
 BRANCH_KEY = struct.Struct(">HI")
@@ -22,7 +22,7 @@ VBID_KEY = struct.Struct(">H")
 PUB = struct.Struct(">IQQIQB")
 """served branch u32, published_seqno u64, history_floor u64, manifest branch u32, manifest seqno u64, flags u8."""
 PUB_MANIFEST = slice(20, 32)
-"""Manifest branch and seqno in a row of `pub`: `MANIFEST_KEY` without the vbid."""
+"""Manifest branch and seqno in a row of `pub`, packed like a `MANIFEST_KEY` without the vbid."""
 PURGE = struct.Struct(">QQQI")
 """purged seqno u64 (last row that the purger examined), local_purge_seqno u64, chain id u64, count of forgotten resyncs
 u32.

@@ -1,8 +1,8 @@
 """Values of the store: rows, states and small records as bytes (FORMAT.md, "Keyspaces").
 
 Knows byte layouts and the model; never LMDB. A row is the DCP message from the wire (24-byte header, extras, prefixed
-key, value); its vbucket and opaque fields have no meaning here. A `pub` record is a fixed struct. The other records are
-msgpack arrays that begin with the record's version.
+key, value); the header's vbucket and opaque have no meaning here. A `pub` record is a fixed struct. The other records
+are msgpack arrays that begin with the record's version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAGIC = 0x80
 DATATYPE_SNAPPY = 0x02
 DATATYPE_XATTR = 0x04
 VALUE_LENGTH_MAX = 32 * 1024 * 1024
-"""Largest decompressed value, bytes: a document of 20 MiB, its xattrs, and a reserve. A larger one is damage."""
+"""Largest decompressed value, bytes: a document of 20 MiB, its xattrs, and a reserve. A larger value is damage."""
 
 _MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
 _MUTATION_BYTES = _MUTATION.size
@@ -104,7 +104,7 @@ def key_of(frame: bytes) -> bytes:
 
 
 def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return (prefixed key, reference) for each (row key, frame) of `rows` in order, without system events."""
+    """Return the key row (prefixed key, reference) of each (row key, message), in order. System events have none."""
     out = []
     for row_key, frame in rows:
         if frame[1] != SYSTEM_EVENT:
@@ -123,9 +123,9 @@ def _split_key(wire_key: bytes, vbid: int) -> tuple[int, bytes]:
 def decode_row(
     vbid: int, branch: Branch, frame: bytes, raw: bool = False, lenient: bool = False, tail_bytes: int = 0
 ) -> Document:
-    """Decode a stored row. `raw` keeps the value as stored: compressed and with xattrs. `lenient` keeps only a value
-    that cannot be decoded. `Document.datatype` shows the result. The last `tail_bytes` of `frame` are not part of the
-    message.
+    """Decode a stored row. `raw` keeps the value as stored: compressed and with xattrs. `lenient` keeps the value as
+    stored if it cannot be decoded. `Document.datatype` shows the result. The last `tail_bytes` of `frame` are not part
+    of the message.
 
     Raises CorruptedError if the bytes contradict the format.
     """
@@ -155,7 +155,7 @@ def decode_row(
 
 
 def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int, bytes]:
-    """Return datatype, cas, flags, expiry and value of a mutation, as stored. Raises CorruptedError."""
+    """Return datatype, cas, flags, expiry and value of a stored mutation, unchanged. Raises CorruptedError."""
     key_length, datatype, body_length, cas, flags, expiry, nmeta = _READ_ANSWER(frame)
     end = len(frame) - tail_bytes
     if 24 + body_length != end or 55 + key_length + nmeta > end:
@@ -220,7 +220,7 @@ def body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def value_problem(document: Document) -> str | None:
-    """Return why the value of a document read without `raw` could not be decoded; None: it was decoded."""
+    """For a document read without `raw`: return why the value could not be decoded, or None if it was."""
     if document.datatype & (DATATYPE_SNAPPY | DATATYPE_XATTR):
         try:
             body_of(document.value, document.datatype)
@@ -254,7 +254,7 @@ def decompress(value: bytes) -> bytes:
 
 
 def decompress_into(value: bytes | mmap, found: bytes | mmap) -> None:
-    """Decompress Snappy without the GIL into `found`, which has the claimed length. Raises CorruptedError."""
+    """Decompress Snappy into `found`, which has the claimed length, without holding the GIL. Raises CorruptedError."""
     try:
         byte_count = cramjam.snappy.decompress_raw_into(value, found)
     except Exception as error:
@@ -339,7 +339,7 @@ class Pub(NamedTuple):
 
     branch: Branch
     seqno: Seqno
-    """The published seqno: that of a boundary, or 0."""
+    """The published seqno: the seqno of a boundary, or 0."""
     floor_seqno: Seqno
     """Seqno of the oldest kept boundary, or 0."""
     manifest_key: tuple[int, int] = (0, 0)
@@ -380,7 +380,7 @@ class BranchRow(NamedTuple):
     history_ms: int = 0
     """The moment of `time_ms` by the `HistoryClock` (storage/write/owner.py), in milliseconds, for the purger."""
     first_branch: int = 0
-    """The oldest branch that this one replaced; 0 or its own number: none. Replaced branches had published nothing."""
+    """The oldest branch that this branch replaced (`branches.abandon`); 0 or this branch's own number: none."""
     history_ids: HistoryIds = ()
 
 
@@ -412,7 +412,7 @@ class StateRow(NamedTuple):
 
     @classmethod
     def of(cls, state: VbucketState) -> StateRow:
-        """Return the row of a state. `indexed_seqno` becomes the published end: later key rows are made again."""
+        """Return the row of a state. `indexed_seqno` becomes `staging_published_seqno`."""
         return cls(*_stored_fields(state))
 
 

@@ -1,4 +1,4 @@
-"""Sorts more rows than memory holds: spills sorted runs to unnamed files, and merges them.
+"""Sorts more rows than memory holds: spills sorted runs (parts of the rows) to unnamed files, and merges the runs.
 
 Knows tuples and files; never the meaning of a row. Memory holds one run and a chunk of each file. The files vanish with
 the process.
@@ -19,11 +19,11 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class SortedRuns(Generic[Row]):
-    """Sorts tuples. Rows that were spilled come back as plain tuples."""
+    """Sorts tuples. Spilled rows come back as plain tuples."""
 
     def __init__(self, folder: str | None, run_rows: int, key: Callable[[Row], Any] | None = None) -> None:
-        """Spill runs of `run_rows` rows to `folder` (None: the system's). `key` makes sorting a run faster. The stable
-        sort by `key` must leave a run in the order of its tuples.
+        """Spill runs of `run_rows` rows to `folder` (None: the system's). If given, `key` sorts the runs. This stable
+        sort is faster than comparing whole tuples, and must give the same order.
         """
         self._folder = folder
         self._run_rows = run_rows

@@ -1,7 +1,7 @@
 """Checksums of rows: a stored row is a message followed by its CRC-32C. LMDB itself has no checksums.
 
-Knows bytes, and positions for its errors; never LMDB. The checksum is little-endian, because then the CRC-32C of a
-stored row is the same number for every intact row (RESIDUE). So one call verifies a row as LMDB returns it.
+Knows bytes; never LMDB. The checksum is little-endian, because then the CRC-32C over message and checksum is the same
+number for every intact row (`RESIDUE`). So one call verifies a row as LMDB returns the row.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _pack = struct.Struct("<I").pack
 
 
 def sealed_rows(row_keys: Sequence[bytes], rows: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return (row key, stored row) pairs; the second elements of `rows` are the frames. In this hot path of ingest,
-    only the list comprehension runs bytecode for each row.
+    """Return (row key, stored row) pairs. The second elements of `rows` are the messages. In this hot path, only the
+    list comprehension runs bytecode for each row.
     """
     frames = [row[1] for row in rows]
     return list(zip(row_keys, map(add, frames, map(_pack, map(crc32c, frames))), strict=True))

@@ -1,7 +1,7 @@
 """Positions, times and collections as readers name them: `Token`, `Pin`, `Time`, `CollectionName`.
 
-Knows values only: no LMDB, no clock. Invariants: `Token.parse` reads every text that `str` writes, also with leading
-zeros in its decimal numbers; a collection name without a scope is in `_default`; the name None is `_default._default`.
+Knows values only: no LMDB, no clock. Invariants: `Token.parse` reads every text that `str` writes, and accepts leading
+zeros; a collection name without a scope is in the scope `_default`; the name None is `_default._default`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Token:
     branch: Branch
     seqno: Seqno
     history_id: int
-    """64 random bits. The other numbers can occur again with other data: after a group was set aside and filled again,
-    after a power cut undid a commit, or in a new mirror at the same path.
+    """64 random bits. The other three numbers can occur again with other data: after a group was set aside and filled
+    again, after a power cut undid a commit, or in a new mirror at the same path.
     """
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A vbucket's served position and a time for expiry. All pages of a scan share them."""
+    """The position at which a read sees a vbucket, and the time of the read. All pages of a scan share one pin."""
 
     vbid: int
     branch: Branch

@@ -1,1 +1,1 @@
-"""Branches, boundaries, key rows and leases of a vbucket, and the purge of history that nobody may read any more."""
+"""Branches, boundaries, key rows and leases of a vbucket, and the purge of old history."""

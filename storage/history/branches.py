@@ -1,8 +1,8 @@
 """Reads the branch records of a vbucket, publishes, and opens branches for rollbacks, abandoned rows and resyncs.
 
-Functions that write use the writer's transaction, so the trees `branch`, `pub`, `state` and `rollback` and the boundary
-row change together. After a rollback, the new branch's chain does not see the retracted rows; the purger removes them
-later. Branch numbers rise and are never reused.
+Functions that write use the writer's transaction, so the trees (LMDB databases) `branch`, `pub`, `state` and `rollback`
+and the boundary row change together. After a rollback, the new branch's chain does not see the retracted rows; the
+purger removes them later. Branch numbers rise and are never reused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from storage.model import (
 )
 
 HISTORY_IDS_MAX = 512
-"""Maximum number of history ids of a branch. Each owner that publishes on the branch adds one, and each start of the
-service is a new owner. A merge adds one. The oldest ids are dropped, and their tokens refused. A full row takes 10 KiB.
+"""Maximum number of history ids of a branch. Each writer that publishes on the branch adds an id, and so does a merge.
+The oldest ids are dropped, and tokens with these ids are refused.
 """
 
 
@@ -131,7 +131,7 @@ def counters_at_end(txn: Transaction, state: VbucketState) -> BoundaryCounters:
 
 
 def newest_moment(txn: Transaction, vbid: int) -> Moment:
-    """Return the time of the newest published boundary or of the served branch, whichever is later."""
+    """Return when the newest boundary was published or readers first saw the served branch, whichever is later."""
     pub = txn.pub(vbid)
     served = get_branch(txn, vbid, pub.branch)
     opened = Moment(served.time_ms, served.history_ms)
@@ -159,8 +159,8 @@ def change_branch(txn: Transaction, vbid: int, branch: int, **fields: Any) -> No
 
 
 def resyncs(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
-    """Return when each resynced copy that is still stored was first published (ms since 1970), and the number of
-    resynced copies that were ever published.
+    """Return the times of published resyncs whose copies are still stored (ms since 1970), and the number of all
+    published resyncs.
     """
     rows = all_branches(txn, vbid).values()
     moments = tuple(row.time_ms for row in rows if row.reason == BranchReason.RESYNC and row.time_ms)
@@ -168,8 +168,8 @@ def resyncs(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
 
 
 def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
-    """Remove the records of branches without rows: the rows of `branch`, `span` and `manifest`, and the copied
-    boundary.
+    """Remove the records of branches without rows: their entries in `branch`, `span` and `manifest`, and the copy of
+    the boundary at their base.
 
     `numbers` never contains the newest branch, so no branch number is used again.
     """
@@ -225,8 +225,8 @@ def put_published(
     """Publish the staging branch up to `after.published_seqno`, and write the boundary there. Return the boundary's
     counters.
 
-    The first publish after a resync or deferred rollback sets the branch's time: the moment from which readers see the
-    branch. After a resync the purger starts again from seqno 0.
+    The first publish of a resync or deferred rollback also sets the branch's time: the moment from which readers see
+    the branch. After a resync the purger starts again from seqno 0.
     """
     vbid, branch, seqno = after.vbid, after.branch, after.published_seqno
     if branch != before.branch:
@@ -294,7 +294,7 @@ def _put_state(txn: Transaction, state: VbucketState, branch: Branch, seqno: Seq
 
 
 def check_settled(state: VbucketState, path: str) -> None:
-    """Raise StorageError during a resync or a deferred rollback: readers then see another branch than the writer's."""
+    """Raise StorageError during a resync or a deferred rollback: readers see another branch than the writer writes."""
     if state.staging_branch == state.branch:
         return
     if state.rollback_deferred:
@@ -308,8 +308,8 @@ def check_settled(state: VbucketState, path: str) -> None:
 def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Moment) -> None:
     """Open a branch at a kept boundary of the served chain, and serve this branch.
 
-    During a resync `state.failover_log` is the new copy's, which may share no history with the served copy. So the
-    branch gets a log that begins with the boundary's vbuuid.
+    During a resync `state.failover_log` is the log of the new copy, which may share no history with the served copy.
+    Then the branch gets a log with the boundary's vbuuid alone.
     """
     vbid, at, floor_seqno = state.vbid, boundary.seqno, state.history_floor_seqno
     other_copy = state.staging_branch != state.branch and not state.rollback_deferred
@@ -321,7 +321,8 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     txn.put_pub(vbid, records.Pub(branch, at, min(floor_seqno, at), manifest_key))
     _copy_boundary(txn, vbid, branch, boundary, vbuuid)
     _put_rollback(txn, state, branch, at, vbuuid, now.wall_ms)
-    # The resync overwrote the served copy's `stream_filter` and `missing_seqno`. The floor is at least `missing_seqno`.
+    # A resync overwrites the served copy's `stream_filter` and `missing_seqno`. The lost `missing_seqno` was at most
+    # the floor.
     _put_state(
         txn,
         state,
@@ -365,8 +366,8 @@ def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) ->
 
 
 def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
-    """Abandon the staged rows: open a branch at the published seqno, so that no chain sees these rows. Begin a
-    resync or deferred rollback again.
+    """Abandon the staged rows: open a branch at the published seqno, so that no chain sees these rows. During a
+    resync or deferred rollback, begin the resync or rollback again instead.
     """
     vbid, base = state.vbid, state.published_seqno
     if state.rollback_deferred:
@@ -407,7 +408,7 @@ def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> None:
 
 
 def begin_resync(txn: Transaction, state: VbucketState, *, unavailable: bool = False) -> None:
-    """Open a staging branch without parent, next to the served copy. The branch has time 0 until its first publish."""
+    """Open a staging branch without a parent, next to the served copy. The branch has time 0 until published."""
     branch = _open_branch(txn, state.vbid, None, 0, 0, BranchReason.RESYNC)
     pub = txn.pub(state.vbid)
     flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)

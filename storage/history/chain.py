@@ -1,7 +1,8 @@
 """Finds the rows of a vbucket that a view sees, and the kept boundaries among these rows.
 
-Knows the tree `branch` and boundary rows; writes only the tree `span`. A chain is a branch, its parent, and so on to
-the root. Each link (a branch of the chain) has a cut: the branch's rows with seqno <= cut are visible. Invariants:
+Knows the tree (LMDB database) `branch` and boundary rows; writes only the tree `span`. A chain is a branch, its parent,
+and so on to the root. Each link (a branch of the chain) has a cut: the branch's rows with seqno <= cut are visible.
+Invariants:
 - a parent's number is smaller than its child's;
 - a parent's cut is the smaller of its child's cut and its child's base_seqno, so cuts never rise towards the root;
 - the rows of a branch lie above its base_seqno, so the visible rows strictly rise in seqno from root to tip.
@@ -29,9 +30,8 @@ class ChainLink(NamedTuple):
     kept_seqno: int = SEQNO_MAX
     """Seqno above which the purger may have removed the branch's rows. The served chain does not see those rows."""
     first_branch: int = 0
-    """The number of the oldest empty branch that this branch replaced (`branches.abandon`). If it replaced none: its
-    own number, or 0. Nothing was published on a replaced branch: a position on it stands for this branch's
-    `base_seqno`.
+    """The number of the oldest branch that this branch replaced (`branches.abandon`); this branch's own number or 0:
+    none. Nothing was published on a replaced branch, so a position on that branch means this branch's `base_seqno`.
     """
     history_ids: records.HistoryIds = ()
 
@@ -43,7 +43,7 @@ Chain = tuple[ChainLink, ...]
 """Links from the tip to the root."""
 
 SPAN_SEQNOS = 100
-"""A snapshot of more seqnos than this gets a row of `span`, by which a search for boundaries skips the snapshot."""
+"""A snapshot of more seqnos than this gets a row in `span`, which lets a search for boundaries skip the snapshot."""
 
 
 def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
@@ -80,7 +80,7 @@ def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
 
 
 def recut(chain: Chain, cut: int) -> Chain:
-    if chain and cut >= chain[0].base_seqno:  # the other links' cuts are at most this base
+    if chain and cut >= chain[0].base_seqno:  # the cuts of the other links are at most this base
         return chain if cut >= chain[0].cut else (chain[0]._replace(cut=cut), *chain[1:])
     return tuple(link if link.cut <= cut else link._replace(cut=cut) for link in chain)
 
@@ -110,7 +110,7 @@ def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:
     """Return the reference (13 bytes) to the newest version of `wire_key` that `chain` sees, or None. `cursor` is on
     the key tree.
 
-    Costs one seek for each branch with invisible versions of the key, even if the chain is long.
+    Costs one seek for each branch with invisible versions of the key; a long chain costs no more.
     """
     if not cursor.set_key(wire_key) or not cursor.last_dup():
         return None
@@ -159,8 +159,8 @@ def newest_boundary(txn: Transaction, vbid: int, chain: Chain, to_seqno: int) ->
 
 
 def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
-    """Yield the kept boundaries of a chain, newest first. If a branch begins with a copy of a boundary, only the copy
-    is yielded.
+    """Yield the kept boundaries of a chain, newest first. If a branch begins with a copy of an older branch's boundary,
+    yield only the copy.
 
     Walks rows backwards, and skips long snapshots by `span`: at most `SPAN_SEQNOS` rows are read between two
     boundaries.

@@ -35,7 +35,7 @@ class History(NamedTuple):
     resync_count: int
     """Number of resyncs whose copy replaced the old one."""
     resyncs_ms: tuple[int, ...]
-    """Times of the first publish of the resynced copies that are still stored: milliseconds since 1970, oldest first.
+    """For each resynced copy that is still stored: time of the first publish, milliseconds since 1970, oldest first.
     """
 
     @property

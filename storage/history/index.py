@@ -1,10 +1,10 @@
-"""Builds the key rows of a large staged snapshot just before it is published.
+"""Builds the key rows of a large staged snapshot just before the snapshot is published.
 
-The rows of a snapshot that spans several transactions first go to the row tree `v<vbid>` alone: no reader sees them, so
-they need no key rows yet. Once the snapshot is complete, `IndexJob` reads the rows back, sorts their key rows and
+If a snapshot spans several transactions, its rows first go to the row tree `v<vbid>` alone. No reader sees these rows,
+so they need no key rows yet. Once the snapshot is complete, `IndexJob` reads the rows back, sorts their key rows and
 inserts these in slices of bounded size. Inserting each key row as its row arrives would be several times slower and
 write ten times the bytes. Invariants:
-- memory holds at most one run of `RUN_ROWS` key rows, and a chunk of each run that went to a file;
+- memory holds at most one run (sorted part) of about `RUN_ROWS` key rows, and a chunk of each run in a file;
 - every write transaction holds at most `SLICE_ROWS` rows;
 - the whole job can be repeated after a crash: existing key rows stay as they are.
 """
@@ -89,9 +89,9 @@ def rows_between(
     limit: int,
     bytes_max: int | None = None,
 ) -> list[tuple[bytes, bytes]]:
-    """Return at most `limit` rows (boundaries left out) of a branch with after_seqno < seqno <= to_seqno, rising.
+    """Return the rows of a branch with after_seqno < seqno <= to_seqno, rising: no boundaries, and at most `limit`.
 
-    With `bytes_max` return only as many rows as fit into these bytes, but at least one.
+    With `bytes_max` return only as many rows as fit into these bytes, but at least one row.
     """
     left = bytes_max if bytes_max is not None else float("inf")
     cursor = txn.cursor(keys.rows_db(vbid))

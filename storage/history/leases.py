@@ -1,15 +1,15 @@
 """Leases: positions that readers hold for a while, so that the purger keeps the history from there on.
 
-Knows positions in the vbuckets of one group, and the end of each lease; never the holder of a lease. A lease of (vbid,
-branch, seqno) makes these promises until it ends:
+Knows positions in the vbuckets of one group, and the end of each lease; never the reader. A lease of (vbid, branch,
+seqno) makes these promises until it ends:
 - the floor of the vbucket does not pass the newest kept boundary at or below the position;
 - after a rollback, the floor does not pass the last seqno that the served history shares with the position's history;
 - rows that this rollback retracts are kept, so reads at the position, and `changes` since it, still work.
 
 After a resync a lease holds nothing, because the new copy shares no history with the position. A lease at seqno 0 holds
-nothing either, because all changes since 0 can always be listed. After a power cut that undid a publish, a lease
-may name an unpublished position. The lease holds the kept history below the position, and once the position is
-published again, also the position. If no boundary at or below the position is kept, the floor stays.
+nothing either, because all changes since 0 can always be listed. If a power cut undid a publish, a lease may name an
+unpublished position. Such a lease holds the kept history below the position, and the position itself once it is
+published again. If no boundary at or below the position is kept, the floor stays.
 Invariants:
 - a lease is granted only for history that is still kept;
 - a released or expired lease holds nothing.
@@ -25,10 +25,10 @@ from storage.errors import CorruptedError, NoSuchBoundary
 from storage.history import chain
 
 LEASES_MAX = 256
-"""Maximum number of leases in a group, because the purger checks each; more are refused. A Spark job has one."""
+"""Maximum number of leases in a group, because the purger checks every lease. A Spark job has one lease."""
 
 LEASE_MAX_MS = 86_400_000
-"""Longest time from a lease's last renewal to its end, milliseconds, even if a clock was wrong."""
+"""Longest time from a lease's last renewal to its end, milliseconds: a limit in case a clock is wrong."""
 
 Position = tuple[int, int]
 """Branch and seqno."""
@@ -89,7 +89,7 @@ class Leases:
 
 
 def check_kept(txn: Transaction, vbid: int, position: Position) -> None:
-    """Raise NoSuchBoundary if history that a lease of the position must hold is already gone."""
+    """Raise NoSuchBoundary if history that a lease of the position must keep is already gone."""
     if not position[1]:
         return
     branch, published, floor, *_ = txn.pub(vbid)

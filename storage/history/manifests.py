@@ -38,7 +38,7 @@ class StagingRows(NamedTuple):
 
 
 def read(txn: Transaction, vbid: int, key: Key, known: Mapping[Key, Manifest] | None = None) -> tuple[Manifest, int]:
-    """Return the manifest as of a row, and the number of rows read. `known`: manifests that the caller has already."""
+    """Return the manifest as of a row, and the number of rows read. `known`: manifests that the caller has."""
     base, known = Manifest.initial(), known or {}
     if key == (0, 0) or key in known:
         return known.get(key, base), 0
@@ -94,7 +94,7 @@ def between(
 
 
 def forget_before(txn: Transaction, vbid: int, links: chain.Chain, key: Key) -> bool:
-    """If row `key` is a whole manifest, remove the chain's older rows, which no read needs. Return True if any was."""
+    """If row `key` is whole, remove the chain's older rows, which no read needs. Return True if rows were removed."""
     data = txn.get(keys.DB_MANIFEST, keys.MANIFEST_KEY.pack(vbid, *key))
     if data is None or not records.decode_manifest(data).whole:
         return False
@@ -105,7 +105,7 @@ def forget_before(txn: Transaction, vbid: int, links: chain.Chain, key: Key) -> 
 
 
 def move(txn: Transaction, vbid: int, branch: int, parent: int, base_seqno: int, to_seqno: int) -> None:
-    """Move the rows of a branch up to `to_seqno` to its parent (`merge`). First remove the parent's own rows above
+    """Move a branch's manifest rows up to `to_seqno` to its parent (`merge`). First remove the parent's own rows above
     `base_seqno`: they belong to a lost history.
     """
     cursor = txn.cursor(keys.DB_MANIFEST)

@@ -1,17 +1,17 @@
-"""Merges old links of a chain, so that reads do not slow down with each failover.
+"""Merges old links (branches) of a chain, so that reads do not slow down with each failover.
 
 Knows chains and every tree whose keys or values hold branch numbers; the purger decides when to merge. After a
 rollback, the old branch stays on the chain as long as one of its rows is visible. Once the branch lies below the floor,
 no rollback can go back to it. Then its rows can move to its parent, oldest first. The base of the branch rises with the
 moved rows, and the empty branch is removed. A half-merged branch comes first, then the branch with the fewest seqnos.
-The parent of that branch mostly has at least as many. So each move takes a row to a branch of at least twice the
-seqnos, and a row moves few times.
+The parent of that branch mostly has at least as many. So the merged parent has mostly at least twice the seqnos of the
+branch, and a row moves few times.
 
 Invariants:
 - a step is one transaction and leaves the same rows visible at the same seqnos; another process may do the next step;
 - rows move only after the purger has removed the retracted rows of both branches;
 - rows keep their seqnos, so a branch is merged only if its base is at or above its parent's base. A branch with a lower
-  base cuts off all rows of the parent; then the parent is merged first;
+  base hides all rows of the parent; then the parent is merged first;
 - a moved row may get the position (branch and seqno) of a retracted row of the parent, so these positions get a new
   history id;
 - each step draws a new chain id, so readers load their chains again.
@@ -54,7 +54,7 @@ class Moved(NamedTuple):
 
 
 def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pair | None:
-    """Return the two links of the served chain to merge next, or None.
+    """Return the branch of the served chain to merge next, with parent and child, or None.
 
     Call this only after the purger has visited all rows up to the floor. `known`: every branch of the vbucket.
     """
@@ -82,7 +82,7 @@ def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int,
 
 def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: branches.Known) -> bool:
     """True if parent and branch hold only visible rows, `pair.child` is the branch's only child, and the parent's base
-    is not above the branch's.
+    is not above the branch's base.
     """
     if known[pair.parent].base_seqno > pair.base_seqno:
         return False
@@ -149,8 +149,8 @@ def forget_rollbacks(txn: Transaction, found: list[bytes]) -> None:
 
 
 def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
-    """Return the keys of the oldest records of rollbacks, up to the first that is still needed. The newest
-    `ROLLBACKS_KEPT`, and rollbacks to a boundary at or above the floor on a stored branch, are needed.
+    """Return the keys of the oldest rollback records, up to the first needed record. The newest `ROLLBACKS_KEPT` are
+    needed, and each record whose new branch is still stored and begins at or above the floor.
     """
     cursor = txn.cursor(keys.DB_ROLLBACK)
     if not seek_before(cursor, keys.ROLLBACK_KEY.pack(vbid, 2**32 - 1)) or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):

@@ -1,16 +1,16 @@
-"""The purger raises the floor, and removes the rows that no boundary at or above the floor sees, in small steps.
+"""In small steps, the purger raises the floor and removes rows that no boundary at or above the floor sees.
 
-Knows boundaries, versions, branches and the time of `HistoryClock`. The group's writer, when idle, calls the purger.
-The purger visits each row once, in seqno order, after the floor has passed the row, so its work grows with the changes,
-not with the bucket. Invariants:
+Knows boundaries, versions, branches and the time of `HistoryClock`. The group's writer calls the purger when idle. The
+purger visits each row once, in seqno order, after the floor has passed the row. So the work grows with the changes, not
+with the bucket. Invariants:
 - the floor is a kept boundary and falls only with a resync;
 - a new floor is committed before any row below it is removed;
 - readers cannot read as of a boundary below the floor (`vbucket_reader` and `validity` refuse);
-- a version is removed only if the key's next version on the served chain is at or below the floor;
+- a version is removed only if the key's next newer version on the served chain is at or below the floor;
 - a tombstone is also removed if it is the key's newest version at or below the floor, and no older version is left;
   this raises local_purge_seqno;
 - rows of a dropped or flushed collection are removed if the drop or flush is at or below the floor;
-- retracted rows are removed once the rollback is older than the window, or the floor has passed the rollback's
+- retracted rows are removed once the rollback is older than `Window.time_ms`, or the floor has passed the rollback's
   boundary; until then a reader of changes may need them;
 - rows that were never published are removed at once;
 - history that a lease holds is kept until the lease ends (`leases`);
@@ -38,7 +38,7 @@ LOOK_VBUCKETS = 8
 STEP_ROWS = 4_000
 """Rows of a full-size step. A step that only removes neighbouring rows takes four times as many."""
 STEP_MS_MAX = 20
-"""Upper target for a step's duration in milliseconds. A step that takes more than 60 % of this halves the next one."""
+"""Target for the longest step, milliseconds. After a step of more than 60 % of this, the next step is half as large."""
 NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.DEFERRED_ROLLBACK)
 """Branches opened for these reasons are hidden from readers until their first publish. Until then `time_ms` is 0."""
 SHARE_MIN = 0.05
@@ -95,11 +95,11 @@ class Purger:
         self._turn = 0
         self._idle_looks = 0
         self._removal: Removal | None = None
-        self._walk: tuple[int, bytes, bytes] | None = None  # unfinished walk: vbid, system event, next key
+        self._walk: tuple[int, bytes, bytes] | None = None  # of `_of_dropped_collections`: vbid, event, next key
         self._next_walk: tuple[int, bytes, bytes] | None = None  # `_walk` after the step's commit
         self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
         self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
-        self._short: dict[int, int] = {}  # by vbid: the served branch, if its chain is short (it never grows)
+        self._short: dict[int, int] = {}  # by vbid: the served branch, if its chain is short (and stays so)
         self.moved: merge.Moved | None = None
         """Rows that the last step moved between branches."""
         self.step_size = AdaptiveStepSize()
@@ -167,7 +167,7 @@ class Purger:
 
     def _forget(self, txn: Transaction, vbid: int, numbers: list[int]) -> None:
         branches.forget(txn, vbid, numbers)
-        # `_forgettable` compares the group's number of branches; a branch opened meanwhile may restore that number.
+        # `_forgettable` caches by the number of branches in the group, which the next new branch may restore.
         self._forgotten.pop(vbid, None)
 
     def _merge(self, txn: Transaction, vbid: int, pair: merge.Pair) -> None:
@@ -185,8 +185,8 @@ class Purger:
     # -- the floor ------------------------------------------------------------------------------------------------
 
     def _is_history(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int, now_ms: int) -> bool:
-        """Return True if rows below the floor may be removed. The floor of a new mirror is its first boundary.
-        Tombstones below this boundary are kept until the boundary is as old as the window.
+        """Return True if rows below the floor may be removed. If only `Window.time_ms` is set, the floor's boundary
+        must be as old: in a new mirror this keeps the tombstones below the first boundary.
         """
         window = self.window
         if window.time_ms is None or window.boundaries is not None or window.size_bytes is not None:
@@ -197,10 +197,7 @@ class Purger:
     def _target_floor(
         self, txn: Transaction, vbid: int, links: chain.Chain, floor: int, now_ms: int, looks: int
     ) -> int:
-        """Return the floor that the window requires, at most `looks` boundaries above the present floor.
-
-        Reads few boundaries, because their counters tell the size of the history above.
-        """
+        """Return the floor that the window requires, at most `looks` boundaries above the present floor."""
         window = self.window
         tip = chain.newest_boundary(txn, vbid, links, links[0].cut)
         at = chain.newest_boundary(txn, vbid, links, floor)
@@ -222,14 +219,14 @@ class Purger:
         return max(floor, target)
 
     def _deferred_base(self, txn: Transaction, vbid: int, served: int) -> int | None:
-        """Return the base of a deferred rollback's branch, or None. Readers will need the history from there."""
+        """Return the base of a deferred rollback's branch, or None. Readers will need the history from the base on."""
         state = txn.state_row(vbid)
         return state.staging_published_seqno or None if state.staging_branch != served else None
 
     # -- versions below the floor ---------------------------------------------------------------------------------
 
     def _purge_versions(self, txn: Transaction, vbid: int, links: chain.Chain, purged: int, floor: int) -> int:
-        """Remove older versions of the keys of a step's rows, and tombstones. Return the number of removed rows."""
+        """For the rows of one step, remove older versions and tombstones. Return the number of removed rows."""
         limit = self.step_size.rows
         victims = _Victims(txn, vbid, links, floor)
         boundaries: list[bytes] = []
@@ -273,7 +270,7 @@ class Purger:
         """Walk over about `looks` key rows of the collections that the system event at `seqno` dropped or flushed.
         Return the key rows to remove, and the key to continue from (empty: the end).
 
-        The walk's position is only in memory, so a new process begins the walk again.
+        The position of the walk is only in memory, so a new process begins the walk again.
         """
         event = keys.ROW.pack(next(link.branch for link in links if link.base_seqno < seqno), seqno)
         start = self._walk[2] if self._walk is not None and self._walk[:2] == (vbid, event) else b""
@@ -322,7 +319,9 @@ class Purger:
                 ranges.remove(dead)  # only a merge adds rows to it again (`_merge`)
 
     def _forgettable(self, txn: Transaction, vbid: int, now_ms: int) -> list[int]:
-        """Return `forgettable()`, cached until branches or rows change, without the branches that a lease needs."""
+        """Return the result of `forgettable` without the branches that a lease needs. The result is cached until
+        branches or dead ranges change.
+        """
         served = txn.pub(vbid).branch
         ranges = self._dead_ranges(txn, vbid, served)
         seen = (self._ranges[vbid][0], len(ranges), txn.stat(keys.DB_BRANCH)["entries"])
@@ -339,7 +338,7 @@ class Purger:
         return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
 
     def _dead_ranges(self, txn: Transaction, vbid: int, served: int) -> list[Dead]:
-        """Return `dead_ranges()`, cached until a branch is opened, published or merged."""
+        """Return the result of `dead_ranges`, cached until a branch is opened, published or merged."""
         newest = txn.newest_branch(vbid)
         known = self._ranges.get(vbid)
         if known is None or known[0] != (served, newest):
@@ -347,8 +346,8 @@ class Purger:
         return known[1]
 
     def _announce_gap(self, txn: Transaction, vbid: int, dead: Dead) -> None:
-        """Before the first row of a dead range is removed, lower `kept_seqno`, so that readers refuse the range. Remove
-        the range's rows of `span` and `manifest`.
+        """Before rows of a dead range are removed, lower the branch's `kept_seqno`, so that readers refuse the range.
+        Remove the range's rows in `span` and `manifest`.
         """
         row = branches.get_branch(txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
@@ -366,7 +365,7 @@ class Purger:
 
 
 class _Victims:
-    """Versions below the floor that one step removes."""
+    """Versions that one step removes."""
 
     def __init__(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int) -> None:
         self.found: list[tuple[bytes, bytes]] = []
@@ -411,7 +410,7 @@ class _Victims:
 def _forget_boundaries(
     txn: Transaction, vbid: int, links: chain.Chain, boundaries: list[bytes], purged: int, floor: int, position: int
 ) -> None:
-    """Remove boundaries up to `position`: `boundaries`, the boundary at `purged`, and the copies at branch bases."""
+    """Up to `position`, remove the given boundaries, the boundary at `purged`, and the copies at branch bases."""
     row_tree = keys.rows_db(vbid)
     for key in boundaries:
         if records.seqno_of(key) <= position:
@@ -435,7 +434,7 @@ def dead_ranges(txn: Transaction, vbid: int) -> list[Dead]:
     links: list[list[int]] = []  # chain served so far, root to tip: branch, base_seqno, cut
     for branch, row in known.items():
         if is_unseen(row):
-            if branch != staging:  # of an unfinished resync or deferred rollback
+            if branch != staging:  # else it is an unfinished resync or deferred rollback
                 found.append(Dead(branch, 0, SEQNO_MAX, None))
             continue
         if branch > served:
@@ -460,7 +459,7 @@ def is_unseen(row: records.BranchRow) -> bool:
 def forgettable(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
     """Return the branches whose records are not needed, newest first: a child must be removed before its parent. These
     branches have no rows, and are of one of these kinds: never published, replaced before a publish
-    (`branches.abandon`), or of a copy that a resync replaced. `with_rows`: the branches with rows that no view sees.
+    (`branches.abandon`), or of a copy that a resync replaced. `with_rows`: the branches of dead ranges.
     """
     found = {
         branch for branch, row in known.items() if is_unseen(row) and branch != staging and branch not in with_rows
@@ -478,8 +477,8 @@ def forgettable(known: branches.Known, served: int, staging: int, with_rows: set
 
 
 def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Return the branches of the replaced copies without rows. As long as a copy has rows, its readers need all its
-    branches to check which rows are kept (`storage.read.validity`).
+    """Return the branches of the copies that a resync replaced, without copies that still have rows: readers of such a
+    copy need its branches to check which rows are kept (`storage.read.validity`).
     """
     copy_of: dict[int, int] = {}
     for branch, row in known.items():

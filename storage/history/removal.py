@@ -1,8 +1,8 @@
 """Removes a range of rows that no view sees, with their key rows, in steps of bounded work.
 
 Knows a vbucket's row tree and key tree; never why no view sees the range. Neighbouring rows are cheap to remove, but
-their key rows lie anywhere in the key tree, each on another page. So the removal reads a run of rows, removes the run's
-key rows in key order, and then the rows. Invariants:
+their key rows lie anywhere in the key tree, each on another page. So the removal reads a run (some `RUN_ROWS` rows),
+removes the run's key rows in key order, and then the rows. Invariants:
 - a key row is removed before its row, so no key row refers to a missing row;
 - memory holds one run;
 - a step removes at most a small multiple of `limit` rows in its transaction;
@@ -27,11 +27,11 @@ RUN_ROWS = 400_000
 BATCH_ROWS = 4_000
 SAMPLES_PER_BATCH = 16
 DEAL_SLICES = 8
-"""Slices that one step distributes to batches."""
+"""Slices (results of one read) that one step distributes to batches (parts of the run in key order)."""
 READ_SHARE = 2
 """Rows of a step that reads, as a multiple of `limit`."""
 ROW_SHARE = 4
-"""Rows of a step that removes rows, as a multiple of `limit`: rows lie side by side."""
+"""Rows of a step that removes rows, as a multiple of `limit`: neighbouring rows are cheap."""
 
 
 class Dead(NamedTuple):
@@ -55,7 +55,7 @@ class Dead(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The result of one read: sorted key rows (key and dup joined), number of rows and boundaries, next key."""
+    """The result of one read: sorted key rows (key and reference joined), number of rows and boundaries, next key."""
 
     references: list[bytes]
     size: int
@@ -63,7 +63,7 @@ class Slice(NamedTuple):
 
 
 def marks_of(slices: list[list[bytes]], batch_rows: int) -> list[bytes]:
-    """Return keys that cut sorted slices into batches of about `batch_rows`. Looks only at a sample of the slices."""
+    """Return the marks: keys that cut sorted slices into batches of about `batch_rows`. Samples the slices."""
     stride = max(1, batch_rows // SAMPLES_PER_BATCH)
     sample = sorted(itertools.chain.from_iterable(each[::stride] for each in slices))
     return sample[SAMPLES_PER_BATCH::SAMPLES_PER_BATCH]

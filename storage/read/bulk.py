@@ -1,15 +1,15 @@
 """Reads every document of a vbucket at one boundary, as undecoded rows.
 
-Knows the key and row trees and the visible rows. Invariants:
-- a read yields the documents of `View.scan` at the boundary and the expired ones, despite writes, purges and rollbacks
-  meanwhile, or raises ViewInvalidated;
+Knows the key tree and the row tree (LMDB's named databases). Invariants:
+- a read yields all documents of the boundary, also expired ones, or raises ViewInvalidated, whatever writes, purges and
+  rollbacks happen meanwhile;
 - a transaction reads about `rows_max` rows; it ends early after the run of `GET_ROWS` rows that makes the chunk larger
   than `CHUNK_BYTES`.
 
 A read of all keys walks the rows from the newest to the oldest and takes the first row of each key. This is several
-times faster than a look-up of each row. But the walk must remember keys, and visits older versions and unrequested
-rows. Once that costs more than look-ups, the read continues in key order. A read verifies every row that it visits, but
-notices a missing row only in key order.
+times faster than a look-up of each row. But the walk must remember keys, and visits older versions and rows of
+unrequested collections. Once this costs more than look-ups, the read continues in key order. A read verifies every row
+that it visits, but notices a missing row only in key order.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from storage.read.vbucket_reader import KINDS
 from storage.read.view import View
 
 ROWS_MAX = 2_000
-"""Approximate rows of a chunk. Larger chunks are slower, because of the processor's caches."""
+"""Approximate number of rows in a chunk. Larger chunks are slower, because of the processor's caches."""
 GET_ROWS = 128
 """Number of rows fetched between two checks of the chunk's size."""
 REMEMBERED_MAX = 500_000
-"""Keys that a walk over rows remembers, some 60 MB, before the read continues in key order."""
+"""Keys (some 60 MB) that a walk over rows may remember. If there are more, the read continues in key order."""
 ROWS_PER_DOCUMENT = 3
 """With at most about this many rows per document, a walk over rows is faster than a look-up of each document."""
 _FOREVER = b"\xff"
@@ -85,7 +85,7 @@ def documents(
     rows_max: int = ROWS_MAX,
     after_seqno: int = 0,
 ) -> Iterator[Chunk]:
-    """Yield every document that `pin` sees, expired ones included, in the fastest order.
+    """Yield every document that `pin` (a served position) sees, also expired ones, in the fastest order.
 
     Documents at or below `after_seqno` may be left out. Raises ViewInvalidated once the purger has removed a row that
     `pin` sees. A rollback does not end the read.

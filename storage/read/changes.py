@@ -1,10 +1,10 @@
 """Published events of a vbucket in seqno order, from any position on, also across a rollback.
 
-Knows the row tree, chains and rollback records; `retractions` finds the versions that a rollback takes back, and
-`validity` checks each transaction. Invariants:
+Knows the row tree (a named database of LMDB), chains and rollback records; `retractions` finds the versions that a
+rollback takes back, and `validity` checks each transaction. Invariants:
 - every piece of rows is read in one checked transaction and holds at most `CHUNK_ROWS` rows;
-- as long as the events between two positions are kept, every read yields the same events;
-- a range that is not kept is refused before its first event.
+- as long as the events between two positions are kept, every read of them yields the same events;
+- if part of a range is already gone, the read raises before the first event.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Change:
     """One published event. `kind` is mutation, deletion, expiration, system_event, rollback, retraction or restoration.
 
     A rollback is the first event of its new branch. Then each key's newest lost version is retracted; if an older
-    version is visible again, its restoration follows. `token` resumes after this event. But of a rollback's events only
-    the last has such a token; the tokens of the others repeat the rollback.
+    version is visible again, its restoration follows. `token` resumes after this event. Of a rollback, its retractions
+    and restorations, only the last has such a token; the others' tokens repeat the rollback.
     """
 
     kind: str
@@ -56,9 +56,9 @@ class Range(NamedTuple):
     served: Served
     """The state at the end of the range."""
     lost: chain.Chain
-    """The chain of the first position if `served` does not see that position; otherwise empty."""
+    """The chain of the range's start if `served` does not see the start; otherwise empty."""
     after_seqno: Seqno
-    """The last seqno of the history that both positions share."""
+    """The last seqno of the history that start and end share."""
     purged_before: int = 0
     """The result of `validity.purged_seqno` when a read from seqno 0 began; otherwise 0."""
 
@@ -133,9 +133,9 @@ def legs(reader: VbucketReader, start: Token | None) -> list[tuple[Token | None,
     """Return the ranges that lead from `start` to the state served now, each with its start. Raises Unavailable, and
     ViewInvalidated if a range is not kept.
 
-    If readers left the history of `start` by a deferred rollback, the way leads over the reached seqno, even if a later
-    rollback went below it. So every reading yields the same events up to the reached seqno: a reader that stopped
-    on the way has part of these events.
+    If readers left the history of `start` by a deferred rollback, the ranges lead over the seqno that readers reached
+    by this rollback, even if a later rollback went below that seqno. So a reader that stopped on the way there gets the
+    same events again.
     """
     found: list[tuple[Token | None, Range]] = []
     while True:
@@ -220,7 +220,7 @@ def _after_rollback(
     reader: VbucketReader, way: Range, token: Token, raw: bool, pieces: Pieces | None
 ) -> Iterator[Change]:
     """Yield a rollback, its retractions and restorations, then the rows of the served chain above `way.after_seqno`. A
-    reader that stopped within the rollback gets all events of the rollback again, also after further rollbacks.
+    reader that stopped within the events of the rollback gets all of them again, also after further rollbacks.
     """
     common_seqno = way.after_seqno
     rising = (link for link in reversed(way.served.links) if link.branch > token.branch)
@@ -244,9 +244,9 @@ def _after_deferred_rollback(
     raw: bool,
     pieces: Pieces | None,
 ) -> Iterator[Change]:
-    """Yield one step to the end of `replacing`, then the rows above that end. The step leaves out versions that both
-    histories have. So only the last event of the step has a token of the served chain; the events before have the
-    reader's token. A step that changes nothing has no events.
+    """Yield the events of one step to the end of `replacing`, then the rows above that end. Versions that both
+    histories have are left out of the step, so the step is valid only as a whole. Only its last event has a token of
+    the served chain; the events before have the reader's token.
     """
     bytes_max = None if pieces is None else pieces.bytes_max
 
@@ -282,7 +282,7 @@ def _taken_back(
     *,
     always: bool = True,
 ) -> Iterator[Change]:
-    """Yield the rollback, its retractions and restorations: the last with the token `end`, the others with `token`.
+    """Yield the rollback, its retractions and restorations: the last event with token `end`, the others with `token`.
     Without `always`, yield nothing if `undone` is empty.
     """
 

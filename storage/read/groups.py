@@ -1,9 +1,9 @@
 """The open environments of one view, and a `VbucketReader` for each vbucket that was read.
 
-Knows the data directory and its identity; never a row. Many threads may use a `Groups`. Invariants:
-- every environment belongs to the mirror that was opened first (`identity`);
-- after a group's file was replaced, a use opens the new file, a second later at most; the old file is closed when no
-  read refers to it any more.
+Knows the data directory and the mirror's identity; never a row. Many threads may use a `Groups`. Invariants:
+- every environment belongs to the mirror that was opened at first (`identity`);
+- if a group's file is replaced, reads use the new file after at most a second; the old file is closed once no read uses
+  it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Groups:
         self._map_size = map_size
         self._environments: dict[int, Environment] = {}
         self.readers: dict[int, VbucketReader] = {}
-        """By vbid: the readers of vbuckets that were read before. Once `environment.look_at` of a reader has passed,
-        call the method `reader` instead.
+        """The readers of vbuckets that were read before, by vbid. Once the time `environment.look_at` of a reader has
+        passed, call the method `reader` instead.
         """
         self._closed: str | None = None
         self._lock = Lock()
@@ -109,7 +109,7 @@ class Groups:
             self._environments.clear()
 
     def leave_to_parent(self) -> None:
-        """Close in a forked child, without a call of LMDB: transactions and reader slots belong to the parent."""
+        """Close in a forked child, without a call of LMDB: LMDB's transactions belong to the parent."""
         self._closed = "opened before fork; open another view in the child"
         self._lock = Lock()  # another thread of the parent may hold the old one
         self.readers.clear()

@@ -1,8 +1,8 @@
 """Reads a large document in pieces, because one copy of 20 MiB would take 5 ms or more.
 
-Knows rows of mutations and LMDB's map; must never know the users of the pieces. Rows do not change, so each piece is
-read in a transaction of its own. Invariant: all pieces together are the value as it is stored. The checksum is compared
-only after the last piece, so no piece may be used before all are read.
+Knows rows of mutations; never the users of the pieces. Each piece is read in a transaction of its own, because rows do
+not change. Invariant: all pieces together are the value as it is stored. The checksum is compared only after the last
+piece, so no piece may be used before all are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEAD_BYTES_MAX = 24 + 31 + 255
 SNAPPY_RATIO_MAX = 32
 """No value decompresses to more than this many times its length: three bytes become at most 64, a ratio of 21."""
 _META_LENGTH = slice(52, 54)
-"""Place of the length of extended metadata. Old servers put this metadata behind the value."""
+"""Place of the length of extended metadata in a row. Old servers put this metadata behind the value."""
 
 
 @dataclass(frozen=True, slots=True)

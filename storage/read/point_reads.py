@@ -1,6 +1,6 @@
-"""Documents by key: one, many, or one by its wire key (collection id and key).
+"""Reads documents by key, or by wire key (collection id and key).
 
-Knows the key tree and the row tree of a vbucket through its `VbucketReader`. Invariants:
+Knows a vbucket's key tree and row tree (LMDB's named databases) through the `VbucketReader`. Invariants:
 - an answer about one vbucket shows one commit, even if a second transaction reads the row;
 - a vbucket's remembered state is used only in transactions of the same commit.
 """
@@ -55,8 +55,8 @@ class _Options(NamedTuple):
 
 
 class ReadRun:
-    """A run of point reads that share one transaction in each environment. This transaction is open from the first read
-    there to the end of the run, so a read outside of the run may see a newer commit.
+    """Point reads that share one transaction in each environment, from the first read in it to the end of the run. So a
+    read outside of the run may see a newer commit.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class ReadRun:
         return known[0], visible if visible[0] == known[1] else reader.look(known[0])
 
     def row(self, reader: VbucketReader, wire_key: bytes, bytes_max: int) -> bytes | None:
-        """Return the stored row of a document, expired or not, verified if the view verifies reads. `wire_key` must
-        begin with a collection id of one byte. None: call `View.find`, because the row has more than `bytes_max` bytes,
-        or this quick look-up does not suffice.
+        """Return the stored row of a document, expired or not. `wire_key` must begin with a collection id of one byte.
+        Return None if the row has more than `bytes_max` bytes, or if this quick look-up does not suffice: then call
+        `View.find`.
         """
         try:
             txn, (_, branch, above, up_to, _, flags, manifest) = self.begun(reader)
@@ -123,7 +123,7 @@ class ReadRun:
 
 
 _OTHER: Any = object()
-"""`_plain` returns this if the key's newest version is not visible; an older one may be."""
+"""`_plain` returns this if the key's newest version is not visible; an older version may be visible."""
 
 
 def _plain(
@@ -183,8 +183,8 @@ class PointReads:
         """Return a document, or None if it is absent, deleted or expired.
 
         `collection` is a name (`scope.collection`) or an id, by default `_default._default`. `as_of` is a seqno of the
-        key's vbucket or a `Time`. `now` (seconds since 1970) is the time for expiry: by default the present time, with
-        `as_of` the boundary's. `raw` leaves the value compressed and with its xattrs.
+        key's vbucket or a `Time`. `now` (seconds since 1970) decides expiry: by default the present time, with `as_of`
+        the time of the boundary. `raw` leaves the value compressed and with its xattrs.
 
         Raises UnknownCollection, NoSuchBoundary (`as_of` is before the kept history), Unavailable (the vbucket is being
         resynced), NotHeld (another mirror holds the vbucket) and CorruptedError.
@@ -244,7 +244,7 @@ class PointReads:
         found: dict[bytes, Document] = {}
         byte_count = 0
         found_in: dict[int, tuple[VbucketReader, Any, Any, Visible]] = {}
-        """By vbucket: its reader, the transaction, a cursor over its keys, and its served state."""
+        """By vbucket: reader, transaction, a cursor over the keys, and served state."""
         with ReadRun() as run:
             for key in document_keys:
                 if isinstance(key, str):
@@ -392,7 +392,7 @@ def document_or_large(
     reader: VbucketReader, wire_key: bytes, reference: bytes, large_bytes: int, raw: bool
 ) -> Document | LargeDocument | None:
     """Return the document of the row that a reference names, or None if the row was purged or moved. A value of more
-    than `large_bytes`, stored or decompressed, is not read. A new transaction returns buffers, to spare a copy.
+    than `large_bytes`, stored or decompressed, is not read. Reads in a new transaction.
     """
     row_key = reference[ROW_KEY]
     txn = reader.environment.begin(buffers=True)
@@ -417,7 +417,7 @@ def document_or_large(
 def _newest(
     reader: VbucketReader, txn: Transaction, wire_key: bytes, branch: int, seqno: int, links: chain.Chain | None = None
 ) -> bytes | None:
-    """Return the reference to a key's newest version visible at (branch, seqno), or None. `links`: the chain there."""
+    """Return a key's newest reference visible at (branch, seqno), or None. `links`: the chain of this position."""
     cursor = txn.raw.cursor(reader.keys)
     if not cursor.set_key(wire_key):
         reader.check_absent(txn.raw, cursor, wire_key)

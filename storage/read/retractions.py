@@ -1,8 +1,8 @@
 """Finds a rollback's retractions (the newest lost version of each key) and restorations (the older version that is
 visible again).
 
-Knows both trees of a vbucket, the lost chain and the served one; must never know the users of events. Invariants:
-- memory holds positions, never documents;
+Knows the vbucket's row and key trees (LMDB's named databases), the lost chain and the served chain. Invariants:
+- memory holds positions of documents (`Undone`), never documents;
 - each key is retracted once, by its newest lost version;
 - if the lost history dropped or flushed a collection, all documents of the collection are restored.
 """
@@ -64,7 +64,8 @@ def undone(
     `bytes_max` bytes of positions at once. Raises ViewInvalidated.
 
     `replacing` is the chain that a deferred rollback made visible. A key is left out if `replacing` has a version of
-    the key above `common_seqno` in a collection that lasts, or if `lost` has dropped or flushed the key's collection.
+    the key above `common_seqno` in a collection that `replacing` keeps, or if `lost` has dropped or flushed the key's
+    collection.
     """
     rows_max = scan.CHUNK_ROWS if bytes_max is None else max(1, min(scan.CHUNK_ROWS, bytes_max // UNDONE_BYTES))
     return _RetractionWalk(reader, served, lost, common_seqno, replacing, rows_max).run()
@@ -81,7 +82,7 @@ def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
 
 
 def restored_collections(reader: VbucketReader, lost: chain.Chain, links: chain.Chain) -> dict[int, Seqno]:
-    """Return by id the begin_seqno of the collections of `links` that `lost` has dropped, flushed or never had."""
+    """Return the begin_seqno, by id, of each collection of `links` that `lost` has dropped, flushed or never had."""
     with reader.environment.read() as txn:
         before, after = (reader.manifest_on(txn, each) for each in (lost, links))
     return {
@@ -165,11 +166,11 @@ class _RetractionWalk:
 
 
 class NewToReader:
-    """A filter that passes the events that are new to a reader from a lost history. Call it with events in rising seqno
-    order.
+    """A filter that passes the events that are new to a reader whose position is on a lost history. Call it with events
+    in rising seqno order.
 
-    Documents of a collection that the new history has dropped or flushed do not pass: a reader that already had the
-    drop or flush does not get that event again, and would keep the documents.
+    Documents of a collection that the new history has dropped or flushed do not pass. A reader that already had the
+    drop or flush does not get that event again, so it would keep the documents.
     """
 
     def __init__(self, reader: VbucketReader, lost: chain.Chain, replacing: chain.Chain, raw: bool) -> None:

@@ -1,9 +1,9 @@
-"""Scans one vbucket by collection and key, in chunks of documents. One transaction finds the rows of a chunk.
+"""Scans one vbucket by collection and key, in chunks of documents.
 
-Knows the key tree and the visible rows. Invariants:
+Knows the key tree (a named database of LMDB) and the visible rows. Invariants:
 - a scan reads one boundary from beginning to end;
-- a scan holds no transaction between chunks, so it neither blocks the purger nor makes the file grow;
-- a scan raises ViewInvalidated once a rollback, a resync or the purger has passed this boundary.
+- a scan holds no transaction between chunks, so it does not make the file grow;
+- a scan raises ViewInvalidated once a rollback, a resync or the purger has passed the scan's boundary.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def page(
 
 
 def count_keys(reader: VbucketReader, at: Pin, collection_id: int, *, start: bytes, keys_max: int) -> tuple[int, bytes]:
-    """Count the documents, expired ones included, that `at` sees among the next `keys_max` keys. Return also the key to
-    continue from (empty: the end). Raises ViewInvalidated.
+    """Count the documents, also expired ones, that the pin `at` sees among the next `keys_max` keys. Return also the
+    key to continue from (empty: the end). Raises ViewInvalidated.
     """
     served, wire_range = _pinned(reader, at, collection_id, KeySelection(start=start))
     if wire_range is None:
@@ -217,7 +217,7 @@ def references(
         if seen >= rows_max:
             return found, wire_key
         dup = cursor.value()
-        if cursor.count() > 1:  # go to the last version at once: a key may have very many
+        if cursor.count() > 1:  # go to the last version at once: a key may have many versions
             dup = reader.newest(cursor, wire_key)
         dup_branch, seqno, kind = keys.DUP.unpack(dup)
         if dup_branch != branch or seqno > cut:

@@ -1,8 +1,8 @@
 """Positions of vbuckets: published positions, kept boundaries, and the newest seqnos of collections.
 
-Knows the small records and boundary rows. Reads documents only for the newest seqno of a collection, a bounded number
-in each call. Invariants: an answer about one group shows one commit; a returned Boundary is kept, and is on the served
-chain or the requested chain.
+Knows position records and boundary rows. Only `newest_of` reads other rows, a bounded number in each call. Invariants:
+an answer about one group shows one commit; a returned Boundary is kept, and is on the served chain or the requested
+chain.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from storage.read.vbucket_reader import Served, VbucketReader
 KnownPositions = dict[
     int, tuple[Environment, int, dict[bytes, tuple[bytes, bytes | None, Served]], Mapping[int, Served]]
 ]
-"""By the first vbucket of a group: the group's environment, the commit that was read last, the rows of `pub` and
-`purge` and the decoded state by `pub` key, and the states by vbid.
+"""For each group, by its first vbucket: the environment, the number of the commit that was read last, a dict by `pub`
+key (the vbucket's rows in the trees `pub` and `purge`, and the decoded state), and the states by vbid.
 """
 
 KnownUids = dict[int, tuple[Environment, dict[bytes, tuple[bytes, int]]]]
-"""By the first vbucket of a group: the group's environment; by `pub` key, the position and uid of the manifest row."""
+"""For each group, by its first vbucket: the environment, and by `pub` key the position and uid of the manifest row."""
 
 
 Unreadable = dict[int, StorageError]
@@ -53,8 +53,8 @@ def _of_groups(groups: Groups, look: Callable[[int], Mapping[int, T]], unreadabl
 
 
 def published(groups: Groups, known: KnownPositions, unreadable: Unreadable | None = None) -> dict[int, Served]:
-    """Return the served state of every vbucket by vbid (`View.published`). `known` keeps what was read, so that the
-    next call reads only vbuckets that changed.
+    """Return the served state of every vbucket by vbid (`View.published`). `known` keeps the states for the next call,
+    which then decodes only changed ones.
     """
 
     def look(first: int) -> Mapping[int, Served]:
@@ -78,7 +78,7 @@ def published(groups: Groups, known: KnownPositions, unreadable: Unreadable | No
 
 
 def manifest_uids(groups: Groups, known: KnownUids, unreadable: Unreadable | None = None) -> dict[int, int]:
-    """Return the uid of each vbucket's manifest by vbid (`View.manifest_uids`). `known` keeps what was read."""
+    """Return the uid of each vbucket's manifest by vbid (`View.manifest_uids`). `known` keeps these uids."""
 
     def look(first: int) -> Mapping[int, int]:
         found = {}
@@ -146,8 +146,8 @@ def boundaries_between(reader: VbucketReader, branch: int, after_seqno: int, seq
 
 def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundary | None, int | None]:
     """Return the newest boundary (None before the first publish), and the last seqno that the served history shares
-    with the history of `since` (None: the beginning). After a rollback this seqno is below that of `since`; after a
-    resync it is None. Raises Unavailable.
+    with the history of `since` (0 for None). If `since` was rolled back, this seqno is below `since.seqno`; if no
+    history is shared, as after a resync, it is None. Raises Unavailable.
     """
     with reader.environment.read() as txn:
         served = reader.readable(txn)
@@ -167,9 +167,9 @@ def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundar
 def newest_of(
     reader: VbucketReader, pin: Pin, collection_id: int, *, below: int | None = None, rows_max: int = 1_000
 ) -> tuple[int, int]:
-    """Return the seqno of the newest document event that `pin` sees in a collection; the collection's begin_seqno if
-    none was found. One call looks at `rows_max` rows. To look further, pass the second number of the answer as `below`
-    (0: the search is over).
+    """Return the seqno of a collection's newest document row that `pin` (a served position) sees; the collection's
+    begin_seqno if none was found. One call looks at `rows_max` rows. To look further, pass the second number of the
+    answer as `below` (0: the search is over).
 
     Raises ViewInvalidated, UnknownCollection.
     """

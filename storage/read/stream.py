@@ -1,10 +1,10 @@
 """Stored rows of a vbucket in seqno order, for followers (DCP clients of this mirror): one version of each key up to a
 boundary.
 
-Knows both trees of a vbucket, its chain and its state; never the follower. Each call does bounded work. Invariants:
-- up to a boundary, a follower gets every system event, and of each key the newest version that is visible there;
+Knows a vbucket's row and key trees (LMDB's named databases), chain and state; never the follower. Invariants:
+- up to a boundary, a follower gets every system event and each key's newest version that is visible at the boundary;
 - seqnos rise;
-- instead of a row that contradicts earlier rows, ViewInvalidated is raised.
+- if a row would contradict the rows sent before, ViewInvalidated is raised instead.
 
 Tombstones at or below `ServedState.purge_seqno` may be missing (docs/protocol.md 4.6).
 """
@@ -40,7 +40,7 @@ SETTLED_MS = 10_000
 """A boundary this much older than the newest boundary is settled: a failover is not expected to undo it."""
 
 Row = tuple[bytes, bytes]
-"""Row key (branch, seqno) and frame."""
+"""Row key (branch, seqno) and DCP message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,8 @@ def next_ends(
     above `after_seqno`. The list is empty for an up-to-date follower.
 
     No end is below `least_seqno`, the end of a snapshot that the follower holds in part. A follower below the floor
-    gets one snapshot up to the newest settled boundary, because the floor's boundary may be purged while a large
-    snapshot is sent. `shared_seqno` allows for such snapshots, and `rows` checks that an end is still kept.
+    gets one snapshot up to the newest settled boundary, because the boundary at the floor may be purged while a large
+    snapshot is sent. `rows` checks that an end is still kept.
     """
     with reader.environment.read() as txn:
         now = _served_state(reader, txn)
@@ -123,9 +123,10 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
     rows of the history `vbuuid` above `seqno`, the last seqno that the served history shares with `vbuuid`.
 
     If this mirror rolled back from the history `vbuuid` or from above `seqno`, return the boundary of the rollback.
-    Otherwise the mirror never sent the lost rows: return the newest kept boundary up to `seqno`. Return 0 below the
-    floor, or if the follower may hold a snapshot that began below the boundary and ended above: a snapshot of a branch
-    without the boundary, a first snapshot (`next_ends`), or one of a copy that a resync replaced.
+    Otherwise this mirror never sent the lost rows: return the newest kept boundary up to `seqno`. Return 0 if `seqno`
+    is below the floor, or if the follower may hold a snapshot that began below the boundary and ended above it. Such a
+    snapshot is of a branch without the boundary, of a copy that a resync replaced, or was sent to a follower below the
+    floor (`next_ends`).
     """
     if seqno < pinned.pub.floor_seqno:
         return 0
@@ -145,7 +146,7 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
 
 
 def _kept_seqno(reader: VbucketReader, txn: Transaction, pinned: ServedState, vbuuid: int, seqno: int) -> int:
-    """Return the seqno of the newest kept boundary up to `seqno`, or 0. At `seqno` its history must be `vbuuid`."""
+    """Return the seqno of the newest kept boundary up to `seqno`, or 0. A boundary at `seqno` must be of `vbuuid`."""
     for boundary in chain.boundaries(txn, reader.vbid, chain.recut(pinned.links, seqno)):
         if boundary.seqno < pinned.pub.floor_seqno:
             break
@@ -158,8 +159,7 @@ def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool
     """Return True if a follower of the history `vbuuid` may hold snapshots above `seqno` that the rollback `lost` took
     back.
 
-    The follower holds no snapshot of a newer history. It has given up the snapshots above the end of each older
-    history.
+    The follower holds no snapshot of a newer history, and none of an older history above the end of that history.
     """
     known = [entry.vbuuid for entry in log]
     if lost.from_seqno <= seqno or lost.from_vbuuid in known[: known.index(Vbuuid(vbuuid))]:
@@ -169,7 +169,7 @@ def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool
 
 
 def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
-    """Return True if a boundary above `after_seqno` was settled before `lost`, or if rows of that time are gone."""
+    """Return True if a boundary above `after_seqno` was settled before the rollback `lost`, or lost rows are gone."""
     try:
         links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
         first = next(chain.boundaries_after(txn, lost.vbid, links, after_seqno), None)
@@ -196,7 +196,7 @@ class Commits:
         if self._number == reader.environment.newest_commit():
             return found
         with reader.environment.read() as txn:
-            self._number = txn.raw.id()  # `last_txnid` may name a commit that is not readable yet
+            self._number = txn.raw.id()  # `newest_commit` may name a commit that is not readable yet
             for key, data in txn.raw.cursor(reader.pub).iternext():
                 vbid = int.from_bytes(key, "big")
                 if self._seen.get(vbid) != data:
@@ -217,11 +217,12 @@ def rows(
     tombstones_from: int | None = None,
 ) -> tuple[list[Row], int, LargeDocument | None]:
     """Return the next rows above `after_seqno`, and the seqno up to which rows were read. If the next row is a mutation
-    whose value has more than `large_bytes`, stored or decompressed, return this mutation unread, and no rows.
+    whose value has more than `large_bytes`, stored or decompressed, return no rows and this mutation, unread.
 
     Looks at `rows_max` rows at most, and stops at the row that reaches `bytes_max`. `begins` maps each selected
-    collection to the seqno above which its rows are selected; None: select the collections of the boundary. Raises
-    ViewInvalidated, also if a tombstone above `tombstones_from` is missing: the follower holds documents up to there.
+    collection to the seqno above which its rows are selected; None: select the boundary's collections. Raises
+    ViewInvalidated, also if a tombstone above `tombstones_from` is missing: the follower holds documents up to that
+    seqno.
     """
 
     def checked(txn: Transaction, found: list[Row], *, whole: bool) -> list[Row]:
@@ -254,10 +255,9 @@ def rows(
 
 
 def last_document_seqno(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
-    """Return the seqno of the last row of the collections in `begins` above `after_seqno`; `after_seqno` if there is
-    none.
+    """Return the seqno of the last document row above `after_seqno` in the collections of `begins`, or `after_seqno`.
 
-    Walks backwards, and reads each piece in another transaction. Raises ViewInvalidated.
+    Walks backwards, `PIECE_ROWS` rows in each transaction. Raises ViewInvalidated.
     """
     for link in pinned.links:
         low, high = max(after_seqno, link.base_seqno), link.cut
@@ -281,10 +281,10 @@ def _look(
     bytes_max: int,
     large_bytes: int | None = None,
 ) -> tuple[list[Row], int, LargeDocument | None]:
-    """Return the next rows of a chain, in all versions, and the seqno up to which rows were read.
+    """Return the next rows of a chain (all versions of a key), and the seqno up to which rows were read.
 
-    With `large_bytes`, `txn` must return buffers. A large row is then not copied: the piece ends before this row, or is
-    this row alone, cut to its head.
+    With `large_bytes`, `txn` must return buffers. The result then ends before a large row, or is this row alone, cut to
+    its head.
     """
     found: list[Row] = []
     add = found.append
@@ -328,7 +328,7 @@ def _look(
 
 
 def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:
-    """Return at most PIECE_ROWS rows (low, high] of a branch, newest first."""
+    """Return at most PIECE_ROWS rows of a branch with low < seqno <= high, newest first."""
     found: list[Row] = []
     cursor = txn.raw.cursor(reader.rows)
     first = row_key(prefix, low) + b"\xff"
@@ -358,7 +358,7 @@ def _is_selected(row: Row, begins: Mapping[int, int]) -> bool:
 def _newest(
     reader: VbucketReader, txn: Transaction, links: chain.Chain, found: list[Row], *, all_there: bool
 ) -> list[Row]:
-    """Return the rows of `found` that no later row of the chain replaces. `all_there`: `found` ends with the chain."""
+    """Return the rows of `found` that no later row of the chain replaces. `all_there`: no later rows exist."""
     cursor = txn.raw.cursor(reader.keys)
     seek = cursor.set_range_dup
     cuts = {keys.PREFIX.pack(link.branch): link.cut.to_bytes(8) for link in links}

@@ -1,8 +1,8 @@
-"""Checks that keep the promises to reads of several transactions.
+"""Checks for reads that take several transactions.
 
 The promises: a read of documents sees one boundary; a reader that applied all changes of a read has the documents of
-the boundary at which the read ended. The checks raise ViewInvalidated if a rollback, resync, merge or purge between two
-transactions breaks a promise. Every transaction of a read begins with `check`; a read of changes then calls
+the boundary at which the read ended. The checks raise ViewInvalidated if a rollback, resync, purge or merge of branches
+between two transactions breaks a promise. Every transaction of a read begins with `check`; a read of changes then calls
 `check_tombstones`. Knows chains, boundaries, the floor and the purge seqno; never the documents. Invariants:
 - if the check of a transaction passes, the transaction sees the documents that the read's first transaction saw;
 - a reader of changes gets the tombstones of all deleted documents that it holds, or ViewInvalidated.
@@ -33,7 +33,7 @@ def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survi
 
 
 def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
-    """Raise ViewInvalidated if a document of `pinned` is gone or, without `survives_rollback`, is no longer served."""
+    """Raise ViewInvalidated if a document that `pinned` sees is gone or, without `survives_rollback`, not served."""
     pub = txn.pub(reader.vbid)
     check_unmoved(reader, txn, pinned.links)
     if pinned.survives_rollback:
@@ -56,7 +56,7 @@ def check_tombstones(
     reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int, purged_before: int = 0
 ) -> None:
     """Raise ViewInvalidated if the purger removed a tombstone above `after_seqno`. `purged_before`, the result of
-    `purged_seqno` when the read began, allows earlier removals.
+    `purged_seqno` when the read began, allows removals before the read.
     """
     purged = purged_seqno(reader, txn, pinned, after_seqno)
     if after_seqno < purged != purged_before:
@@ -110,8 +110,8 @@ def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served
     """Raise ViewInvalidated if the purger removed rows of `pinned` before a resync replaced their copy.
 
     The copy's last floor is no longer stored. But the purger removed each boundary before the first document visible at
-    that boundary, or with it. So check that one boundary is kept: the last boundary of `pinned` that was on the copy's
-    last served chain.
+    that boundary, or with that document. So check that one boundary is kept: the last boundary of `pinned` that was on
+    the copy's last served chain.
     """
     vbid, seqno = reader.vbid, int(pinned.pub.seqno)
     below = [link.branch for link in pinned.links if link.base_seqno < seqno]

@@ -1,7 +1,7 @@
-"""One vbucket as a reader sees it: its trees, served state, chains, manifests and rows.
+"""One vbucket as a reader sees it: its trees (LMDB's named databases), served state, chains, manifests and rows.
 
-Knows one vbucket's trees in one environment; never another vbucket. The methods work in the caller's transaction.
-Invariant: remembered chains and manifests are used only until the vbucket gets another chain id.
+Never knows another vbucket. The methods work in the caller's transaction. Invariant: remembered chains and manifests
+are used only until the vbucket gets another chain id (`branches.PurgeRow`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from storage.history import branches, chain, manifests
 from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Kind, Manifest, Seqno, VbucketState
 
 KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
-"""Kinds of rows with a reference (`keys.DUP`). One flipped bit cannot turn a mutation into a tombstone, or back, so a
-check for these kinds finds the damage.
+"""Kinds of rows to which references (`keys.DUP`) point. One flipped bit cannot turn a mutation's kind into a
+tombstone's, or back, so a check for these kinds finds the damage.
 """
 CHAINS_MAX = 8
 """Maximum number of remembered chains of a vbucket: the served chain, and the chains of a few positions."""
@@ -33,8 +33,8 @@ MANIFESTS_MAX = 2
 
 Visible = tuple[int, Branch, bytes, bytes, int, int, Manifest]
 """The served state of a vbucket in one commit, for point reads: commit, served branch, `above`, `up_to`, published
-seqno, flags of `pub`, manifest. A row of the default collection on the served branch is visible if `above` < its
-reference <= `up_to`. `above` is empty if the collection was dropped, or if a resync withholds the vbucket.
+seqno, flags of `pub`, manifest. A row of the default collection on the served branch is visible if `above` < the row's
+reference <= `up_to`. `above` is empty if the default collection was dropped or a resync withholds the vbucket.
 """
 _INITIAL = Manifest.initial()
 _UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)
@@ -62,7 +62,7 @@ class Served:
 
 
 class _Memory:
-    """Chains and manifests that are valid while the vbucket has this `chain_id` (`branches.PurgeRow`)."""
+    """Chains and manifests that are valid while the vbucket has this `chain_id`."""
 
     def __init__(self, chain_id: int) -> None:
         self.chain_id = chain_id
@@ -83,7 +83,7 @@ class VbucketReader:
         self.rows: Any = environment.db(keys.rows_db(vbid))
         self.vbid_key = keys.VBID_KEY.pack(vbid)
         self.begin: Any = environment.env.begin
-        """The `begin` of lmdb.Environment, for point reads: `Environment.begin` costs more."""
+        """`lmdb.Environment.begin`, for point reads: the `begin` of our Environment costs more."""
         self.running: list[None] = environment.running
         self._memory: _Memory | None = None
         self._purge = (-1, branches.PurgeRow())
@@ -91,7 +91,7 @@ class VbucketReader:
         """The served state in the commit that was read last; valid only in transactions of that commit."""
 
     def begin_read(self) -> Any:
-        """Begin an lmdb.Transaction at the least cost; the caller ends it by `Environment.end`."""
+        """Begin an lmdb.Transaction at the least cost; the caller must end it by `Environment.end`."""
         running = self.running
         running.append(None)
         try:
@@ -121,7 +121,7 @@ class VbucketReader:
         return visible
 
     def purge_row(self, txn: Transaction) -> branches.PurgeRow:
-        """Return the row of `purge`, read once for each commit."""
+        """Return the vbucket's row in the tree `purge`, read once for each commit."""
         commit, row = self._purge
         if commit != (seen := txn.raw.id()):
             row = branches.purge_row(txn, self.vbid)
@@ -152,7 +152,7 @@ class VbucketReader:
         return chain.recut(self.whole_chain(txn, branch), seqno)
 
     def chain_of_position(self, txn: Transaction, branch: int, seqno: int, history_id: int) -> chain.Chain:
-        """Return the chain up to a token's or pin's position. Raises ViewInvalidated if its history is unknown."""
+        """Return the chain up to a position. Raises ViewInvalidated if the position's history is unknown."""
         hint = "start the read again"
         try:
             whole = self.whole_chain(txn, branch)
@@ -178,7 +178,7 @@ class VbucketReader:
         return self.manifest(txn, manifests.key_on(txn, self.vbid, links))
 
     def state(self, txn: Transaction) -> VbucketState:
-        self.manifest(txn, txn.pub(self.vbid).manifest_key)  # `load` then gets it from memory
+        self.manifest(txn, txn.pub(self.vbid).manifest_key)  # `load` then finds it in memory
         return branches.load(txn, self.vbid, self.remembered(txn).manifests)[0]
 
     # -- the served state -----------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class VbucketReader:
     def document(
         self, txn: Transaction, wire_key: bytes, reference: bytes, raw: bool, lenient: bool = False
     ) -> Document:
-        """Return the document of the row that a reference of `wire_key` names. Raises CorruptedError."""
+        """Return the document of `wire_key` (collection id and key) that `reference` names. Raises CorruptedError."""
         row_key = reference[ROW_KEY]
         stored = txn.raw.get(row_key, b"", self.rows)
         if self.verify_reads and crc32c(stored) != RESIDUE:
@@ -247,7 +247,7 @@ class VbucketReader:
             raise seal.damaged(stored, row_key, self.vbid, self.environment.path)
 
     def check_row(self, stored: bytes, wire_key: bytes, reference: bytes) -> None:
-        """Raise CorruptedError if a row has another key or seqno than the reference to it."""
+        """Raise CorruptedError if a row has another key than `wire_key` or another seqno than `reference`."""
         if stored[24:32] != reference[SEQNO]:  # also if the row is missing (empty)
             raise self.mismatch(wire_key)
         start = 24 + stored[4]
@@ -263,8 +263,8 @@ class VbucketReader:
         )
 
     def newest(self, cursor: Any, wire_key: bytes) -> bytes:
-        """Return the last reference of the cursor's key. The key must have at least two. Raises CorruptedError if the
-        last two are not in order.
+        """Return the last reference of the cursor's key. The key must have at least two references. Raises
+        CorruptedError if the last two are not in order.
         """
         cursor.last_dup()
         reference: bytes = cursor.value()
@@ -278,8 +278,9 @@ class VbucketReader:
             raise self.mismatch(wire_key)
 
     def newest_visible(self, txn: Any, cursor: Any, wire_key: bytes, newest: bytes, links: chain.Chain) -> bytes | None:
-        """Of a key's references, return the newest that `links` sees, or None. `links` must not see `newest`, the key's
-        newest reference. Raises CorruptedError if the first or last skipped reference names no row of the key.
+        """Return the newest of a key's references that the chain `links` sees, or None. The chain must not see
+        `newest`, the key's newest reference. Raises CorruptedError if the first or last skipped reference names no row
+        of the key.
         """
         self.check_named(txn, wire_key, newest)
         found = chain.newest_version(cursor, wire_key, links)
@@ -292,8 +293,8 @@ class VbucketReader:
         self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), wire_key, reference)
 
     def check_absent(self, txn: Any, cursor: Any, wire_key: bytes) -> None:
-        """Raise CorruptedError if `wire_key` may be absent only because of a flipped bit. A damaged key stays next to
-        its old place, so the keys before and behind that place must be in order and match their rows.
+        """Raise CorruptedError if `wire_key` may be absent only because of a flipped bit. A flipped bit does not move a
+        key. So the keys next to the place of `wire_key` must be in order and match their rows.
         """
         if there := cursor.set_range(wire_key):
             behind, reference = cursor.item()

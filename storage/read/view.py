@@ -1,7 +1,7 @@
 """The reader's API: `open_view` and `View`. Any process may use it at any time.
 
 Knows the storage format; never the service. Invariant: an answer about one vbucket shows one commit. `validity` states
-what is promised to a read of several transactions.
+the promises to reads that take several transactions.
 
 The modules `point_reads` (documents by key), `scan` (documents in order), `changes` and `retractions` (events in order)
 and `states` (positions) do the work. Functions for one component of the service, such as the DCP listener, are not
@@ -120,7 +120,7 @@ class View(PointReads):
             return reader.manifest(txn, reader.served(txn).pub.manifest_key)
 
     def manifest_of(self, pin: Pin) -> Manifest:
-        """Return the scopes and collections at the boundary of a pin. Raises ViewInvalidated."""
+        """Return the scopes and collections at a pinned position. Raises ViewInvalidated."""
         reader = self.reader(pin.vbid)
         with reader.environment.read() as txn:
             return reader.manifest(txn, validity.served_at(reader, txn, pin, survives_rollback=False).pub.manifest_key)
@@ -166,7 +166,7 @@ class View(PointReads):
                     return
 
     def pin(self, vbid: int, as_of: AsOf = None, *, now: float | None = None) -> Pin:
-        """Pin a vbucket's state, now or as of a boundary, for `scan_page`. Raises NoSuchBoundary, Unavailable."""
+        """Return a vbucket's position, now or at a boundary, for `scan_page`. Raises NoSuchBoundary, Unavailable."""
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
             served, boundary = reader.as_of(txn, as_of)
@@ -216,7 +216,7 @@ class View(PointReads):
 
     def published(self, unreadable: Unreadable | None = None) -> dict[int, Served]:
         """Return the served state of each of `vbids`: the cheapest way to notice a publish. If a group cannot be read,
-        raise the error; with `unreadable`, put it there and leave out the group's vbuckets.
+        raise the error; with `unreadable`, put the error into `unreadable` and leave out the group's vbuckets.
         """
         return states.published(self.groups, self._known_positions, unreadable)
 

@@ -1,12 +1,12 @@
-"""Decides if a write at the source is visible here, not yet visible, or lost: readers can wait for their own writes.
+"""Decides if a write at the source is visible, not yet visible or lost, so that readers can wait for their writes.
 
-Knows mutation tokens of SDKs, failover logs and published seqnos; must never know its callers. Polling is enough,
-because a publish is one transaction, and so is a rollback with its failover log. The rules for a write with the token
-(vbid, vbuuid, seqno):
-- if the failover log has the vbuuid, the write is lost above the seqno at which the next newer history began; otherwise
-  the write is visible once published_seqno has reached its seqno;
-- if this mirror rolled back the history of the vbuuid, and a newer failover log lacks the vbuuid, the write is lost;
-- if the vbuuid is unknown, the mirror has not heard of a failover yet, so the reader waits.
+Knows mutation tokens of SDKs, failover logs and published seqnos; never its callers. The rules for a write with the
+token (vbid, vbuuid, seqno):
+- if the failover log has the vbuuid, a write above the seqno at which the next newer history began is lost; any other
+  write is visible once published_seqno has reached the seqno of the write;
+- if this mirror rolled back from the history of the vbuuid, and a newer failover log lacks the vbuuid, the write is
+  lost;
+- otherwise the mirror may not have heard of a failover yet, so the reader waits.
 
 During a resync or a deferred rollback no write counts as published. Invariant: a write that is reported as `LOST` was
 never published in the history that is served now.
@@ -28,7 +28,7 @@ from storage.read.vbucket_reader import VbucketReader
 
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.025
-"""Longest pause between two looks: the writer's default commit interval."""
+"""Longest pause between two looks: the default commit interval of the writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def write_status(reader: VbucketReader, token: MutationToken) -> WriteStatus:
     log = state.failover_log
     if not token.vbuuid:
         return here
-    if state.rollback_deferred:  # the log is the staged history's, not the served one's
+    if state.rollback_deferred:  # the log is of the staged history; readers see another
         return WriteStatus.WAITING
     end_seqno = log.end_of(token.vbuuid, SEQNO_MAX)
     if end_seqno is not None:

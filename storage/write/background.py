@@ -1,10 +1,9 @@
-"""A writer's work between commits: key rows of large snapshots, removal of old history, leases, and syncs.
+"""A writer's work between commits: inserts key rows of large snapshots, removes old history, grants leases, syncs.
 
-Knows jobs, the purger and leases of one group; never received rows. A call of `step` does one bounded slice.
-Invariants:
-- key rows come first, because a snapshot waits for them;
-- history under a lease is not removed;
-- after each slice the `PendingVbucket` objects match the disk.
+Knows the jobs (`IndexJob`), the purger and the leases of one group; never received rows. Invariants:
+- key rows are inserted before history is removed, because a snapshot cannot be published without its key rows;
+- history that a lease holds is not removed;
+- a call of `step` does a bounded amount of work, after which the `PendingVbucket` objects match the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from storage.write.owner import KEEP_ALL, GroupOwner, contained
 from storage.write.pending import GroupPending, PendingVbucket, Plan
 
 PURGE_INTERVAL_MS = 1_000
-"""Pause, in milliseconds, after a round over all vbuckets in which the purger found no work."""
+"""Pause in milliseconds after the purger has found no work in any vbucket."""
 
 
 class Background:
@@ -44,7 +43,7 @@ class Background:
         return Purger(self.owner.environment, self.owner.vbids, self.window, self.leases)
 
     def step(self) -> bool:
-        """Do one slice of work; see `GroupWriter.step`."""
+        """See `GroupWriter.step`."""
         if self.jobs:
             self.index_step(self.jobs[0])
             return bool(self.jobs)
@@ -56,13 +55,13 @@ class Background:
     # -- key rows -------------------------------------------------------------------------------------------------
 
     def finish_complete(self) -> None:
-        """Begin jobs for snapshots that the previous writer left complete on disk, but with key rows missing."""
+        """Begin a job for each snapshot that is complete on disk but lacks key rows."""
         for vbucket in self._vbuckets.values():
             if vbucket.complete_on_disk():
                 vbucket.begin_job()
 
     def after_commit(self, vbucket: PendingVbucket, plan: Plan) -> None:
-        """Begin a job for a complete snapshot that the commit could not publish."""
+        """Begin a job if the commit could not publish a complete snapshot because too many key rows are missing."""
         if plan.has_rows_above:
             vbucket.count_unindexed()
         if vbucket.publishable:
@@ -113,8 +112,8 @@ class Background:
     @contained
     def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:
         """Hold the history from `positions` (branch and seqno by vbid) on. The lease ends at `until_ms` of the wall
-        clock, after LEASE_MAX_MS at most; if that clock is set during the lease, the end does not move. Raises
-        NoSuchBoundary if a position is no longer kept, StorageError if there are too many leases.
+        clock, but LEASE_MAX_MS from now at the latest. Setting the wall clock during the lease does not move the end.
+        Raises NoSuchBoundary if a position is no longer kept, StorageError if there are too many leases.
         """
         owner = self.owner
         self.leases.prune(owner.clock.now_ms())
@@ -126,7 +125,7 @@ class Background:
         self.leases.put(name, positions, self._lease_end_ms(until_ms))
 
     def renew_lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> bool:
-        """Extend a lease. Return False if no lease of that name has these positions; their history may be gone."""
+        """Extend a lease. Return False if no lease `name` has these positions: their history may be gone."""
         return self.leases.renew(name, positions, self._lease_end_ms(until_ms), self.owner.clock.now_ms())
 
     def _lease_end_ms(self, until_ms: int) -> int:

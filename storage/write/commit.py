@@ -1,9 +1,9 @@
 """Writes the part of a commit that belongs to one vbucket.
 
-Knows the trees and `PendingVbucket`; never fences, full maps or failed commits (`owner` handles them). Invariants:
-- rows, key rows, `state`, `pub`, boundary and manifests of a vbucket are written in one transaction;
-- after a transaction that publishes a vbucket, every row up to published_seqno has its key row;
-- `put` changes nothing in memory, so `owner` can repeat it after growing a full map.
+Knows `PendingVbucket` and the trees (LMDB's named databases); never failed commits, which `owner` handles. Invariants:
+- a vbucket's rows, key rows, boundary, manifests and entries in `state` and `pub` are put into one transaction;
+- after a transaction that publishes a vbucket, every row of a document up to published_seqno has its key row;
+- `put` changes nothing in memory, so `owner` can repeat the transaction.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
     staged_seqno, open_snapshot = _staged_on_disk(vbucket, len(rows))
     if not vbucket.can_publish:
         known = staged_seqno or state.staging_published_seqno or vbucket.known_empty
-        # A failover log on disk without rows means an empty vbucket. So write no log before this is known.
+        # A stored log without rows means an empty vbucket. So write no log unless there are rows or this is known.
         log = state.failover_log if known else FailoverLog()
         stored = state._replace(staged_seqno=staged_seqno, open_snapshot=open_snapshot, failover_log=log)
         txn.put_state_row(state.vbid, records.StateRow.of(stored))
@@ -85,11 +85,11 @@ def _put_key_rows(txn: Transaction, vbucket: PendingVbucket, rows: Rows) -> int:
 
 
 def _staged_on_disk(vbucket: PendingVbucket, row_count: int) -> tuple[Seqno, SnapshotRange | None]:
-    """Return the staged seqno and the open snapshot of the rows that are on disk after this commit."""
+    """Return the staged seqno and the open snapshot as they are on disk after this commit."""
     if row_count == len(vbucket.rows):
         return Seqno(vbucket.staged_seqno), vbucket.open_snapshot
     if vbucket.complete_seqno is not None and vbucket.complete_seqno >= vbucket.flushed_seqno:
         return Seqno(vbucket.complete_seqno), None
-    # Earlier commits may have written rows of the open snapshot. A complete snapshot below may still wait for key rows.
+    # Earlier commits may have written rows of the open snapshot; a complete snapshot before it may wait for key rows.
     is_published = vbucket.flushed_seqno == vbucket.base.staging_published_seqno
     return Seqno(vbucket.flushed_seqno), None if is_published else vbucket.open_snapshot

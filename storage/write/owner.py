@@ -2,10 +2,10 @@
 
 Knows LMDB and the directory; never rows or vbuckets' states. Invariants:
 - one process owns a group until `release` (GroupLock);
-- every write transaction after `open` checks the fence;
-- if the map is full, it is grown and the transaction repeated;
-- after any other failed commit, everything pending is dropped, the environment is opened again and the states are read
-  from disk, before the error is raised.
+- every write transaction after `open` checks the fence, a stored number that each new owner raises;
+- if LMDB's memory map is full, the owner grows the map and repeats the transaction;
+- after any other failed commit, the owner drops all pending work, opens the environment again and loads the states;
+  then it raises the error.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ from storage.history.purge import Window
 from storage.model import Identity
 
 GROW_TRIES_MAX = 16
-"""Limit of doublings of the map for one commit. The map grows to at most 65,536 times its size."""
+"""Maximum number of times that one commit doubles the map, to 65,536 times its size."""
 READER_CHECK_INTERVAL_MS = 5_000
-"""Pause between searches for killed readers. LMDB keeps the pages of a killed reader until a search removes the reader,
-so until then each commit makes the file larger.
-"""
+"""Pause between searches for killed readers. The file grows while a killed reader still holds pages."""
 IDLE_SYNC_MS = 200
-"""With `sync = safe`, the last commit's meta page is synced once the group was idle for so many milliseconds."""
+"""With `sync = safe`, the last commit is synced after this many milliseconds without another commit."""
 CLOCK_STEP_MIN_MS = 10_000
-"""The wall clock counts as set once it has moved by this much against the monotonic clock since the start or the last
-step.
+"""The wall clock counts as set (a step) if its distance from the monotonic clock has changed by this much since the
+start or the last step.
 """
 
 KEEP_ALL = Window()
@@ -53,23 +51,23 @@ class WriterOptions:
     identity: Identity
     clock_ms: Callable[[], int]
     monotonic_ms: Callable[[], int] | None = None
-    """A clock that cannot be set. None: `clock_ms` is used, and setting `clock_ms` ahead makes history older."""
+    """A clock that cannot be set. None: use `clock_ms`; setting the wall clock ahead then makes history older."""
     sync: str = "safe"
     """The setting `sync`: `safe`, `full` or `unsafe`."""
     map_size: int = MAP_SIZE
     window: Window = KEEP_ALL
-    """The limits of kept history. The time between two writers counts for at most half of `time_ms`."""
+    """The limits of kept history. Time without a writer makes history older by at most half of `time_ms`."""
     resync_reads: str = "stale"
     """During a resync, readers of the vbucket get its old copy (`stale`) or an error (`unavailable`)."""
 
 
 class HistoryClock:
-    """The clock that measures the age of history, in milliseconds. It began as the wall clock of the mirror's first
+    """The clock that measures the age of history, in milliseconds. It began at the wall time of the group's first
     writer.
 
     It advances with the machine's monotonic clock. The time between two writers is known only from the wall clock,
-    which may be wrong, so it counts for at most `downtime_max_ms`. `now_ms` never falls, and is at least the stored
-    time.
+    which may be wrong. So this time counts for at most `downtime_max_ms`. `now_ms` never falls, not even below the
+    stored time.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class HistoryClock:
         stored_wall_ms: int = 0,
         downtime_max_ms: int = 0,
     ) -> None:
-        """Continue from `stored_ms`, stored at wall time `stored_wall_ms` by the last writer. Both 0: a new clock."""
+        """Continue from `stored_ms`, which was stored at wall time `stored_wall_ms`. Both 0: a new clock."""
         self._wall_ms = wall_ms
         self._monotonic_ms = monotonic_ms
         now_ms, wall_now_ms = monotonic_ms(), wall_ms()
@@ -158,8 +156,8 @@ class GroupOwner:
     ) -> None:
         """Take the group's lock; the caller then calls `open`.
 
-        `load` reads the states from the environment, and returns True if they are older than those in memory. `forget`
-        drops all pending work.
+        `load` reads the states from the environment, and returns True if they are older than the states in memory.
+        `forget` drops all pending work.
         """
         self.path = path
         self.options = options
@@ -171,13 +169,13 @@ class GroupOwner:
         """True if the environment was closed after a failed commit and could not be opened again."""
         self.closed = False
         self.unsynced_since: int | None = None
-        """Time of the last commit by the history clock; None: the last commit is synced."""
+        """Time of the last commit on the history clock; None if the commit is synced."""
         self.fence = 0
         self.durability = options.sync
         self._load = load
         self._forget = forget
         self.check_readers_ms = 0
-        """Time of the next search for killed readers, by the history clock."""
+        """Time of the next search for killed readers, on the history clock."""
         self._lock = directory.GroupLock(path)
 
     # -- opening and closing --------------------------------------------------------------------------------------
@@ -234,7 +232,7 @@ class GroupOwner:
         )
 
     def reload(self) -> None:
-        """Forget pending work and open the environment again after a failed commit. If opening fails, the group is
+        """After a failed commit, forget pending work and open the environment again. If opening fails, the group is
         `lost` until another `reload` succeeds.
         """
         self._forget()
@@ -266,7 +264,7 @@ class GroupOwner:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def write(self, work: Callable[[Transaction], Result]) -> Result:
-        """Run `work(txn)` in a write transaction and return its result. If the map is full, grow it and run `work`
+        """Run `work(txn)` in a write transaction and return the result of `work`. If the map is full, grow it and try
         again. Raises StorageError: Locked if another owner raised the fence.
         """
         fence = self.fence.to_bytes(8, "big")
@@ -299,7 +297,7 @@ class GroupOwner:
         raise storage_error(lmdb.MapFullError("map full"), self.path)
 
     def write_while_opening(self, work: Callable[[Transaction], Any]) -> None:
-        """Run `work` in a write transaction without a check of the fence. Grow the map if the file fills it."""
+        """Run `work` in a write transaction without a check of the fence. If the map is full, grow it and try again."""
         for _ in range(GROW_TRIES_MAX):
             try:
                 with self.environment.begin(write=True) as txn:
@@ -323,7 +321,7 @@ class GroupOwner:
             raise storage_error(error, self.path) from error
 
     def check_file(self) -> None:
-        """Raise CorruptedError if the file is no longer at its path. Free pages that killed readers were using."""
+        """Raise CorruptedError if the file is no longer at its path. Search for killed readers if it is time."""
         if self.environment.look():
             raise CorruptedError(
                 "the group's file was moved, removed or replaced while the service runs",

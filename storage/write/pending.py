@@ -1,11 +1,11 @@
-"""The accepted but uncommitted rows of a group, by vbucket.
+"""The rows of each vbucket that the writer has accepted but not yet committed.
 
-Knows staged rows, seqnos and manifests. Only reads LMDB: `commit` writes the rows, then `settle` updates the memory.
-Invariants:
-- `state` is the last commit plus the operations accepted since;
+Knows staged rows, seqnos and manifests. Only reads LMDB: `commit` writes the rows, and `PendingVbucket.settle` then
+notes what was written. Invariants:
+- `state` is the last commit's state, changed by the operations accepted since that commit;
 - rows rise in seqno above the staged seqno;
 - an operation that raises SeqnoOrder has changed nothing;
-- `GroupPending.byte_count` is the sum of the bytes of rows and manifests in memory over the group.
+- `GroupPending.byte_count` counts the bytes of all pending rows and manifests of the group.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from storage.write.owner import GroupOwner, contained
 _unpack_row_key = keys.ROW.unpack
 
 MANIFEST_DEPTH_MIN = 16
-"""A manifest is written whole once it consists of more rows than this plus twice its collections."""
+"""A manifest is stored whole, not as a change, once it consists of more rows than this plus two per collection."""
 
 INLINE_INDEX_ROWS = 20_000
-"""A commit writes up to this many missing key rows of a vbucket; for more, an IndexJob runs first."""
+"""A commit writes up to this many missing key rows of a vbucket; if more are missing, an IndexJob runs first."""
 
 
 class Plan(NamedTuple):
@@ -47,15 +47,14 @@ class GroupPending:
     def __init__(self) -> None:
         self.byte_count = 0
         self.jobs: list[PendingVbucket] = []
-        """Vbuckets with an IndexJob. Only the first one's job runs."""
+        """Vbuckets with an IndexJob. Only the first vbucket's job runs."""
 
 
 class PendingVbucket:
     """The state of one vbucket, and its pending rows and manifests.
 
-    The present staged seqno and open snapshot are attributes of their own, and `state` joins them to `base`. They
-    change with every snapshot. Live snapshots hold two or three mutations, and a new `base` would cost more than
-    writing these.
+    The staged seqno and the open snapshot change with every snapshot. So they are attributes outside of `base`: a new
+    `base` would cost more than the two or three mutations of a live snapshot. `state` joins them.
     """
 
     def __init__(self, txn: Transaction, vbid: int, owner: GroupOwner, group: GroupPending) -> None:
@@ -65,15 +64,15 @@ class PendingVbucket:
         self.load(txn)
 
     def load(self, txn: Transaction) -> None:
-        """Begin at the last commit, without pending rows. The caller has subtracted the old rows and manifests from
-        `GroupPending.byte_count`.
+        """Load the last commit's state, without pending rows. The caller must first subtract the bytes of old pending
+        rows and manifests from `GroupPending.byte_count`.
         """
         state, manifest_rows = branches.load(txn, self.vbid)
         self.base = state
         self.staged_seqno: int = state.staged_seqno
         self.open_snapshot = state.open_snapshot
         self.prefix = keys.PREFIX.pack(state.staging_branch)
-        """The staging branch, as the first 4 bytes of the keys of new rows."""
+        """The number of the staging branch, the first 4 bytes of a new row's key."""
         self.rows: list[tuple[bytes, bytes]] = []
         self.pending_bytes = 0
         self.complete_count = 0  # the number of `rows` in complete snapshots
@@ -88,7 +87,7 @@ class PendingVbucket:
         self.manifest_changes: list[tuple[int, ManifestChange]] = []  # (seqno, change), rising, not yet on the disk
         self.job: index.IndexJob | None = None
         self.dirty = False
-        self.known_empty = bool(state.failover_log)  # without stored rows a log means: published at 0
+        self.known_empty = bool(state.failover_log)  # without stored rows, a log means an empty vbucket
 
     @property
     def state(self) -> VbucketState:
@@ -101,12 +100,12 @@ class PendingVbucket:
 
     @property
     def commit_worthy(self) -> bool:
-        """False if the only pending rows belong to an open snapshot: they wait in memory for its end."""
+        """False if all pending rows belong to the open snapshot: they wait in memory for the snapshot's end."""
         return self.complete_seqno is not None or not self.rows
 
     @property
     def publishable(self) -> bool:
-        """True if a complete snapshot waits for its publish, without an IndexJob."""
+        """True if a complete snapshot waits for its publish, and the vbucket has no IndexJob."""
         return self.complete_seqno is not None and self.job is None
 
     @property
@@ -117,7 +116,7 @@ class PendingVbucket:
 
     @property
     def can_publish(self) -> bool:
-        """True if a complete snapshot waits for its publish and the next commit can write its missing key rows."""
+        """True if a complete snapshot waits for its publish, and the next commit can write all missing key rows."""
         if self.complete_seqno is None or self.job is not None:
             return False
         few = self.unindexed_count is not None and self.unindexed_count <= INLINE_INDEX_ROWS
@@ -127,8 +126,8 @@ class PendingVbucket:
 
     @contained
     def stage(self, rows: list[tuple[bytes, bytes]], byte_count: int, open_snapshot: SnapshotRange) -> None:
-        """Accept (row key, frame) pairs of the open snapshot on the staging branch. `byte_count` is the size of the
-        frames.
+        """Accept rows of the open snapshot on the staging branch, as pairs of row key and DCP message. `byte_count` is
+        the size of the messages.
 
         Raises SeqnoOrder, and accepts no row, if the rows are of another branch or do not strictly rise above the
         staged seqno.
@@ -172,8 +171,7 @@ class PendingVbucket:
     ) -> None:
         """Accept a system event: its row, and `manifest`, which is valid from `seqno` on.
 
-        `change` is the difference from the manifest before; None: compute it. Most rows of `manifest` hold only a
-        change, some the whole manifest. So a read of a manifest takes at most about two rows per collection.
+        `change` is the difference from the previous manifest; None: compute it.
         """
         self.stage([(keys.ROW.pack(self.base.staging_branch, seqno), row_value)], len(row_value), open_snapshot)
         if change is None:
@@ -189,8 +187,8 @@ class PendingVbucket:
     def publish(self, boundary_seqno: int, snap_start_seqno: int) -> None:
         """Mark the snapshot that ends at `boundary_seqno` as complete; a later commit makes it visible.
 
-        `boundary_seqno` is above the staged seqno if the source sent no row for the snapshot's end. It is below if
-        `publish = persisted` delayed the publish; later rows then stay staged.
+        `boundary_seqno` is above the staged seqno if the source sent no row for the snapshot's end. It is below the
+        staged seqno if `publish = persisted` delayed the publish; rows above `boundary_seqno` then stay staged.
         """
         assert boundary_seqno >= self.base.staging_published_seqno, (self.vbid, boundary_seqno)
         self.complete_seqno = boundary_seqno
@@ -205,9 +203,9 @@ class PendingVbucket:
         self.dirty = True
 
     def save(self, **facts: Unpack[SourceFacts]) -> None:
-        """Store facts of a stream with the next commit, at the latest together with the stream's first rows.
+        """Store facts of a stream with the vbucket's next commit.
 
-        A first failover log is stored only with the first rows, or after `publish` at 0 (an empty vbucket).
+        The vbucket's first failover log is stored only with its first rows, or after `publish` at 0 (an empty vbucket).
         """
         self.change(**facts)
         self.dirty = True
@@ -215,10 +213,9 @@ class PendingVbucket:
     # -- key rows of a large snapshot -----------------------------------------------------------------------------
 
     def complete_on_disk(self) -> bool:
-        """Mark as complete the snapshot that the last writer left on disk without all key rows. Return False if there
-        is none.
+        """Return True if the disk has a complete snapshot that lacks key rows, and mark this snapshot as complete.
 
-        The start seqno of the marker was not stored. The boundary gets the last published end instead.
+        The start seqno of its snapshot marker was not stored, so the boundary gets the last published end instead.
         """
         state = self.base
         if state.open_snapshot is not None or state.staged_seqno <= state.staging_published_seqno:
@@ -235,7 +232,9 @@ class PendingVbucket:
         self._group.jobs.append(self)
 
     def end_job(self) -> None:
-        """Note that the job has written its key rows. Rows committed meanwhile wait for a commit or another job."""
+        """Note that the job has written its key rows. Rows committed during the job get key rows from a commit or
+        another job.
+        """
         assert self.job is not None
         self.indexed_seqno = self.job.to_seqno
         self.indexed_bytes += self.job.row_bytes
@@ -244,7 +243,7 @@ class PendingVbucket:
         self.dirty = True
 
     def cancel_job(self) -> None:
-        """Give up the job. Its key rows stay on disk, and no reader sees them."""
+        """Remove the job. Its key rows stay on disk; readers see them only once their rows are published."""
         if self.job is not None:
             self.job.close()
             self.job = None
@@ -270,8 +269,8 @@ class PendingVbucket:
         return (branch, below[-1]) if below else self.manifest_key
 
     def purged(self, floor_seqno: int, local_purge_seqno: int, moved: tuple[int, int, int] | None) -> None:
-        """Take over the purger's changes. `moved` (branch, parent, seqno): rows of the branch up to seqno are now the
-        parent's.
+        """Take over the purger's changes. `moved` (branch, parent, seqno): rows of `branch` up to `seqno` were moved to
+        `parent`.
         """
         self.change(history_floor_seqno=Seqno(floor_seqno), local_purge_seqno=Seqno(local_purge_seqno))
         if moved is not None and self.manifest_key[0] == moved[0] and self.manifest_key[1] <= moved[2]:

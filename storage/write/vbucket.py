@@ -1,9 +1,9 @@
 """The writer of one vbucket: adds rollback, abandon and resync to the operations of `pending`.
 
-Knows when a branch may be opened and which pending rows to drop; `branches` writes the records. These three operations
-first commit the group, so that complete snapshots are not lost. Invariants:
-- a rollback, an abandon or a resync then takes one transaction at most;
-- after that transaction, memory is read again from disk;
+Knows when a branch may be opened and which pending rows to drop; `branches` writes the records. Rollback, abandon and
+resync first commit the group, so that complete snapshots are not lost. Invariants:
+- after this commit, each of the three takes at most one more transaction;
+- after that transaction, the state is read again from disk;
 - `abandon` needs no transaction if no row of the open snapshot is on disk.
 """
 
@@ -22,7 +22,7 @@ from storage.write.pending import PendingVbucket
 
 @dataclass(frozen=True, slots=True)
 class RollbackResult:
-    """A rollback, and the position before it. `boundary_seqno` 0: no boundary qualified, nothing was changed."""
+    """A rollback, and the position before it. `boundary_seqno` 0: no boundary qualified, so nothing was rolled back."""
 
     boundary_seqno: Seqno
     from_seqno: Seqno
@@ -60,15 +60,14 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def rollback(self, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
-        """Go back to the newest kept boundary <= `to_seqno`, in one transaction of the same cost for any number of
-        rows.
+        """Go back to the newest kept boundary at or below `to_seqno`. The cost does not depend on the number of rows.
 
-        `deferred`: readers stay on the old branch until the first publish of the new one. If no boundary above 0
-        qualifies, nothing is changed and `boundary_seqno` is 0; the caller then resyncs.
+        `deferred`: readers stay on the old branch until the first publish of the new branch. If no boundary above 0
+        qualifies, nothing is rolled back, and the result's `boundary_seqno` is 0.
         """
         self._commit()
         state = self.state
-        if state.rollback_deferred:  # above the boundary of the deferred rollback, served rows are lost
+        if state.rollback_deferred:  # the source has lost the served rows above that rollback's boundary
             to_seqno = min(to_seqno, state.staging_published_seqno)
         boundary = self._boundary_at(state, to_seqno)
         if boundary is None or boundary.seqno < max(1, state.history_floor_seqno):
@@ -84,11 +83,11 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def abandon(self, *, keep_complete: bool = True) -> bool:
-        """Give up the staged rows of the open snapshot, in one transaction at most. They never become visible.
+        """Give up the staged rows of the open snapshot. These rows never become visible.
 
         With `keep_complete`, keep an earlier complete snapshot that waits for its key rows; a commit publishes it
-        later. Return False if rows of the open snapshot are on disk above the kept one. Only a new branch hides these
-        rows, and a branch can begin only at a published end: call `abandon` again after the publish.
+        later. Return False if rows of the open snapshot are on disk above the kept snapshot. Only a new branch hides
+        these rows, and a branch can begin only at a published end. So call `abandon` again after the publish.
         """
         self._commit()
         if keep_complete and self.complete_seqno is not None:
@@ -110,8 +109,8 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def begin_resync(self) -> None:
-        """Stage again from 0, on a branch without parent. Until the new copy is published, readers keep the old one or,
-        with `resync_reads = unavailable`, are refused.
+        """Stage again from seqno 0, on a branch without parent. Until the new copy is published, readers get the old
+        copy. With `resync_reads = unavailable` readers are refused instead.
         """
         self._commit()
         self._discard_pending()

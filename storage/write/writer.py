@@ -1,8 +1,8 @@
-"""The writer of a vbucket group: staging, group commit, publishing.
+"""The writer of a vbucket group: staging, commits, publishing.
 
-Joins the parts that do the work and state the invariants: `owner` (environment, fence, write transactions),
-`vbucket` (staging, rollback, abandon, resync), `commit` (the rows of a transaction) and `background` (key rows, purge,
-leases). Never knows sockets, the time (the options have clocks) or the kind of source.
+Joins the modules that do the work and state the invariants: `owner` (environment, write transactions), `vbucket`
+(staging, rollback, abandon, resync), `commit` (the rows of a transaction) and `background` (key rows, purge, leases).
+Never knows sockets, the time (the options have clocks) or the kind of source.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class GroupWriter:
 
     @property
     def has_pending(self) -> bool:
-        """True if a commit would change what readers or a restart see. A vbucket with an IndexJob does not count."""
+        """True if readers or the next writer would notice a commit. Vbuckets with an IndexJob do not count."""
         return any(
             vbucket.dirty and vbucket.job is None and vbucket.commit_worthy for vbucket in self.vbuckets.values()
         )
@@ -162,9 +162,9 @@ class GroupWriter:
     def commit(self, *, flush_open: bool = False) -> CommitResult:
         """Commit all complete snapshots in one transaction. `flush_open` adds the rows of open snapshots.
 
-        A full map is grown and the transaction repeated. After any other failure everything pending is dropped, the
-        states are read again and the error is raised: Full, ReadOnly, and so on. The caller must then start machines
-        and streams again.
+        If LMDB's map is full, it is grown and the transaction repeated. Any other failure drops all pending work, loads
+        the states again and raises the error: Full, ReadOnly, and so on. The caller must then start machines and
+        streams again.
         """
         self.owner.check_open()
         touched = [each for each in self.vbuckets.values() if each.dirty and (flush_open or each.commit_worthy)]
@@ -191,8 +191,8 @@ class GroupWriter:
 
     @contained
     def step(self) -> bool:
-        """Do one bounded slice of background work. Return True if more waits. Once a snapshot has all key rows,
-        `commit` publishes the snapshot.
+        """Do a bounded amount of background work. Return True if more work waits. Once a snapshot has all its key rows,
+        the next `commit` publishes the snapshot.
         """
         self.owner.check_open()
         self.owner.check_file()
