@@ -65,8 +65,11 @@ class Range(NamedTuple):
 
 def rollbacks(reader: VbucketReader) -> list[Rollback]:
     with reader.environment.read() as txn:
-        stored = txn.of_vbucket(keys.DB_ROLLBACK, reader.vbid)
-        return [records.decode_rollback(reader.vbid, value) for _, value in stored]
+        return recorded_rollbacks(txn, reader.vbid)
+
+
+def recorded_rollbacks(txn: Transaction, vbid: int) -> list[Rollback]:
+    return [records.decode_rollback(vbid, value) for _, value in txn.of_vbucket(keys.DB_ROLLBACK, vbid)]
 
 
 def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None) -> Range:

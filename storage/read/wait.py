@@ -22,7 +22,7 @@ from typing import Any
 
 from storage.errors import NotPublished, WriteLost
 from storage.model import SEQNO_MAX, Seqno, Vbuuid
-from storage.read.changes import rollbacks
+from storage.read.changes import recorded_rollbacks
 from storage.read.groups import Groups
 from storage.read.vbucket_reader import VbucketReader
 
@@ -68,7 +68,7 @@ class WriteStatus(Enum):
 
 def write_status(reader: VbucketReader, token: MutationToken) -> WriteStatus:
     with reader.environment.read() as txn:
-        state = reader.state(txn)
+        state, known = reader.state(txn), recorded_rollbacks(txn, reader.vbid)
     resyncing = state.staging_branch != state.branch
     here = WriteStatus.PUBLISHED if state.published_seqno >= token.seqno and not resyncing else WriteStatus.WAITING
     log = state.failover_log
@@ -79,7 +79,6 @@ def write_status(reader: VbucketReader, token: MutationToken) -> WriteStatus:
     end_seqno = log.end_of(token.vbuuid, SEQNO_MAX)
     if end_seqno is not None:
         return here if token.seqno <= end_seqno else WriteStatus.LOST
-    known = rollbacks(reader)
     if not log or not any(each.from_vbuuid == token.vbuuid for each in known):
         return WriteStatus.WAITING
     is_newer = log.newest_vbuuid != known[-1].to_vbuuid or state.published_seqno > known[-1].to_seqno
