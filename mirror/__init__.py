@@ -13,14 +13,14 @@
 A `View` reads: it returns `Document` and `Change`. `Token` is a position in the changes, `Time` a moment for `as_of`,
 and `MutationToken` names a write to wait for. A mirror is read only.
 
-Reads raise a `StorageError`, mostly one of those below; SQL and Arrow also raise a `mirror.errors.MirrorError`. The
-text has the place, the problem and the remedy. If `retryable` is true, the same call may succeed later:
+Reads raise a `StorageError`, mostly one of those below; SQL and Arrow also raise a `mirror.errors.MirrorError`. An
+error's text has the place, the problem and the remedy. If its `retryable` is true, the same call may succeed later:
 
     StorageError
     |-- NotAMirror         there is no mirror at this path
     |-- ReadOnly           this user lacks a permission; a reader must write LMDB's lock file
     |-- Full               no space left for LMDB's lock file, or no address space for the data (retryable)
-    |-- Locked             all reader slots are taken, or a reader in another container has this PID (retryable)
+    |-- Locked             LMDB's table of readers is full, or a reader in another container has this PID (retryable)
     |-- DeviceFailed       an input/output error (retryable)
     |-- CorruptedError     stored bytes contradict the format: `dcp-mirror check`
     |-- UnknownFormat      written by another version of the format
@@ -30,9 +30,9 @@ text has the place, the problem and the remedy. If `retryable` is true, the same
     |-- NoSuchBoundary     `as_of` is before the kept history
     |-- AnswerTooLarge     the documents are larger than the caller's `bytes_max`
     |-- Unavailable        the vbucket is being resynced (retryable)
-    |-- ViewInvalidated    a rollback, a resync or the purger passed the position: start again (retryable)
-    |-- NotPublished       a write was not published in time (retryable)
-    |-- WriteLost          a failover has undone a write: it will never come
+    |-- ViewInvalidated    a rollback, a resync or the purger removed what was read: start again (retryable)
+    |-- NotPublished       the awaited write was not published in time (retryable)
+    |-- WriteLost          a failover has undone the awaited write
     `-- Closed             the view was closed, or opened before a fork
 
 The other packages of this distribution are the program `dcp-mirror`; their names are not stable.

@@ -1,8 +1,8 @@
-"""The client of a running service: one command to its control socket `<data>/control.sock`, one answer back.
+"""Sends a command to a running service, over its control socket `<data>/control.sock`.
 
-Without a service `ask` returns None and raises no error, because most callers work without one. The path of a Unix
-socket has 107 bytes at most, so this module uses a short path through the directory's descriptor. Invariant: every wait
-has a limit.
+Without a service `ask` returns None and raises no error, because most callers also work without a service. The kernel
+limits a socket's path to 107 bytes, so `socket_address` makes a short path from a descriptor of the directory.
+Invariant: every wait has a limit.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ServiceSaidNo(MirrorError):
 
 
 def ask(directory: Path, command: ControlCommand, *, timeout_s: float = TIMEOUT_S) -> Reply | None:
-    """Send a command to the service of `directory`. Return its answer, or None if no service runs or it goes away.
-    Raises ServiceSaidNo, SupervisionError.
+    """Send a command to the service of `directory`. Return the answer, or None if no service runs or the service goes
+    away. Raises ServiceSaidNo, SupervisionError.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(timeout_s)

@@ -1,7 +1,7 @@
 """Time and random numbers behind one interface.
 
-A test passes its own `Clock`: a simulated day passes in a moment, and a seed repeats it. Invariant: `monotonic` never
-goes back; `wall_ms` may.
+A test passes its own `Clock`, with simulated time and seeded random numbers. Invariant: `monotonic` never goes back;
+`wall_ms` may.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start; never goes back."""
+        """Seconds from an arbitrary start."""
         ...
 
     def wall_ms(self) -> int:

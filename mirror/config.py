@@ -1,8 +1,8 @@
 """The settings, each with its bounds and meaning. A `Settings` object is frozen.
 
-`mirror.config_reader` reads and checks settings. This module does not import pydantic, because workers get checked
-settings and start in half the time without it. The password is no setting: `PasswordSource` reads it whenever it is
-needed, so it can change without a restart. It is never printed.
+`mirror.config_reader` reads and checks settings. This module does not import pydantic: workers get checked settings,
+and start in half the time without pydantic. The password is no setting: `PasswordSource` reads it at each use. The
+password is never printed.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def to_wire(settings: Settings) -> Values:
 
 @dataclass(frozen=True, slots=True)
 class PasswordSource:
-    """The place of the password. Each `read()` reads it again, so a change needs no restart."""
+    """The place of the password. Each `read()` reads it again, so a new password needs no restart."""
 
     file: Path | None
     folder: Path | None

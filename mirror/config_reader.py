@@ -98,7 +98,7 @@ _CheckedSettings = create_model("_CheckedSettings", __base__=_Checks, **_FIELDS)
 
 
 def validated(values: Mapping[str, Any], provenance: Mapping[str, str] | None = None) -> Settings:
-    """Check values, which may be texts, and return the settings. Raises ConfigError."""
+    """Check the values, convert those given as text, and return the settings. Raises ConfigError."""
     try:
         checked = _CheckedSettings.model_validate(dict(values))
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""The errors outside of the store and the protocol, as one tree; some modules derive their own.
+"""The tree of errors outside of the store and the protocol. Some modules derive more errors.
 
-An error has a text (`what`), a remedy (`hint`), an exit code, and `retryable`. A rollback is a normal event, not an
-error. This module must never import another package of the project.
+An error has a text (`what`), a remedy (`hint`), an exit code, and `retryable`. This module must never import another
+package of the project.
 
     MirrorError
     ├── ConfigError                  a setting is wrong (exit 2)
@@ -116,7 +116,7 @@ class NotSupported(ClusterError):
 
 
 class OlderMap(ClusterError):
-    """The cluster maps of all answering nodes are older than one followed before: the nodes may be stale."""
+    """The cluster maps of all answering nodes are older than a map that the mirror followed before."""
 
     default_hint = (
         "a node that was failed over may be back with old data, or nodes with newer maps cannot be reached: check the "
@@ -141,7 +141,7 @@ class BucketChanged(ClusterError):
 
 
 class QueryFailed(MirrorError):
-    """SQL that cannot be answered. Of an error of DuckDB, `what` has the first line."""
+    """SQL that cannot be answered. If DuckDB refuses it, `what` is the first line of DuckDB's message."""
 
     exit_code = ExitCode.USAGE
 

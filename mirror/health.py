@@ -2,7 +2,7 @@
 
 `status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show the result (table:
 docs/troubleshooting.md). Invariants: an unknown lag is a trouble; a ready mirror is `following`: every vbucket is
-published, has contact with the source, and lags at most the limit; a vbucket has at most one trouble, its worst.
+published, has contact with the source, and lags by at most `lag_limit_s`; a vbucket has at most one trouble, its worst.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ BROKEN = {
 WITHOUT_CONTACT = "without contact to the source"
 WITHOUT_WORKER = "without a worker"
 REPORTED = (BROKEN["damaged"], WITHOUT_CONTACT, WITHOUT_WORKER)
-"""Troubles without a `Degraded` event, because events of their own report them."""
+"""Troubles without a `Degraded` event, because other events report them."""
 UNHEARD = "servers do not report"
 MISLED = "clients are led to a mirror that does not answer for its vbuckets"
 
 HELD_UP_S = 1.0
-"""A vbucket that waits after an error is a trouble if its lag is longer; shorter waits are normal retries."""
+"""A vbucket that waits after an error is a trouble if its lag is above this; shorter waits are normal retries."""
 
 HEARD_S = 2.0
 """If a worker is silent for longer, the lag of its vbuckets is unknown. Workers send a heartbeat every 0.5 s."""
@@ -51,7 +51,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A reason why the mirror is not ready. It concerns `rows`, or the whole mirror if they are empty."""
+    """A reason why the mirror is not ready. It concerns `rows`, or the whole mirror if `rows` is empty."""
 
     state: str
     """The state that this trouble gives the mirror."""
@@ -118,7 +118,7 @@ class Health:
 
 
 def heard(row: Row) -> bool:
-    """Return True if the vbucket's worker is silent for at most `HEARD_S`, or no worker runs."""
+    """Return True if the vbucket's worker is silent for at most `HEARD_S`, or the vbucket has no worker."""
     return (row["report_age_s"] or 0) <= HEARD_S
 
 
@@ -223,7 +223,7 @@ def _collected(
 
 
 def _error_of(rows: Sequence[Row], report_errors: Mapping[int, str]) -> str | None:
-    """Return the error of the vbuckets of one trouble."""
+    """Return the error to show for vbuckets with the same trouble."""
     if _silent(rows[0]):
         return report_errors.get(rows[0]["worker"])
     with_error = (*BROKEN, "waiting", "starting")

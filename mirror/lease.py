@@ -1,8 +1,8 @@
-"""Leases: the service keeps a mirror's history from a reader's positions on, while a job of unknown length runs.
+"""Leases: the service keeps a mirror's history from a reader's positions on, until the reader releases the lease.
 
 The service grants a lease for some seconds, and a thread of this module renews it. Without a service nothing is purged;
-if a service starts later, the thread requests the lease then. Invariants: the positions are held until `release`; if
-not, `lost` says why; no lease exceeds the service's limits.
+if a service starts later, the thread requests the lease then. Invariant: the positions are held until `release`, or
+`lost` has the reason why they are not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIRST_RETRY_S = 0.25
 
 
 class Lease:
-    """A lease that a thread renews. Use `hold`."""
+    """A lease that a thread renews. `hold` also releases it."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Lease:
         seconds: float = SECONDS,
         lease_id: str | None = None,
     ) -> None:
-        """Request the lease. If other processes hold one with `lease_id`, share it.
+        """Request the lease. If other processes hold a lease with this `lease_id`, share that lease.
 
         Raises ServiceSaidNo if the service refuses, for instance because a position is no longer kept, and
         SupervisionError if the service does not answer. If this user may not use the control socket, `lost` says so.

@@ -1,8 +1,8 @@
 """Logs of every process: structlog writes each message to stderr as a line of text or JSON.
 
 Nothing is logged to standard output, because commands print data there. Only an internal error is logged with its
-traceback; the text of other errors names the remedy. structlog would import rich to draw tracebacks. This module
-prevents that, because the import takes a fifth of a worker's start.
+traceback; other errors need none, because their text names the remedy. structlog would import rich to draw tracebacks.
+This module prevents that import, which takes a fifth of a worker's start time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["get_logger", "set_up_logs", "structlog"]
 
 
 class Patient:
-    """A stream that ignores a closed terminal or pipe: the service goes on without logs."""
+    """A stream that ignores write errors: if its terminal or pipe is closed, the service goes on without logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -47,7 +47,7 @@ class Patient:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Redirect the stream to /dev/null: at exit Python flushes its buffer, which would fail again."""
+        """Redirect the stream to /dev/null: at exit Python flushes the stream's buffer, which would fail again."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -76,7 +76,7 @@ def set_up_logs(level: str, *, json: bool = False, process: str = "") -> None:
 
 
 def _readable(_logger: Any, _level: str, event: dict[str, Any]) -> dict[str, Any]:
-    """Leave unknown values, for which JSON lines have null, and control characters out of text lines."""
+    """Leave out None, and replace control characters by dots."""
     return {
         name: printable(value) if isinstance(value, str) else value
         for name, value in event.items()

@@ -1,4 +1,4 @@
-"""The messages of one service: a class for each command of the control socket and each message between its processes.
+"""The messages of one service: a class for each command of the control socket and each message between processes.
 
 A message travels as an object with `op` and a key for each field: a line of JSON on the control socket, msgpack on a
 pipe. Invariants:
@@ -37,7 +37,7 @@ class GetSource:
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """A service answers `status` in the shape of cli/JSON.md, a process answers a `ProcessReport`."""
+    """A service answers `status` in the shape of cli/JSON.md; a worker or server answers a `ProcessReport`."""
 
     op: ClassVar[str] = "status"
 
@@ -99,7 +99,7 @@ class HoldPositions:
 
 @dataclass(frozen=True, slots=True)
 class UseKvNodes:
-    """To a KV process: `kv_nodes` of the settings, and the revision of its cluster map."""
+    """To a KV process: the setting `kv_nodes`, and the revision of the cluster map made from it."""
 
     op: ClassVar[str] = "map"
     kv_nodes: str | None
@@ -127,6 +127,7 @@ ProcessCommand = GetStatus | RollBack | Resync | HoldPositions | ReleaseLease | 
 class StartWorker:
     op: ClassVar[str] = "start-worker"
     slot: int
+    """The numbered place of the process."""
     groups: list[int]
     settings: Values
     """From `config.to_wire`."""
@@ -137,11 +138,11 @@ class StartWorker:
     map_floor: list[int] | None = None
     """Epoch and revision of the newest map ever followed."""
     group_mark: int = -1
-    """Inherited descriptor: the worker writes there which group it is working in."""
+    """Inherited descriptor of the `GroupMark`: shared memory in which the worker notes its current group."""
     quarantined: list[list[Any]] = field(default_factory=list)
     """[group, reason] of each group that must not be opened."""
     ends_on_refusal: bool = False
-    """True if the worker ends when the source refuses it. False: it reports the refusal and retries."""
+    """True: the worker ends if the source refuses it. False: it reports the refusal and retries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class NewClusterMap:
-    """From a worker: a new cluster map. To a worker: a recorded cluster map to follow."""
+    """From a worker: a new cluster map. To a worker: the cluster map to follow."""
 
     op: ClassVar[str] = "map"
     cluster_map: dict[str, Any]
@@ -179,14 +180,14 @@ class NewClusterMap:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life: the event loop of the process runs."""
+    """A heartbeat: the event loop of the process runs."""
 
     op: ClassVar[str] = "beat"
 
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """A worker has opened all streams, lost a stream, or caught up."""
+    """A worker's news: it has opened all streams, lost a stream, or caught up."""
 
     op: ClassVar[str] = "turned"
 
@@ -242,7 +243,7 @@ class ProcessReport(TypedDict, total=False):
     groups: Rows
     nodes: Rows
     counters: dict[str, int]
-    """Name -> count, which only rises."""
+    """Name -> count. A count only rises."""
     map: dict[str, int | None]
     """`rev_epoch`, `rev` and number of `nodes` of the followed cluster map."""
     error: str | None

@@ -1,5 +1,5 @@
-"""Durations, sizes and times as people write them: `1.5h`, `250ms`, `64MiB`, `1g`, `2026-01-31T12:00Z`; and text of
-others that they may read on a terminal. Pure.
+"""Parses durations, sizes and times as people write them: `1.5h`, `250ms`, `64MiB`, `1g`, `2026-01-31T12:00Z`. Makes
+foreign text safe for a terminal. Pure.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def byte_count(text: str) -> int:
 
 
 def moment_ms(text: str, *, needs_zone: bool = False) -> int:
-    """Parse a time in ISO 8601 to milliseconds since 1970. A time without a zone is local; `needs_zone` refuses it.
-    Raises ValueError.
+    """Parse a time in ISO 8601 to milliseconds since 1970. A time without a zone is local; with `needs_zone` it is
+    refused. Raises ValueError.
     """
     try:
         found = datetime.fromisoformat(text)
@@ -35,8 +35,8 @@ def moment_ms(text: str, *, needs_zone: bool = False) -> int:
 
 
 def printable(text: str) -> str:
-    """Return the text with a dot for each character that is neither printable nor a newline or tab: terminals obey
-    control characters, and show the text around some others in another order.
+    """Replace each character that is neither printable nor a newline or tab by a dot. Terminals obey control
+    characters, and some other characters reorder the text around them.
     """
     return "".join(character if character.isprintable() or character in "\n\t" else "." for character in text)
 

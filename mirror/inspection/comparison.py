@@ -1,22 +1,22 @@
 """Compares two copies of a vbucket exactly, although they were taken at different moments.
 
-Knows fingerprints and the seqnos of both copies; must never know how a copy was read. `here` is the mirror's copy as
-of its published boundary B. `there` is the source's copy as of the end E of a snapshot. Both copies are of one history,
-as the caller checks. Per key, the newest versions up to B and up to E are compared. L is the lower of B and E.
+Knows fingerprints and the seqnos of both copies; must never know how a copy was read. `here` is the mirror's copy as of
+its published boundary B. `there` is the source's copy as of the end E of a snapshot. The caller checks that both copies
+are of one history. Each key's newest versions in both copies are compared. L is the lower of B and E.
 
 - Both copies are complete up to L. So versions at or below L must be equal, and a key that one copy lacks must be
   absent in the other.
-- The earlier copy cannot have a version above L. If the later copy has one, its key is `MOVED`: it is compared again
-  after the earlier side has caught up.
-- Tombstones are purged in time. One that only the mirror has is no difference: the source has purged it or no longer
-  sends it. One that only the source has is a missing deletion, except if the mirror's purger has passed it. A
-  *document* that only the mirror has is a difference. But if B < E and the source has purged above B, the document's
-  tombstone may be gone (`excuse_purged`).
+- If the later copy has a version above L, the key is `MOVED`: the caller may compare it again after the earlier side
+  has caught up.
+- Both sides purge old tombstones. A tombstone that only the mirror has is no difference: the source has purged it or no
+  longer sends it. A tombstone that only the source has is a missing deletion, except if the mirror's purger has passed
+  it. A *document* that only the mirror has is a difference. But if B < E and the source has purged above B, it may have
+  purged the document's tombstone (`excuse_purged`).
 - Versions that differ only in their revision, by one, count as equal (`REV_ONLY`): when a durable delete aborts,
   kv_engine 7.2.4 raises the revision of the committed version in memory.
-- If the later copy lacks the collection of a document, a drop or flush came between the two moments. If the earlier
-  copy lacks it, that is a difference.
-- Expiry does not matter: an expired document is in both copies until its deletion has a seqno.
+- If the later copy lacks a document's collection, a drop or flush came between the two moments: the key is `MOVED`. If
+  the earlier copy lacks the collection, the key is a difference.
+- An expired document is in both copies until its deletion has a seqno.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class VbucketResult:
     source_documents: int = 0
     source_tombstones: int = 0
     digest: str = ""
-    """Digest of the versions that the first scan compared; equal to `source_digest` if the versions are."""
+    """Digest of the mirror's versions that the first scan compared."""
     source_digest: str = ""
     missing_here: int = 0
     missing_there: int = 0
@@ -114,9 +114,9 @@ class VbucketResult:
     purged_here: int = 0
     purged_there: int = 0
     moved: int = 0
-    """Keys that changed during the comparison and were compared again."""
+    """Keys that changed between the two moments. If a service runs, they were compared again."""
     not_compared: int = 0
-    """Keys that kept changing, or that the source changed above B."""
+    """Keys that kept changing, that the source changed above B, or that `excuse_purged` excused."""
     behind_seqnos: int = 0
     """Seqnos by which the source's copy is ahead of the mirror's; not compared."""
     differences: list[Difference] = field(default_factory=list)
@@ -135,7 +135,7 @@ class VbucketResult:
         return self.state in ("different", "rollback", "unreadable")
 
     def excuse_purged(self) -> None:
-        """The source has purged above B: if B < E, count documents found only in the mirror as `not_compared`."""
+        """If B < E, count documents only in the mirror as `not_compared`. Call it if the source has purged above B."""
         if self.published_seqno < self.source_seqno:
             self.not_compared += self.missing_there
             self.documents -= self.missing_there
@@ -238,7 +238,7 @@ def compare(
 ) -> dict[bytes, Fingerprint | None] | None:
     """Compare two whole copies; count in `result`, and return the moved keys with the source's version of each.
 
-    Return None if too many keys moved; then `result` is incomplete. Without `remember` moved keys are only counted.
+    Return None if too many keys moved; then `result` is incomplete. Without `remember`, only count the moved keys.
     """
     mine, theirs = Digest(), Digest()
     moved: dict[bytes, Fingerprint | None] = {}

@@ -1,8 +1,8 @@
-"""Examines a source and the connections of a mirror to it, step by step.
+"""Examines a source, and a mirror's connections to the source, step by step.
 
 It fetches no document: it requests streams that end at their start seqno, so the source only says if it would resume
-there. Invariants: nothing is changed; each finding is one line with a verdict and, unless `ok`, a remedy; after a
-failure the steps that depend on it are left out; every connection is closed at the end.
+there. Invariants: nothing is changed; each finding is one line with a verdict and, unless `ok`, a remedy; steps that
+depend on a failed step are left out; every connection is closed at the end.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class Doctor:
     # -- the cluster and the service ------------------------------------------------------------------------------
 
     def _judge_map(self, found: ClusterMap, view: View | None) -> bool:
-        """Report on the map; return True if it belongs to the bucket of the data directory."""
+        """Report on the cluster map; return True if it belongs to the bucket of the data directory."""
         without = [vbid for vbid in range(found.vbucket_count) if found.node_of(vbid) is None]
         text = f"{found.vbucket_count} vbuckets on {len(found.nodes)} nodes"
         if found.vbucket_count == 0:
@@ -288,7 +288,7 @@ class Doctor:
         return True
 
     def _judge_revisions(self, found: Survey, view: View | None) -> None:
-        """Report nodes with an older or contradicting map, and a map older than the mirror's."""
+        """Report nodes with an older or contradicting map, and a newest map older than the mirror's record."""
         newest = found.newest
         same_bucket = {at: each for at, each in found.answers.items() if each.bucket_uuid == newest.bucket_uuid}
         older = [str(at) for at, each in same_bucket.items() if each.revision < newest.revision and not each.of_mirror]
@@ -535,7 +535,7 @@ def _size(byte_count: float) -> str:
 
 
 async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:
-    """Return a node's bucket statistics. The node sends an answer for each, then an empty answer."""
+    """Return a node's bucket statistics. The node sends an answer for each statistic, then an empty answer."""
     found: dict[str, str] = {}
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     deadline = time.monotonic() + timeout_s
@@ -558,5 +558,5 @@ async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:
 
 
 def _content(found: ClusterMap) -> tuple[list[tuple[int | None, int | None]], tuple[int, ...]]:
-    """Return ports and active nodes. Maps of one revision must agree on these; host names may differ."""
+    """Return a map's ports and active nodes. Maps of one revision must agree on these; host names may differ."""
     return [(node.kv_port, node.tls_port) for node in found.nodes], found.active

@@ -1,7 +1,7 @@
 """Records a DCP session in a file: every frame of every connection in both directions, with its time, without secrets.
 
-Knows the file's format and the secrets in frames; must never know the meaning of streams. The format, version 1: JSON
-lines in order of time.
+Knows the file's format, and which frames hold secrets; must never know the meaning of streams. The format, version 1:
+JSON lines in order of time.
 
     {"format": "dcp-mirror-recording", "version": 1, "time_ms": ...}    the first line
     {"t": seconds, "bucket": ..., "bucket_uuid": ..., "vbuckets": N}    once the bucket is known
@@ -9,8 +9,8 @@ lines in order of time.
     {"t": seconds, "conn": N, "dir": "c2s" | "s2c", "hex": "..."}       whole frames: c2s sent by us, s2c received
 
 `t` counts from the start of the recording. SASL requests and answers are recorded without their values. Documents are
-recorded unchanged, so the file is as secret as the bucket (mode 0600). A crash may cut off the last line. Recordings of
-real servers in the tests have only `hex` lines, and a frame may continue on the next line.
+recorded unchanged, so the file is as secret as the bucket (mode 0600). A crash may cut off the last line. The tests'
+recordings of real servers have only `hex` lines, and frames may continue on the next line.
 
 Invariants: the file holds whole frames; a full disk, or `bytes_max`, ends the recording, but not the session.
 """
@@ -36,7 +36,7 @@ SECRETS = frozenset((Opcode.SASL_AUTH, Opcode.SASL_STEP))
 
 
 class Recorder:
-    """Writes a recording until it is `full`. A SourceReader calls `passed`, its tap, with every byte."""
+    """Writes a recording until it is `full`. A SourceReader calls `passed` with all bytes of its connections."""
 
     def __init__(self, path: Path, clock: Clock, *, bytes_max: int | None = None) -> None:
         """Create the file. Raises ConfigError if it exists or cannot be created."""

@@ -1,7 +1,8 @@
-"""Fetches vbuckets of a mirror again, next to their old copies. A running service does it, or else this process.
+"""Resyncs vbuckets of a mirror. A running service does the work, or else this process.
 
-Invariants: the old copy stays until the new one is complete (`resync_reads` decides if readers get it); a running
-service keeps its groups; after an early end each vbucket is unchanged, or has a resync that the service continues.
+Invariants: the old copy stays until the new one is complete (`resync_reads` decides if readers get the old copy); this
+process opens no group of a running service; if it ends early, each vbucket is unchanged, or has a resync that a service
+continues.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def resync(
     timeout_s: float = TIMEOUT_S,
     progress: Progress = lambda _done, _of: None,
 ) -> None:
-    """Fetch one or more vbuckets again; return once all new copies are served. No view may be open in this process.
+    """Resync vbuckets; return once all new copies are served. No view may be open in this process.
 
     Raises MirrorError, StorageError (Locked if another process owns a group).
     """

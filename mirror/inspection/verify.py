@@ -1,22 +1,22 @@
 """Compares the newest version of every key of a mirror with the source.
 
 Reads the mirror and the source, and decides when to compare again; `comparison` has the rules. It changes nothing.
-Memory is bounded: fingerprints of the source's versions are in sorted runs on disk, and the mirror is read in the order
-of keys.
+Memory is bounded: fingerprints of the source's versions are sorted in temporary files, and the mirror is read in the
+order of keys.
 
-The answer is exact. Each vbucket is read from the source from 0 to the end E of a snapshot: this is the copy `there`.
-With a service, verify waits until the mirror has published E. The copy `here` is the mirror's at its published boundary
-B, which a lease holds during the scan. A key that changed between B and E cannot be compared yet. So the source is
-read on from E, and these keys are compared again; a key that keeps changing is `not_compared`. Without a service B
-stays, and changes of the source above B are `not_compared`.
+Each vbucket is read from the source, from seqno 0 to the end E of a snapshot: this is the copy `there`. With a service,
+verify waits until the mirror has published E. The copy `here` is the mirror's at its published boundary B, which a
+lease holds during the scan. A key that changed between B and E cannot be compared yet. So the source is read on from E,
+and these keys are compared again; a key that keeps changing is `not_compared`. Without a service B stays, and changes
+of the source above B are `not_compared`.
 
 Three things can interfere:
 - A rollback. At the end, stream requests at (vbuuid, B) and (vbuuid, E) show if the source still has both positions. If
   not, the mirror has to roll back as the source did; then the vbucket is compared again. Without a service the state is
   `rollback`: the mirror has history that the source lost.
 - The source's purge, which removes only tombstones. If B < E and the source has purged above B (the same requests show
-  that), the tombstone of a document that only the mirror has may be gone: the document is `not_compared`. Otherwise it
-  is a difference.
+  that), the tombstone of a document that only the mirror has may be gone: the document is `not_compared`. Otherwise
+  such a document is a difference.
 - The mirror's purger. The lease stops the floor from passing B.
 """
 
@@ -52,7 +52,7 @@ SCANS_MAX = 5
 WAIT_S = 60.0
 """Longest wait for the mirror to publish the seqno read from the source."""
 IMPATIENT_S = 0.5
-"""Limit of all later waits once one has timed out."""
+"""Limit of all later waits after a wait has timed out."""
 
 Progress = Callable[[int, int, int], None]
 
@@ -79,7 +79,7 @@ class Verifier:
         wait_s: float = WAIT_S,
         progress: Progress = lambda _done, _of, _rows: None,
     ) -> None:
-        """`view` was opened with `stale_reads`. The mirror makes progress only while a `service` runs.
+        """`view` was opened with `stale_reads`. Without a running `service` the mirror makes no progress.
 
         `progress` gets the numbers of compared vbuckets, all vbuckets and read rows.
         """
@@ -174,8 +174,8 @@ class Verifier:
             result.not_compared = result.moved
 
     def _wait_for(self, vbucket: _Vbucket) -> str:
-        """Wait until the mirror has published the seqno read from the source. Return the reason if it does not; after a
-        rollback return "" and have the vbucket compared again.
+        """Wait until the mirror has published the seqno read from the source. Return the reason if it does not. If a
+        failover lost the seqno, return "" and have the vbucket compared again.
         """
         position, vbid = vbucket.position, vbucket.result.vbid
         if not position.seqno:

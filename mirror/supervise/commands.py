@@ -1,8 +1,8 @@
 """The commands of the control socket.
 
 Each client has a task on the service's event loop; `stop` and `reload` are queued as signals. Invariants: a refused
-command changes nothing, but a worker's refusal ends a known lease; a lease is held by all workers that own a part of
-it, or by none.
+command changes nothing, except that a lease ends if a worker refuses its renewal; a new lease is held by all workers of
+its vbuckets, or by none.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Commands:
         return await owner.request(command, OWNER_TIMEOUT_S)
 
     async def _grant_lease(self, request: GrantLease) -> Reply:
-        """Grant or renew a lease at every worker that owns a part of it, or at none."""
+        """Grant a lease at all workers of its vbuckets, or at none. Renew it unless a worker refuses."""
         identity, book = self._context.identity, self._context.leases
         if identity is None or book is None:
             raise SupervisionError("the service is still starting", hint="try again in a second", retryable=True)

@@ -1,8 +1,8 @@
-"""Values that the parts of one service share: settings, data directory, identity, cluster maps, leases.
+"""Values that the parts of one service share: settings, data directory, the mirror's identity, cluster maps, leases.
 
-Each value has one writer: `settings` the reload, `identity` and `maps` the setup, `leases` and `stopping` the
-supervisor, `mirror_troubles` mirrors.py. Invariants: `maps` is set if `identity` is; a map's revision is recorded on
-disk before workers follow the map (if the write fails, they follow it nevertheless); no map older than the record is
+Each value has one writer: the reload writes `settings`, the setup `identity` and `maps`, the supervisor `leases` and
+`stopping`, mirrors.py `mirror_troubles`. Invariants: `maps` is set if `identity` is; a cluster map's revision is
+written to disk before workers follow the map (a failed write is retried later); no map older than the record is
 followed.
 """
 
@@ -83,7 +83,7 @@ class MapBook:
         return True
 
     def retry(self) -> None:
-        """Write the record if an earlier write failed."""
+        """Write the record if it is not yet on disk."""
         if not self._unsaved or self._maps.floor is None:
             return
         try:

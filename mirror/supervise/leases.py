@@ -1,4 +1,4 @@
-"""The book of leases: the readers that hold positions in history, and the end of each lease.
+"""The book of leases: each reader's positions in history, and the end of its lease.
 
 The book is written to `<data>/leases.json` before a grant is answered, and read at the start of the service, so leases
 survive a restart. Invariants: a lease ends at most `lease_max_s` after its last renewal, and `lease_age_max_s` after
@@ -37,7 +37,7 @@ class LeaseRecord:
     positions: list[Position]
 
     def order(self, groups: tuple[int, ...], group_count: int) -> HoldPositions | None:
-        """Return the command for the worker of `groups`; None if the lease has no position in them."""
+        """Return the command for the worker of `groups`; None if the lease has no position in these groups."""
         theirs = [list(position) for position in self.positions if position[0] % group_count in groups]
         return HoldPositions(self.id, self.until_ms, theirs) if theirs else None
 
@@ -77,7 +77,7 @@ class LeaseBook:
         return found
 
     def requested(self, request: GrantLease, vbucket_count: int, now_ms: int) -> LeaseRecord:
-        """Return the requested lease, new or renewed. `enter` grants it. Raises ConfigError."""
+        """Return the record of the requested lease, new or renewed. `enter` adds it to the book. Raises ConfigError."""
         seconds, name = request.seconds, request.name
         if not SECONDS_MIN <= seconds <= self._seconds_max:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""One service per data directory: an exclusive lock that the kernel releases when its holder dies.
+"""The lock that allows one service per data directory. The kernel releases it when the service dies.
 
-Invariant: a second supervisor on this machine cannot take the lock. The file is never removed; only the lock on it
-counts. Its content, a process id, is for messages and `is_served`.
+Invariant: a second supervisor on this machine cannot take the lock. The lock file is never removed. Its content, the
+service's process id, is only for messages and `is_served`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from storage.env import directory
 LOCK_NAME = "service.lock"
 _RECORDS = (directory.FILE, directory.MAP_FILE)
 OURS = (*_RECORDS, *(f"{name}.new" for name in _RECORDS), LOCK_NAME, "control.sock", EVENTS_FILE, "lost+found")
-"""Files that may be in a directory that becomes a mirror, besides group folders."""
+"""Files, besides group folders, that may be in a directory in which a service creates a mirror."""
 
 
 class ServiceLock:
@@ -62,7 +62,7 @@ class ServiceLock:
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def check_place(self, *, made: bool) -> None:
-        """Raise SupervisionError if the locked directory is no longer at its path or, if `made`, holds no mirror."""
+        """Raise SupervisionError if the locked directory is no longer at its path or, with `made`, holds no mirror."""
         try:
             there = os.path.samestat(os.stat(self.directory), os.fstat(self._place))
             if made:

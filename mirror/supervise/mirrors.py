@@ -1,8 +1,8 @@
 """Compares `kv_nodes` with the mirrors that it names, over their KV ports.
 
-Logs in to each mirror as the source's user, and asks for its map and for the seqnos of the first and last vbucket of
-its range. Invariants: an unreachable mirror or a refused login is no contradiction; after a refused login a mirror is
-not asked again until the list changes, so that failed logins do not add up.
+Logs in to each mirror as the source's user, requests its cluster map, and asks for the seqno of the first and last
+vbucket that `kv_nodes` names for it. Invariants: an unreachable mirror or a refused login is no contradiction; after a
+refused login a mirror is not asked again until `kv_nodes` changes, so that failed logins do not add up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def ask_mirrors(context: ServiceContext) -> None:
 
 
 async def _ask(context: ServiceContext, node: MapNode, refused: set[MapNode]) -> str | None:
-    """Return the contradiction between a mirror and the list; None if the mirror agrees or does not answer."""
+    """Return the contradiction between a mirror and `kv_nodes`; None if the mirror agrees or does not answer."""
     settings, identity = context.settings, context.identity
     port = node.kv_port or node.tls_port
     assert settings.source is not None

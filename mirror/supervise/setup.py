@@ -1,8 +1,8 @@
 """Setup before workers start: finds the bucket at the source, and creates or checks the data directory.
 
-Creating a directory creates its LMDB environments; afterwards this process opens none of them. Invariants: a directory
-of another bucket, selection, range or number of groups is refused and left as it is; a cluster map older than the
-recorded one is refused; another bucket's directory is set aside only on request, by one rename, while no service runs.
+This process opens LMDB environments only to create them. Invariants: a directory with another bucket, selection,
+vbucket range or number of groups than requested is refused and left as it is; a cluster map older than the recorded map
+is refused; another bucket's directory is set aside only on request, by one rename, while no service runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = get_logger("supervisor")
 
 class LookUp(Protocol):
     def __call__(self, settings: Settings, bucket_uuid: str | None = None) -> Awaitable[Source]:
-        """Return the source's bucket: `bucket_uuid` if any node has it. Raises ClusterError, ConfigError."""
+        """Return the source's bucket, if possible the one with `bucket_uuid`. Raises ClusterError, ConfigError."""
         ...
 
 
@@ -81,10 +81,10 @@ class Setup:
                 )
 
     async def find_source(self, limit_s: float, unreachable: Callable[[str], None]) -> Source:
-        """Ask the source for its bucket until it answers. Pass each failure to `unreachable`.
+        """Ask the source for its bucket until the source answers. Pass each failure to `unreachable`.
 
-        Raises a permanent ClusterError, such as BucketChanged, at once, any other after `limit_s` (0: never), and
-        ConfigError.
+        Raises ConfigError. Raises ClusterError at once if it is permanent, such as BucketChanged, else after `limit_s`
+        (0: never).
         """
         context = self._context
         began = context.clock.monotonic()

@@ -1,7 +1,7 @@
 """The rows and sums of a status in the shape of cli/JSON.md, from workers' reports or from the store alone.
 
 Invariants: an unknown figure is None, never 0; totals are made from the shown rows; the totals of documents, lag,
-rollbacks and the source's seqnos are unknown if one row's figure is.
+rollbacks and the source's seqnos are unknown if any row's figure is unknown.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ def history_fields(state: VbucketState, history: History | None) -> dict[str, in
 
 
 def bucket_fields(identity: Identity | None) -> dict[str, int | str | None]:
-    """Fields of the bucket and of the part that is mirrored; None if unknown."""
     return {
         "bucket": identity.bucket_name if identity else None,
         "bucket_uuid": identity.bucket_uuid if identity else None,

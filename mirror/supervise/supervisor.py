@@ -1,4 +1,4 @@
-"""One service: handles a queue of events, and connects the parts that own the service's state.
+"""The service's main loop: handles a queue of events, and connects the parts that own the service's state.
 
 `Setup` finds the source and creates the data directory, `Processes` runs workers and servers as `plan` decides,
 `Reports` collects and assesses their reports, `Commands` answers the control socket. Signals, ticks, and the messages
@@ -46,7 +46,7 @@ TICK_S = 0.2
 """Interval between checks of deadlines and restart pauses."""
 COMPLAINT_INTERVAL_S = 60.0
 SOURCE_PATIENCE_S = 0.5
-"""Servers start after this long without an answer from the source; for a new mirror only those of HTTP."""
+"""Servers start after this long without an answer from the source; for a new mirror only HTTP servers."""
 CATCH_UP_SOURCE_LIMIT_S = 60.0
 """With `--until-caught-up`, give up on an unreachable source after this long, because a caller waits."""
 
@@ -92,7 +92,7 @@ class Supervisor:
         """`progress` gets each new status; `announce` gets a line for each address that is open to readers.
 
         With `required_groups`, an existing directory must have that many groups. With `accept_older_map`, the first map
-        found is followed even if it is older than the recorded one.
+        found is followed even if it is older than the recorded map.
         """
         data = required_data(settings)
         required_source(settings)
@@ -176,7 +176,7 @@ class Supervisor:
             self._listeners.release()
             self._notifier.close()
             lock.release()
-            await self._hook.close()  # last, because its commands may take their time
+            await self._hook.close()  # last, because `on_event` commands may take seconds
         if self._failure is not None:
             raise self._failure
         return self._exit
@@ -274,7 +274,7 @@ class Supervisor:
                 self._finished(event.task)
 
     def _feed_watchdog(self) -> None:
-        """Feed the watchdog here, so that systemd notices a hanging event loop."""
+        """Feed systemd's watchdog on a tick, so that systemd notices if events are no longer handled."""
         interval_s = self._notifier.watchdog_interval_s()
         now_s = self._clock.monotonic()
         if interval_s is not None and now_s >= self._fed_watchdog_s + interval_s:
@@ -351,7 +351,7 @@ class Supervisor:
     # a reload
 
     def _reload_settings(self) -> None:
-        """Read the settings again. If one is refused, none changes."""
+        """Read the settings again. If one setting is refused, none changes."""
         if self._reload is None or self._context.stopping:
             return
         self._notifier.reloading(self._clock.monotonic())
@@ -390,7 +390,7 @@ class Supervisor:
             child.outdated = child.outdated or outdated_by(child.slot, changed)
 
     async def _send_kv_nodes(self, revision: int) -> None:
-        """Send the new list of mirrors to the KV processes and, through them, to their clients."""
+        """Send the new `kv_nodes` to the KV processes, which tell their clients."""
         command = UseKvNodes(self._context.settings.kv_nodes, revision)
         for child in self._processes.alive():
             if kind_of(child.slot) == "kv" and not child.outdated:

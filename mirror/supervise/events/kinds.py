@@ -1,7 +1,7 @@
-"""The kinds of events: each is a type with its name, level and sentence.
+"""The kinds of events: each is a class with a name, level and sentence.
 
 The log, `dcp-mirror events`, the status page, the hook `on_event` and docs/operations.md show these names. Invariants:
-vbuckets with the same news are one event, which counts all and names the first ones; an event has no content of a
+vbuckets with the same news are one event, which counts all vbuckets and names the first; an event has no content of a
 document.
 """
 

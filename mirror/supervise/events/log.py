@@ -1,8 +1,8 @@
-"""The events of the service: logged, appended to a file in the data directory, and read back.
+"""The events of the service: logged, appended to one of two files in the data directory, and read back.
 
-Invariants: each event is one line in the log, at its level; stored numbers rise, even across restarts, and a slow
-reader finds a gap; the two files together have at most about twice `FILE_BYTES_MAX`; an event that cannot be written is
-still logged.
+Invariants: each event is one line in the log, at its level; the events' numbers rise, even across restarts, and a slow
+reader finds a gap in them; the two files together have at most about twice `FILE_BYTES_MAX`; an event that cannot be
+written is still logged.
 """
 
 from __future__ import annotations

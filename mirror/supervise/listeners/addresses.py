@@ -1,8 +1,8 @@
 """The readers' addresses, and the slots of the processes that serve them.
 
-A server has a slot like a worker, but without groups, and with a higher number. Invariants: an address is opened before
-its first process starts, and closed after its last process ends or a reload drops the address; a reload changes all
-addresses or none; settings of readers restart no worker, and settings of workers no server.
+A server has a slot like a worker (see `plan`), but without groups, and with a higher number. Invariants: an address is
+opened before its servers start, and closed after they end or a reload drops the address; a reload changes all addresses
+or none; settings with `Effect.SERVERS` restart no worker, and settings with `Effect.WORKERS` no server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Held = dict[str, dict[Address, Reserved]]
 
 class Listeners:
     def __init__(self, settings: Settings, revision: int) -> None:
-        """Check the addresses without opening them. `revision` is the served cluster map's, and must rise with each
+        """Check the addresses without opening them. `revision`, that of the served cluster map, must rise with each
         start. Raises ConfigError.
         """
         self._addresses = check_servers(settings)
@@ -194,7 +194,7 @@ def process_name(slot: int) -> str:
 
 
 def outdated_by(slot: int, changed: Collection[str]) -> bool:
-    """True if a change of these settings restarts the process of a slot."""
+    """True if the `changed` settings restart the process of a slot."""
     kind = kind_of(slot)
     effects = {EFFECTS[name] for name in changed}
     restarting = {Effect.ALL, Effect.WORKERS if kind is None else Effect.SERVERS}

@@ -1,8 +1,8 @@
 """The control socket `<data>/control.sock`: a command is a line with a JSON object, and so is its answer.
 
-The socket has mode 0600, so only the service's user may send commands; `mirror.client` is the other end. Invariants:
-every line gets exactly one line back, even an error; a client that sends garbage or too much affects no other; a
-client that does not take an answer is disconnected.
+The socket has mode 0600, so only the service's user and root may send commands; `mirror.client` is the other end.
+Invariants: every line gets exactly one line back, even if it is no command; a client that sends garbage or too much
+affects no other client; a client that does not take an answer is disconnected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Handler = Callable[[Reply], Awaitable[Reply]]
 
 class ControlServer:
     def __init__(self, directory: Path, handler: Handler) -> None:
-        """`handler` answers one command; its MirrorError becomes an error answer."""
+        """`handler` answers one command; a MirrorError that it raises becomes an error answer."""
         self._directory = directory
         self._handler = handler
         self._server: asyncio.Server | None = None

@@ -34,7 +34,7 @@ class Channel:
         return cls(reader, writer)
 
     def send(self, message: PipeMessage) -> None:
-        """Queue `message` without waiting. `receive` notices a dead peer. Raises SupervisionError above the limit."""
+        """Queue `message`. Raises SupervisionError if it is above the limit. Only `receive` notices a dead peer."""
         body = msgpack.packb(encode(message))
         if len(body) > MESSAGE_LENGTH_MAX:
             raise SupervisionError(f"a message of {len(body)} bytes is over the limit of {MESSAGE_LENGTH_MAX}")

@@ -1,8 +1,8 @@
 """A child process from the supervisor's side: spawns it, sends it messages, kills and reaps it.
 
-The child opens the store itself: an LMDB environment must not cross a fork. Invariants: the child's messages, and its
-exit after them, become events in one queue; its command line contains no secrets; its figures (`Gauge`) decide
-nothing, and are None after its exit or without /proc.
+The child opens the store itself, because an LMDB environment must not cross a fork. Invariants: the child's messages,
+and then its exit, become events in one queue; the child's command line contains no secrets; no decision uses the
+figures of `Gauge`, which are None after the exit or without /proc.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mirror.supervise.processes.quarantine import GroupMark
 from mirror.supervise.status import ProcessFigures
 
 WAITING_BYTES_MAX = 8 * 1024 * 1024
-"""A child with more bytes of queued commands gets no further ones: it is stuck, as its heartbeat will show."""
+"""A child with more bytes of queued commands gets no further requests, because it is stuck."""
 
 
 class WorkerRefused(SupervisionError):
@@ -73,11 +73,11 @@ class Child:
         self.stopping_since_ms = 0
         self.outdated = False
         self.exit_report: ExitReport | None = None
-        """The reason of its exit, from the child or from the supervisor that kills it."""
+        """The reason of the child's exit, from the child or from the supervisor that kills it."""
         self.status: ProcessReport = {}
-        """Its last report."""
+        """The child's last report."""
         self.report_error: str | None = None
-        """The error of the request for a report, if the last one failed."""
+        """The error of the last request for a report, if it failed."""
         self._reported_ms = heartbeat.started_ms
         self.gauge = Gauge(process.pid)
         self.mark: GroupMark | None = None
@@ -123,8 +123,8 @@ class Child:
         return self._request_count
 
     async def request(self, command: ProcessCommand, timeout_s: float) -> Reply:
-        """Return the answer to a command. Raises WorkerRefused if it is an error, SupervisionError if the process dies,
-        hangs, or takes no commands.
+        """Return the answer to a command. Raises WorkerRefused if the answer is an error, SupervisionError if the
+        process dies, hangs, or takes no commands.
         """
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
             raise SupervisionError(f"{process_name(self.slot)} takes no commands")
@@ -211,7 +211,7 @@ class Gauge:
 
 
 def private_bytes(pid: int) -> int | None:
-    """Return RssAnon: the memory without the pages of the mapped store, which the kernel can take back."""
+    """Return RssAnon: memory without the mapped store, whose pages the kernel can take back."""
     try:
         found = re.search(r"^RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)
     except OSError:

@@ -73,7 +73,7 @@ def die_with_parent() -> None:
 
 class ChildProcess:
     def __init__(self, channel: Channel, make: Make) -> None:
-        """`make` opens the mirror and returns the work."""
+        """`make` opens the mirror and returns the `Work` to run."""
         self._channel = channel
         self._make = make
         self._ending = asyncio.Event()
@@ -84,7 +84,7 @@ class ChildProcess:
         self._ending.set()
 
     async def live(self) -> int:
-        """Work from the first message to the last. Returns the exit status."""
+        """Do the work that the first message describes. Return the exit status."""
         first = await self._channel.receive()
         if first is None:
             return 0

@@ -1,9 +1,9 @@
-"""Long read transactions on a group's file: their process, their age, and the file's growth meanwhile.
+"""Finds long read transactions on a group's file: the process, the age, and the file's growth meanwhile.
 
 LMDB reuses a page only if no reader can see it, so during a long read transaction the file grows with every commit.
 This program's read transactions last milliseconds. A long transaction belongs to a process that was stopped during a
-read, or to another program. LMDB does not record when a transaction began, so the age counts from the first `look`.
-Invariant: this module changes nothing in the file; the writer removes dead readers.
+read, or to another program. LMDB does not record when a transaction began, so the age counts from the first `look` that
+found it. Invariant: this module changes nothing in the file; the writer removes dead readers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PinnedPages:
         self._warned: set[tuple[int, int, int]] = set()
 
     def look(self, group: int, readers: Iterable[tuple[int, int]], file_bytes: int) -> None:
-        """Note the readers behind a group's newest commit, each as (process, transaction). Log long ones."""
+        """Note the readers behind a group's newest commit as (process, transaction). Log those above the limit."""
         self._sizes[group] = file_bytes
         now = {}
         for process, transaction in readers:

@@ -1,10 +1,10 @@
 """Decides which processes to start, stop or kill now. Pure.
 
-Compares the desired with the actual processes by slot (a process's numbered place), group and phase. The
-service calls `plan` after every event and executes the result. A stopped or stuck process sends no heartbeat.
+Compares desired and actual processes by slot, the numbered place of a process. The service calls `plan` after every
+event and executes the result. A process without a heartbeat is killed.
 
 Invariants:
-- A slot gets a group only if no living process holds the group; a killed process is reaped first.
+- A process starts only if no living process holds one of its groups; a killed process lives until it is reaped.
 - Every group of the directory belongs to exactly one slot of the desired set.
 - Nothing is started while the service stops.
 """
@@ -45,8 +45,6 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class StartProcess:
-    """Spawn a process for the slot, owning these groups."""
-
     slot: int
     groups: tuple[int, ...]
 
@@ -61,7 +59,7 @@ class StopProcess:
 
 @dataclass(frozen=True, slots=True)
 class KillProcess:
-    """SIGKILL the slot's process; a later plan decides on a restart."""
+    """A later plan decides on a restart."""
 
     slot: int
     reason: str
@@ -150,7 +148,7 @@ PROVEN_MS = 60_000
 
 
 def restart_delay_ms(failures: int) -> int:
-    """Return the pause after so many failures in a row: doubled with each; 0 without a failure."""
+    """Return the pause after `failures` in a row. Each failure doubles the pause; 0 failures give none."""
     assert failures >= 0, "failures are counted from 0"
     if failures == 0:
         return 0

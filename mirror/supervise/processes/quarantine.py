@@ -1,9 +1,9 @@
 """Groups in which workers died repeatedly: no worker opens them any more.
 
-A damaged page can end the process by a signal inside LMDB, which no exception handler can catch. The next worker would
+A damaged page can kill a worker by a signal inside LMDB, which no exception handler can catch. The next worker would
 die in the same way, and none of its groups would be written. So a worker notes its current group in shared memory, and
-the supervisor reads that after a death. Invariants: only deaths by `SIGNALS` count; a quarantine lasts until the
-service starts again; nothing is deleted.
+the supervisor reads the group after the worker's death. Invariants: only deaths by `SIGNALS` count; a quarantine lasts
+until the service starts again; nothing is deleted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BYTES = 8
 
 
 class GroupMark:
-    """The group that a worker works in, in memory that it shares with the supervisor."""
+    """The current group of a worker, in memory shared with the supervisor."""
 
     def __init__(self, descriptor: int) -> None:
         try:
@@ -37,7 +37,7 @@ class GroupMark:
 
     @staticmethod
     def descriptor() -> int:
-        """Create memory that the worker inherits as a descriptor."""
+        """Create the memory. Return its descriptor, which the worker inherits."""
         descriptor = os.memfd_create("dcp-mirror group")
         os.ftruncate(descriptor, _BYTES)
         return descriptor
@@ -57,8 +57,6 @@ class GroupMark:
 
 
 class Quarantine:
-    """The groups that no worker of this service may open."""
-
     def __init__(self) -> None:
         self._deaths: dict[int, list[tuple[int, str]]] = {}
         """Group -> time and signal of each death."""

@@ -1,6 +1,6 @@
 """A server process: opens the mirror for reading, listens, and answers the supervisor.
 
-Invariants: the process opens the mirror after it was spawned; it opens its own sockets (or inherits Unix sockets), so
+Invariants: the process opens the mirror after it was spawned; it opens its own TCP sockets, but inherits Unix sockets;
 its death breaks no connections of other processes.
 """
 
@@ -119,7 +119,7 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
         except OSError as error:
             raise ConfigError(f"{kind}: cannot listen at {address}: {error.strerror or error}", setting=kind) from error
     if kind == "http":
-        # imported here, because the HTTP stack would cost KV processes memory
+        # imported here, because the HTTP stack would cost KV and DCP processes memory
         from mirror.serve.http.server import HttpServer
         from mirror.supervise.status import stored_status
 

@@ -44,7 +44,7 @@ Command = Callable[[int], Sequence[str]]
 
 @dataclass(slots=True)
 class ProcessSlot:
-    """A numbered place for a process, with the failures and last end of its processes."""
+    """The record of a slot: its process, and the failures and last exit of earlier processes."""
 
     child: Child | None = None
     failures: int = 0
@@ -77,11 +77,11 @@ class Processes:
         self._ends_on_refusal = ends_on_refusal
         self.slots: dict[int, ProcessSlot] = {}
         self.desired: dict[int, tuple[int, ...]] = {}
-        """Slot -> groups of each process that should run."""
+        """Slot -> groups of the process that should run there."""
         self.working = False
         """True once the bucket is known and workers are planned."""
         self.serves_readers = False
-        """True once servers are planned even if no worker is."""
+        """True once servers are planned, with or without workers."""
         self.quarantine = Quarantine()
 
     def alive(self) -> list[Child]:
@@ -98,7 +98,7 @@ class Processes:
         self.replan()
 
     def serve_readers(self) -> None:
-        """Plan the servers before the source has answered; for a new mirror only HTTP, which shows its state."""
+        """Plan the servers before the source has answered; for a new mirror only HTTP servers, which show its state."""
         self.serves_readers = True
         self.replan()
 
@@ -238,7 +238,7 @@ class Processes:
     # the cluster map
 
     def follow_map(self, found: ClusterMap) -> None:
-        """If a cluster map is newer, record it and send it to all workers."""
+        """If this cluster map is newer, record it and send it to all workers."""
         maps = self._context.maps
         assert maps is not None, "maps come when the directory is known"
         known = maps.current
@@ -250,7 +250,7 @@ class Processes:
                     child.send(NewClusterMap(found.to_wire()))
 
     def map_found(self, child: Child, found: ClusterMap) -> None:
-        """If a worker's map is newer, send it to all workers, else send the newest map to this worker."""
+        """Send a worker's map to all workers if it is the newest, else send the newest map to this worker."""
         self.follow_map(found)
         current = self._context.maps.current if self._context.maps is not None else None
         if current is not None and current is not found:

@@ -1,4 +1,4 @@
-"""A worker process: the stores of its groups, and a consumer over them.
+"""A worker process: the stores of its groups, and the consumer that writes the source's changes to them.
 
 It has one Python thread, because a second busy thread slows LMDB writes to a fraction. Heartbeats, commands and the
 consumer share one event loop, so a stuck loop sends no heartbeat. Invariant: stores are opened after the process was
@@ -54,7 +54,7 @@ from storage.write.writer import GroupWriter, WriterOptions
 LOOK_S = 0.1
 """Interval between checks for news."""
 BEHIND_S = 1.0
-"""Catching up is news only after this time behind: under live writes some vbucket is always behind for a moment."""
+"""Catching up is news only if the worker was behind for this long: under live writes some vbucket is always behind."""
 
 log = get_logger("worker")
 
@@ -171,7 +171,7 @@ class MirrorWork:
         self._consumer.follow(ClusterMap.from_wire(found))
 
     def _hold(self, command: HoldPositions) -> None:
-        """Hold or renew positions. Raises NoSuchBoundary if one is no longer kept, StorageError."""
+        """Hold or renew positions. Raises NoSuchBoundary if a position is no longer kept, StorageError."""
         name, until_ms = command.id, command.until_ms
         for writer in self._writers:
             own = {vbid: (branch, seqno) for vbid, branch, seqno in command.positions if vbid in writer.vbids}
@@ -179,7 +179,7 @@ class MirrorWork:
                 writer.background.lease(name, own, until_ms)
 
     def resume_leases(self, leases: Sequence[HoldPositions]) -> None:
-        """Hold the leases granted before this process began. A reader of purged history gets an error later."""
+        """Hold leases granted before this process began. Only log a failure: the lease's reader gets an error later."""
         for lease in leases:
             try:
                 self._hold(lease)
@@ -289,9 +289,9 @@ OLDER_EVERY = 10
 def settle_collector() -> None:
     """Set the garbage collector's thresholds after all long-lived objects were made.
 
-    By default it runs after 700 new containers, and each waiting row is a container. So 8 % of a first fill went into
-    the search for cycles among rows, which have none: reference counting frees rows. Cycles come from exceptions, tasks
-    and closed connections. A batch (`batch_bytes_max`) of documents of 80 bytes or more has fewer than 100,000 rows.
+    By default the collector runs after 700 new containers, and each waiting row is a container. It would search for
+    cycles among rows in vain: rows have none, and reference counting frees them. A batch (`batch_bytes_max`) of
+    documents of 80 bytes or more has fewer than 100,000 rows.
     """
     gc.collect()
     gc.freeze()

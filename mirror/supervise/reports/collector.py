@@ -1,7 +1,7 @@
 """Collects the reports of all processes, at intervals or on a command, and makes the status from them.
 
-Owns the rows of all vbuckets and the state of the service. Invariants: rows stay if a process does not answer, except
-for age and lag; the lag in seqnos of a vbucket without a worker is unknown.
+Owns the rows of all vbuckets and the state of the service. Invariants: if a worker does not answer, its vbuckets' rows
+stay, except for age and lag; the lag in seqnos of a vbucket without a worker is unknown.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.status import VbucketRow, reported_row, status_document, totals
 
 REPORT_INTERVAL_S = 1.0
-"""Interval between collections, if no worker has news."""
+"""Interval between collections, if no worker has news (`Turned`)."""
 VBUCKETS_PER_REPORT_S = 256
-"""With more vbuckets the interval is longer: a vbucket costs the supervisor 0.1 ms, and its worker less."""
+"""With more vbuckets the interval is longer: each costs the supervisor 0.1 ms per collection."""
 TURN_PAUSE_S = 0.1
-"""Pause between a worker's news and the next report, because other workers mostly get the same news."""
+"""Pause between a worker's news and the collection, because other workers mostly have the same news soon."""
 VBUCKETS_PER_NEWS_S = 1000
-"""News leads to at most one report in `vbuckets / VBUCKETS_PER_NEWS_S` seconds."""
+"""News leads to at most one collection in `vbuckets / VBUCKETS_PER_NEWS_S` seconds."""
 REPORT_TIMEOUT_S = 10.0
 REPORTS_AWAITED_S = 2.0
-"""A collection waits this long for reports; the next collection counts later reports."""
+"""A collection waits this long for reports; later reports count in the next collection."""
 
 log = get_logger("supervisor")
 
@@ -102,7 +102,7 @@ class Reports:
         self._observer.fill_begins()
 
     def source_answered(self, error: str | None) -> None:
-        """Note the result of a look-up of the source: its error, or None."""
+        """Note the error of a look-up of the source; None if the source has answered."""
         self._source_error = error
         for event in self._observer.source_answers(error, self._context.now_ms()):
             self._event_log.add(event)
@@ -115,7 +115,7 @@ class Reports:
             self._event_log.add(event)
 
     def worker_exited(self, child: Child) -> None:
-        """Mark the vbuckets of a dead worker: their lag in seqnos is unknown."""
+        """Mark the vbuckets of a dead worker, and forget their lag."""
         slot = self._processes.slots[child.slot]
         error = ": ".join(filter(None, (f"{process_name(child.slot)} ended", slot.last_exit, slot.last_error)))
         self._observer.forget(child.groups, self._rows.values())

@@ -1,8 +1,8 @@
 """Finds events by comparing each report with the previous one. Pure.
 
 The caller passes rows and times. News of vbuckets is collected for a second, so that a node's failover is one event.
-Invariants: in a vbucket's first report only damage is news; repeated reports after the replacement of a worker, and
-contact lost for less than a second (a moving vbucket), are no news.
+Invariants: in a vbucket's first report only damage is news; what a new worker reports again is no news; neither is
+contact lost for less than a second, as by a vbucket that moves to another node.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORGOTTEN_MS = 60_000
 COLLECT_MS = 1_000
 """News of one kind is collected for this long."""
 CONTACT_LOST_MS = 1_000
-"""A vbucket without contact for this long has lost contact."""
+"""Contact lost for this long is news."""
 
 
 def _rose(known: int | None, count: int | None) -> bool:
@@ -100,7 +100,7 @@ class Observer:
     def observe(
         self, rows: Sequence[VbucketRow], groups: Sequence[Mapping[str, Any]], held_count: int | None, now_ms: int
     ) -> list[Event]:
-        """Compare the rows of all vbuckets and the workers' reports of groups. Returns the due events."""
+        """Compare the rows of all vbuckets and the workers' reports of groups. Return the due events."""
         for row in rows:
             self._look_at(row, now_ms)
         return [*self._fill(rows, held_count), *self._disk(groups), *self.due(now_ms)]

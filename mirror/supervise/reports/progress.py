@@ -14,7 +14,7 @@ from mirror.supervise.status import VbucketRow
 TREND_WINDOW_MS = 5_000
 """Rates cover this much time: short enough to follow a change, long enough not to flicker."""
 TREND_REPORTS_MAX = 64
-"""Most reports kept. At one report a second they cover the window several times."""
+"""Most reports kept."""
 
 
 class Trend:
@@ -87,14 +87,14 @@ class Trend:
 RECEIVED_SHARE = 0.7
 """Receiving takes this share of a fill if all snapshots end together; indexing and publishing take the rest."""
 LEFT_KNOWN_S = 1.0
-"""The estimate of the time left begins this long after all marks are known."""
+"""The estimate of the time left begins this long after the marks of all vbuckets (see `CatchUp`) are known."""
 
 
 class CatchUp:
     """The progress of catching up. A vbucket is done once it has published up to its mark.
 
-    The mark is the source's high seqno in the first report with an open stream, or a later, lower one. A rollback
-    removes the mark until the next report with an open stream. A mark of 0 is reached at once.
+    The mark is the source's high seqno in the first report with an open stream, or a lower high seqno in a later
+    report. A rollback removes the mark until the next report with an open stream. A mark of 0 is reached at once.
     """
 
     OPEN_STATES = frozenset({"streaming", "backfilling"})
