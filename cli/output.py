@@ -1,6 +1,6 @@
 """JSON objects on stdout (shapes: cli/JSON.md), one a line, and readable text for bytes, figures and times.
 
-Invariants: an unknown figure is shown as a dash; lines of text have no control characters from data.
+Invariants: an unknown figure is shown as a dash, or in words; lines of text have no control characters from data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def print_parts(parts: Iterable[bytes]) -> None:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print a line of text, which may hold names and errors of others."""
+    """Print a line of text, which may contain names and errors from data, the source or another process."""
     typer.echo(units.printable(text), err=err)
 
 

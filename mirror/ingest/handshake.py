@@ -3,7 +3,8 @@
 If the source answers ROLLBACK with a seqno, the machine goes back to the newest kept boundary at or below that seqno.
 If no such boundary is kept, or if the seqno is 0 or not below the request's start, the machine gets the source's
 failover log, and requests a stream from the newest common history. It does this once in a handshake. If no history is
-common, or if a later answer leads here again, it begins a resync next to the old copy (docs/protocol.md 2.5).
+common, or if a later answer would need the log again, it begins a resync next to the old copy (docs/protocol.md 2.5). A
+request within a snapshot is first repeated from the snapshot's start; a machine without data only repeats its request.
 
 The functions in `machine.TRANSITIONS` take the machine's state and an event, append instructions, and return the next
 phase. Invariants: a request names exactly the stored position; a stream's failover log is saved before the stream's
@@ -181,8 +182,8 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
         return machine.retry(Reaction(Action.RETRY, text), out)
     machine.handshake.common_tried = True
     boundary_seqno = machine.assembler.boundary_seqno
-    # Ignore the polled high seqno: this mirror may hold newer rows, which a rollback to it would drop. If the source
-    # really has less, it answers the next request with ROLLBACK and the true seqno.
+    # Do not use the source's high seqno, which is polled and may be old: a rollback to that seqno would drop newer
+    # rows. If the source really has less, it answers the next request with ROLLBACK and the true seqno.
     common = common_history(machine.stored.failover_log, boundary_seqno, event.failover_log)
     if common is None:
         return _resync(machine, "no common history with the source", out)

@@ -12,7 +12,7 @@ JSON lines in order of time.
 recorded unchanged, so the file is as secret as the bucket (mode 0600). A crash may cut off the last line. The tests'
 recordings of real servers have only `hex` lines, and frames may continue on the next line.
 
-Invariants: the file holds whole frames; a full disk, or `bytes_max`, ends the recording, but not the session.
+Invariants: the file holds whole frames; a full disk, or `bytes_max`, ends the recording, not the tapped session.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Recorder:
             buffer.feed(data)
             while (frame := buffer.next_frame()) is not None:
                 whole.append(frame if frame.opcode not in SECRETS else replace(frame, value=b""))
-        except ProtocolError:  # the reader ends this connection, too; earlier frames are recorded
+        except ProtocolError:  # the reader finds the same error; earlier frames are recorded
             del self._buffers[number, ours]
         if whole:
             text = b"".join(map(encode, whole))

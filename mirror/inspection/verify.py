@@ -15,8 +15,8 @@ Three things can interfere:
   not, the mirror has to roll back as the source did; then the vbucket is compared again. Without a service the state is
   `rollback`: the mirror has history that the source lost.
 - The source's purge, which removes only tombstones. If B < E and the source has purged above B (the same requests show
-  that), the tombstone of a document that only the mirror has may be gone: the document is `not_compared`. Otherwise
-  such a document is a difference.
+  that), it may have purged a tombstone that the mirror lacks. A document that only the mirror has is then
+  `not_compared`, otherwise a difference.
 - The mirror's purger. The lease stops the floor from passing B.
 """
 
@@ -45,14 +45,14 @@ from storage.read.view import Pin, View
 from storage.read.wait import MutationToken
 
 ATTEMPTS_MAX = 4
-"""Most comparisons of a whole vbucket. A rollback or too many changes make a comparison useless."""
+"""Maximum number of comparisons of a whole vbucket. A rollback or too many changes make a comparison useless."""
 ROUNDS_MAX = 40
 SCANS_MAX = 5
-"""Most scans of a mirror's vbucket. Rollbacks and the purger may end a scan early."""
+"""Maximum number of scans of a mirror's vbucket. Rollbacks and the purger may end a scan early."""
 WAIT_S = 60.0
 """Longest wait for the mirror to publish the seqno read from the source."""
 IMPATIENT_S = 0.5
-"""Limit of all later waits after a wait has timed out."""
+"""Limit of each later wait after a wait has timed out."""
 
 Progress = Callable[[int, int, int], None]
 

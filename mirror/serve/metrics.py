@@ -121,12 +121,14 @@ def families(report: Report) -> Iterator[Metric]:
     in_contact = sum(row["node"] is not None for row in rows) if report["service"] == "up" else None
     yield _one("source_contact_vbuckets", "Vbuckets in contact with the source.", in_contact)
     yield _one("lag_seqnos", "Seqnos of the source not published yet, summed.", sums["lag_seqnos"])
-    yield _one("lag_seconds", "Age of the oldest unpublished seqno, or of the last contact.", sums["lag_s"])
+    yield _one(
+        "lag_seconds", "Age of the oldest unpublished seqno; without contact, of the last contact.", sums["lag_s"]
+    )
     yield _one("ingest_documents_per_second", "Documents received lately.", sums["documents_per_s"])
     yield _one("ingest_bytes_per_second", "Bytes received lately.", sums["bytes_per_s"])
     yield _counter("rollbacks", "Rollbacks that readers went through.", [([], sums["rollback_count"])])
-    yield _counter("resyncs", "Copies that were read again from 0 and replaced.", [([], sums["resync_count"])])
-    yield _one("stale_vbuckets", "Vbuckets that are being resynced.", sums["stale"])
+    yield _counter("resyncs", "Resyncs whose new copy replaced the old one.", [([], sums["resync_count"])])
+    yield _one("stale_vbuckets", "Vbuckets with a resync next to an old copy, or a deferred rollback.", sums["stale"])
     yield from _holders(report)
     yield _one("history_boundaries", "Kept boundaries.", sums["boundaries"])
     yield _one("history_versions", "Stored versions of documents, tombstones included.", sums["versions"])
@@ -154,7 +156,7 @@ def families(report: Report) -> Iterator[Metric]:
             [([own], row.get("phase") == "running") for own, row in named], (kind,),
         )  # fmt: skip
         yield _counter(
-            f"{kind}_restarts", "Started again after a death.", [([own], row.get("restarts")) for own, row in named],
+            f"{kind}_restarts", "Restarts after a death.", [([own], row.get("restarts")) for own, row in named],
             (kind,),
         )  # fmt: skip
         for counter in sorted({name for row in processes for name in row.get("counters") or {}}):
@@ -180,7 +182,7 @@ def _holders(report: Report) -> Iterator[Metric]:
 def _latencies(servers: Iterable[Report]) -> Metric:
     family = HistogramMetricFamily(
         "dcp_mirror_server_request_seconds",
-        "From a request to its answer, scans and streams left out; requests of one read share its time.",
+        "From a request to its answer, KV scans and streams left out; requests received together share their time.",
         labels=("server",),
     )
     for row in servers:
@@ -202,11 +204,13 @@ def _disk_and_history(report: Report) -> Iterator[Metric]:
     disk, history = report.get("disk"), report.get("history")
     if disk is not None:
         yield _one("store_bytes", "Size of the groups on disk.", disk["mirror_bytes"])
-        yield _one("disk_free_bytes", "Free space next to them.", disk["free_bytes"])
-        yield _one("disk_total_bytes", "Size of their file system.", disk["total_bytes"])
+        yield _one("disk_free_bytes", "Free space next to the groups.", disk["free_bytes"])
+        yield _one("disk_total_bytes", "Size of the groups' file system.", disk["total_bytes"])
     if history is not None:
         newest_s = _seconds(history["floor_newest_ms"])
-        yield _one("history_floor_seconds", "Every vbucket can be read as of since then, seconds since 1970.", newest_s)
+        yield _one(
+            "history_floor_seconds", "Earliest time as of which every vbucket can be read, since 1970.", newest_s
+        )
 
 
 def _name(kind: str, row: Report) -> str:

@@ -1,4 +1,4 @@
-"""Exceptions with which the operations of all servers refuse requests."""
+"""Exceptions with which the operations of KV and DCP servers refuse requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A transaction: the argument of every function that reads or writes an environment.
+"""A transaction: the argument of functions that read or write an environment.
 
 Knows LMDB's transaction, the names of the trees (LMDB's named databases) and the records of `pub` and `state`. A
-transaction sees one commit. Hot loops use `raw` with handles that they looked up once (`environment.db`).
+transaction sees the environment as of one commit. Hot loops use `raw` with handles that they looked up once
+(`environment.db`).
 """
 
 from __future__ import annotations

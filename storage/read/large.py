@@ -1,7 +1,7 @@
 """Reads a large document in pieces, because one copy of 20 MiB would take 5 ms or more.
 
-Knows rows of mutations; never the users of the pieces. Each piece is read in a transaction of its own, because rows do
-not change. Invariant: all pieces together are the value as it is stored. The checksum is compared only after the last
+Knows rows of mutations; never the users of the pieces. Rows do not change, so each piece can be read in a transaction
+of its own. Invariant: all pieces together are the value as it is stored. The checksum is compared only after the last
 piece, so no piece may be used before all are read.
 """
 
@@ -47,8 +47,8 @@ class LargeDocument:
         return _without_value(self._head, self._value_at)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the pieces of the stored value. Raises ViewInvalidated if the purger removes or moves the row, and
-        CorruptedError after the last piece if the row's checksum is wrong.
+        """Yield the pieces of the stored value. Raises ViewInvalidated if the purger removes or moves the row, and,
+        with `verify_reads`, CorruptedError after the last piece if the row's checksum is wrong.
         """
         reader = self._reader
         value_end = self._value_at + self.stored_bytes

@@ -80,9 +80,9 @@ def next_ends(
     """Return the state served now, and the states at the ends of a follower's next snapshots: the next kept boundaries
     above `after_seqno`. The list is empty for an up-to-date follower.
 
-    No end is below `least_seqno`, the end of a snapshot that the follower holds in part. A follower below the floor
-    gets one snapshot up to the newest settled boundary, because the boundary at the floor may be purged while a large
-    snapshot is sent. `rows` checks that an end is still kept.
+    No end is below `least_seqno`, the end of a snapshot that the follower holds in part, unless the served state is. A
+    follower below the floor gets one snapshot up to the newest settled boundary, because the boundary at the floor may
+    be purged while a large snapshot is sent. `rows` checks that an end is still kept.
     """
     with reader.environment.read() as txn:
         now = _served_state(reader, txn)
@@ -122,11 +122,11 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
     """Return the seqno of the boundary to which a follower must go back, or 0 (to the beginning). The follower holds
     rows of the history `vbuuid` above `seqno`, the last seqno that the served history shares with `vbuuid`.
 
-    If this mirror rolled back from the history `vbuuid` or from above `seqno`, return the boundary of the rollback.
-    Otherwise this mirror never sent the lost rows: return the newest kept boundary up to `seqno`. Return 0 if `seqno`
-    is below the floor, or if the follower may hold a snapshot that began below the boundary and ended above it. Such a
-    snapshot is of a branch without the boundary, of a copy that a resync replaced, or was sent to a follower below the
-    floor (`next_ends`).
+    If this mirror rolled back from the history `vbuuid` or from above `seqno`, return the boundary to which it
+    rolled back. Otherwise this mirror never sent the lost rows: return the newest kept boundary up to `seqno`. Return 0
+    if `seqno` is below the floor, after several rollbacks from that history, or if the follower may hold a snapshot
+    that began below the boundary to be returned and ended above it. Such a snapshot comes from a branch without that
+    boundary, from a copy that a resync replaced, or from a time when the follower was below the floor (`next_ends`).
     """
     if seqno < pinned.pub.floor_seqno:
         return 0
@@ -169,7 +169,9 @@ def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool
 
 
 def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
-    """Return True if a boundary above `after_seqno` was settled before the rollback `lost`, or lost rows are gone."""
+    """Return True if a boundary above `after_seqno` was settled before the rollback `lost`, or if rows that it took
+    back have been purged.
+    """
     try:
         links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
         first = next(chain.boundaries_after(txn, lost.vbid, links, after_seqno), None)
@@ -182,7 +184,7 @@ def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
 
 
 class Commits:
-    """Notices publishes in a group. Reads nothing if there was no commit since the last call of `news`."""
+    """Detects that vbuckets of a group were published. Reads nothing without a commit since the last call of `news`."""
 
     def __init__(self) -> None:
         self._number = -1
@@ -216,8 +218,8 @@ def rows(
     begins: Mapping[int, int] | None = None,
     tombstones_from: int | None = None,
 ) -> tuple[list[Row], int, LargeDocument | None]:
-    """Return the next rows above `after_seqno`, and the seqno up to which rows were read. If the next row is a mutation
-    whose value has more than `large_bytes`, stored or decompressed, return no rows and this mutation, unread.
+    """Return the next rows above `after_seqno`, and the seqno up to which rows were read. If the next selected row is a
+    mutation whose value has more than `large_bytes`, stored or decompressed, return no rows and this mutation, unread.
 
     Looks at `rows_max` rows at most, and stops at the row that reaches `bytes_max`. `begins` maps each selected
     collection to the seqno above which its rows are selected; None: select the boundary's collections. Raises

@@ -1,7 +1,8 @@
 """Writes the part of a commit that belongs to one vbucket.
 
-Knows `PendingVbucket` and the trees (LMDB's named databases); never failed commits, which `owner` handles. Invariants:
-- a vbucket's rows, key rows, boundary, manifests and entries in `state` and `pub` are put into one transaction;
+Knows `PendingVbucket` and the trees (LMDB's named databases); `owner` handles failed commits. Invariants:
+- a vbucket's rows, key rows, boundary, manifests and entries in `state` (the writer's) and `pub` (the readers') are put
+  into one transaction;
 - after a transaction that publishes a vbucket, every row of a document up to published_seqno has its key row;
 - `put` changes nothing in memory, so `owner` can repeat the transaction.
 """
@@ -36,7 +37,8 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
     staged_seqno, open_snapshot = _staged_on_disk(vbucket, len(rows))
     if not vbucket.can_publish:
         known = staged_seqno or state.staging_published_seqno or vbucket.known_empty
-        # A stored log without rows means an empty vbucket. So write no log unless there are rows or this is known.
+        # A stored log without rows means an empty vbucket. So write the log only if there are rows, or if the vbucket
+        # is known to be empty.
         log = state.failover_log if known else FailoverLog()
         stored = state._replace(staged_seqno=staged_seqno, open_snapshot=open_snapshot, failover_log=log)
         txn.put_state_row(state.vbid, records.StateRow.of(stored))
@@ -90,6 +92,6 @@ def _staged_on_disk(vbucket: PendingVbucket, row_count: int) -> tuple[Seqno, Sna
         return Seqno(vbucket.staged_seqno), vbucket.open_snapshot
     if vbucket.complete_seqno is not None and vbucket.complete_seqno >= vbucket.flushed_seqno:
         return Seqno(vbucket.complete_seqno), None
-    # Earlier commits may have written rows of the open snapshot; a complete snapshot before it may wait for key rows.
+    # Earlier commits may have written rows of the open snapshot; an earlier, complete snapshot may lack key rows.
     is_published = vbucket.flushed_seqno == vbucket.base.staging_published_seqno
     return Seqno(vbucket.flushed_seqno), None if is_published else vbucket.open_snapshot

@@ -1,6 +1,6 @@
 """An operator's commands: roll a vbucket back, or read it again from the beginning.
 
-After a command a new machine starts from the stored state, and decides what to request. Invariants: a refused command
+After a command that changes something, a new machine starts from the stored state. Invariants: a refused command
 drops no published row; complete snapshots are committed before a rollback.
 """
 
@@ -45,7 +45,7 @@ def _noticed_by(group: Group) -> Iterator[None]:
 def _roll_back(consumer: Consumer, command: RollBack) -> dict[str, int]:
     """Go back to the newest kept boundary at or below a seqno, and stream from there.
 
-    If that boundary is the published seqno, change nothing.
+    If that boundary is the published seqno, only commit what is complete.
     """
     vbid, to_seqno = command.vbid, command.to
     vbucket = _vbucket_of(consumer, vbid)

@@ -1,7 +1,7 @@
 """The sink of a mirrored vbucket: passes instructions to the writer, and holds snapshots until they are persisted.
 
 Must never know connections. A rollback or a resync changes the staging branch, to which rows are staged. Invariants:
-before the staging branch changes, complete snapshots are committed and the machines get Published; a held snapshot is
+before the staging branch changes, published snapshots are committed and the machines get Published; a held snapshot is
 forgotten when its rows are dropped; rows of an earlier staging branch are refused.
 """
 
@@ -21,7 +21,7 @@ FREE_BYTES_MIN = 64 * 1024 * 1024
 
 
 POLLS_MIN = 2
-"""After a stream's acceptance the high seqno counts from this poll on: the first may be older than the acceptance."""
+"""Polls after which the high seqno is known: the first poll's answer may be older than the stream's acceptance."""
 
 HELD_MAX = 64
 """Limit of held snapshots. Above the limit, every second snapshot is forgotten: a later publish covers its rows."""
@@ -57,8 +57,8 @@ class PersistenceGate:
         self._highs = []
 
     def polled(self, high_seqno: int, state: VbucketState) -> None:
-        """Note a polled high seqno. During a deferred rollback, hold the staging branch's boundary like a snapshot if
-        neither the source nor the staging branch has rows above it: no snapshot will follow that could be released.
+        """Note a polled high seqno. During a deferred rollback, if neither the source nor the staging branch has rows
+        above the staging branch's boundary, hold the boundary like a snapshot: otherwise nothing would be released.
         """
         self._highs = [*self._highs, high_seqno][-POLLS_MIN:]
         boundary, end_seqno = state.staging_published_seqno, self._end_seqno(state)
@@ -68,7 +68,8 @@ class PersistenceGate:
     def _end_seqno(self, state: VbucketState) -> int | None:
         """Return the end of the source's history; None while it is unknown.
 
-        The high seqno of a filtered stream may be below the staged rows, because it leaves out dropped collections.
+        For a filtered stream the source's high seqno does not count dropped collections: it may be below the staged
+        rows.
         """
         return max(self._highs[-1], state.staged_seqno) if len(self._highs) == POLLS_MIN else None
 
@@ -103,7 +104,7 @@ class StoreSink:
         self.writer = writer
         self.gate = gate
         self.abandon_due = False
-        """True if AbandonStaged must run again, after the snapshot that is being published is visible."""
+        """True if AbandonStaged must run again once the snapshot whose key rows are being written is visible."""
         self.last_rollback: tuple[int, int] | None = None
         """The seqnos before and after the last rollback since the worker began."""
         self.resyncs_begun = 0
@@ -154,7 +155,9 @@ class StoreSink:
     # -- other branches -------------------------------------------------------------------------------------------
 
     def roll_back(self, target: ins.RollbackTo) -> RolledBack | NoBoundary:
-        """Go back to the newest kept boundary at or below a seqno. With `publish=persisted`, defer the rollback."""
+        """Go back to the newest kept boundary at or below a seqno. With `publish=persisted`, defer the rollback, unless
+        readers have seen none of the lost rows.
+        """
         self._commit()  # so that the machines learn of published snapshots
         held = self.gate is not None and self.gate.waiting
         state = self.state()

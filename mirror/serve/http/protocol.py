@@ -33,7 +33,7 @@ HEAD_BYTES_MAX = 256 * 1024
 """Limit of request line and headers."""
 HEADERS_MAX = 100
 FRAMING_BYTES_MAX = HEAD_BYTES_MAX
-"""Limit of bytes of framing (chunk sizes, extensions, trailers) since a chunked body's last byte of data."""
+"""Limit of framing bytes (chunk sizes, extensions, trailers) since the newest byte of a chunked body's data."""
 SLICE_BYTES = 4 * 1024
 """Bytes parsed at a time. Requests of a parsed slice wait as objects, those of later slices as bytes."""
 PARSE_S = 0.001
@@ -153,7 +153,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection after a whole idle timeout, else wait for the rest: `answer_now` restarts no timer."""
+        """Close the connection if it was idle for the whole timeout; else wait for the remaining time. An answer of
+        `answer_now` does not restart the timer.
+        """
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
             self._watch_idle(left_s)
