@@ -33,4 +33,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         facts = dict(report.user_properties)
         if "kills" in facts:
-            terminalreporter.write_line(f"{report.nodeid}: {facts['kills']}; CRASH_SEED={facts['seed']}")
+            seed = f"; CRASH_SEED={facts['seed']}" if "seed" in facts else ""
+            terminalreporter.write_line(f"{report.nodeid}: {facts['kills']}{seed}")
