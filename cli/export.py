@@ -4,7 +4,7 @@ Invariants:
 - each vbucket is read as of its position at the start (or at `--as-of`), despite later writes and rollbacks;
 - memory does not grow with the mirror;
 - a new file gets its name once it is complete; the cursor file is written last;
-- a pipe, device or link that exists is written to, never replaced.
+- a pipe, device or link is never replaced.
 """
 
 from __future__ import annotations
@@ -124,15 +124,16 @@ def write(view: View, pins: list[Pin], chosen: dict[int, dict[int, str]], to: st
 
 @contextlib.contextmanager
 def opened(to: str) -> Iterator[IO[bytes]]:
-    """Open stdout, a pipe, device or link, or a file that gets its name once it is complete. Raises OSError."""
+    """Open stdout, a pipe or device, or a file that gets its name once it is complete. Raises OSError."""
     if to == STDOUT:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    if os.path.exists(to) and (os.path.islink(to) or not os.path.isfile(to)):
+    if os.path.exists(to) and not os.path.isfile(to):
         with open(to, "wb") as file:
             yield file
         return
+    to = os.path.realpath(to)  # a link stays
     temporary = to + ".new"
     os.makedirs(os.path.dirname(to) or ".", mode=0o700, exist_ok=True)
     try:

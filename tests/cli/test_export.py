@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -105,6 +106,18 @@ def test_a_pipe_or_device_gets_the_documents_and_stays(mirrored: Path, tmp_path:
         assert exporting.wait(LIMIT_S) == 0
     assert (tmp_path / "pipe").is_fifo()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["null", "pipe"]
+
+
+def test_a_link_keeps_its_file_until_the_new_one_is_complete(mirrored: Path, tmp_path: Path) -> None:
+    (tmp_path / "newest").symlink_to("orders")
+    (tmp_path / "orders").write_text("old")
+    arguments = ("export", "--data", mirrored, "--to", tmp_path / "newest")
+    failed = call(*arguments, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
+    assert (failed.code, (tmp_path / "orders").read_text()) == (1, "old"), failed.err
+    assert call(*arguments).code == 0
+    assert (tmp_path / "newest").is_symlink()
+    assert (tmp_path / "orders").read_bytes() == call(*arguments[:3], "--to", "-").raw
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["newest", "orders"]
 
 
 def test_a_cursor_of_changes_is_not_replaced(mirrored: Path, tmp_path: Path) -> None:
