@@ -481,7 +481,6 @@ class Environment:
             raise storage_error(error, self.path) from error
 
     def close(self) -> None:
-        self._handles = {}
         self.env.close()
 
 

@@ -49,6 +49,8 @@ _TOMBSTONES = {b"\x58\x12", b"\x58\x15", b"\x59\x14"}
 """Opcodes of tombstones, each with the length of the message's extras."""
 _MAGIC = 0x80
 """First byte of a row. A boundary, which may be as long as a row, begins with a seqno instead."""
+_HIGH_SEQNO = b"\x80"
+"""From this seqno on (2^63), a boundary may begin like a row, so only its key distinguishes it."""
 _KEYS = [slice(55, 55 + length) for length in range(256)]
 
 
@@ -156,7 +158,10 @@ class _Read:
         if not there:
             return [], b""
         newest: bytes = cursor.key()
-        frames = list(islice(cursor.iterprev(keys=False), GET_ROWS))
+        if newest[SEQNO] < _HIGH_SEQNO:
+            frames = list(islice(cursor.iterprev(keys=False), GET_ROWS))
+        else:
+            frames = [each for key, each in islice(cursor.iterprev(), GET_ROWS) if len(key) == keys.ROW_KEY_SIZE]
         following: bytes = cursor.key()
         is_row = len(following) == keys.ROW_KEY_SIZE
         if following >= position or (is_row and frames[-1][24:32] != following[SEQNO]):
@@ -169,7 +174,7 @@ class _Read:
                 rows = list(takewhile(lambda entry: entry[0] <= newest, cursor.iternext()))
                 if not rows or rows[-1][0] != newest:
                     raise not_in_order(txn, self._vbid)
-                frames = [frame for _, frame in rows]
+                frames = [frame for key, frame in rows if len(key) == keys.ROW_KEY_SIZE]
         else:
             frames.reverse()
         return frames, following

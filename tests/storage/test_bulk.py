@@ -233,6 +233,20 @@ def test_the_name_in_a_system_event_is_not_a_key(writer: GroupWriter, view: View
     assert [row.key for row in documents(view, view.pin(0))] == [b"bc"]
 
 
+@pytest.mark.parametrize("first_seqno", [2**63 - 30, 2**63 + 0x57 * 2**48 - 30, 2**63 + 2**56 - 30, 2**64 - 130])
+@pytest.mark.parametrize("get_rows", [1, 3, 128])
+def test_a_boundary_is_no_row_at_any_seqno(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch, first_seqno: int, get_rows: int
+) -> None:
+    """From 2^63 to 2^63 + 2^56 a boundary begins with the byte 80, as a row does: sound data was called damaged."""
+    monkeypatch.setattr(bulk, "GET_ROWS", get_rows)
+    monkeypatch.setattr(bulk, "ROWS_PER_DOCUMENT", 1000)
+    publish(writer, 0, [(NAMES[0], b"first", 1)])
+    fill(writer, 1, first_seqno, 60)
+    for rows_max in (7, 1000):
+        assert documents(view, view.pin(0), rows_max=rows_max) == scanned(view)
+
+
 def test_large_documents_come_in_small_chunks(writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "CHUNK_BYTES", 5000)
     monkeypatch.setattr(bulk, "GET_ROWS", 2)

@@ -87,6 +87,29 @@ def test_threads_share_a_view_while_its_file_is_replaced_and_it_leaves_nothing_o
     open_writer(path).close()
 
 
+@pytest.mark.usefixtures("short_turns")
+def test_threads_that_read_a_view_while_it_is_closed_get_closed_and_no_other_error(path: str) -> None:
+    """Some of them got a KeyError, the name of a tree."""
+    writer = open_writer(path)
+    publish(writer, 0, [(key, b"value", number) for number, key in enumerate(keys_of(0, 20), 1)])
+    writer.close()
+    started = Barrier(5)
+
+    def read(view: View) -> None:
+        started.wait()
+        while True:
+            view.published(), list(view.changes(0)), list(view.scan()), view.get(b"k1")
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(60):
+            view = open_view(path)
+            reads = [pool.submit(read, view) for _ in range(4)]
+            started.wait()
+            view.close()
+            errors = [each.exception(20) for each in reads]
+            assert {type(error) for error in errors} == {Closed}, errors
+
+
 def test_a_read_ends_in_the_file_that_another_thread_has_found_replaced(path: str) -> None:
     """The file was closed, and the read failed because the view was closed, which it was not."""
     key = keys_of(0, 1)[0]
