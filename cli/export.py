@@ -26,7 +26,7 @@ from mirror.document import values
 from mirror.errors import ConfigError
 from mirror.lease import hold
 from mirror.ownership import private_file
-from mirror.serve.objects import document_json, dumps
+from mirror.serve.objects import document_json, dumps, one_line
 from storage.errors import StorageError, UnknownCollection, ViewInvalidated
 from storage.format import records
 from storage.format.tokens import positions_of
@@ -176,6 +176,6 @@ def with_xattrs(raw: Document) -> bytes:
     members: list[bytes] = []
     for name, content in found.items():
         shown: Any = values.is_json(content)
-        text = content.replace(b"\n", b" ").replace(b"\r", b" ") if shown else dumps(content.decode(errors="replace"))
+        text = one_line(content) if shown else dumps(content.decode(errors="replace"))
         members.append(dumps(name.decode(errors="replace")) + b":" + text)
     return document[:-1] + b',"xattrs":{' + b",".join(members) + b"}}"

@@ -5,7 +5,6 @@ Invariants: an unknown figure is shown as a dash, or in words; lines of text hav
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -14,12 +13,13 @@ from typing import Any
 import typer
 
 from mirror import units
+from mirror.serve.objects import dumps
 
 DASH = "-"
 
 
 def print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")
+    sys.stdout.write(dumps(value).decode(errors="surrogatepass") + "\n")
 
 
 def print_parts(parts: Iterable[bytes]) -> None:

@@ -2,7 +2,7 @@
 
 Knows the store's nouns and JSON; never a request, a terminal or a file. Invariants: a key that is not UTF-8, or a value
 that is not JSON, is base64 in another member; a JSON value keeps its stored bytes, with every digit, but spaces replace
-its line ends; one object is one line.
+its line ends, and U+0085, U+2028 and U+2029 are escaped; one object is one line for every client.
 """
 
 from __future__ import annotations
@@ -26,8 +26,20 @@ _ALL_BITS = 7
 """The bits JSON, Snappy and xattrs. A value is JSON text only if the JSON bit alone is set."""
 
 
+_UNICODE_LINE_ENDS = [(each.encode(), b"\\u%04x" % ord(each)) for each in "\x85\u2028\u2029"]
+
+
+def one_line(text: bytes) -> bytes:
+    """Return JSON text without line ends. Python's `splitlines` and other clients take U+2028, too, for one."""
+    text = text.replace(b"\n", b" ").replace(b"\r", b" ")
+    if not text.isascii():
+        for found, escaped in _UNICODE_LINE_ENDS:
+            text = text.replace(found, escaped)
+    return text
+
+
 def dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
+    return one_line(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass"))
 
 
 def key_fields(key: bytes) -> dict[str, object]:
@@ -60,12 +72,12 @@ def _is_json(value: bytes) -> bool:
 
 
 def value_parts(document: Document) -> list[bytes]:
-    """Return `"value":...` or `"value_b64":...`. A JSON value keeps its bytes, but spaces replace its line ends."""
+    """Return `"value":...` or `"value_b64":...`. A JSON value keeps its bytes, but for line ends (`one_line`)."""
     value = document.value
     if document.deleted and not value:
         return [b'"value":null']
     if document.datatype & _ALL_BITS == DATATYPE_JSON and _is_json(value):
-        return [b'"value":', value.replace(b"\n", b" ").replace(b"\r", b" ")]
+        return [b'"value":', one_line(value)]
     problem = value_problem(document)
     named = b"" if problem is None else b',"problem":' + dumps(problem)
     encoded = (base64.b64encode(value[at : at + BASE64_BYTES]) for at in range(0, len(value), BASE64_BYTES))

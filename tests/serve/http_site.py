@@ -265,7 +265,7 @@ async def serving_http(
 
 
 @contextmanager
-def running(data: Path, source: Source, **settings: Any) -> Iterator[Site]:
+def running(data: Path, source: Source, address: Address | None = None, **settings: Any) -> Iterator[Site]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -277,13 +277,15 @@ def running(data: Path, source: Source, **settings: Any) -> Iterator[Site]:
     def call(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
-    served = serving_http(validated({"data": data, **settings}), stored=stored)
+    served = serving_http(validated({"data": data, **settings}), address, stored)
     try:
         server, address = call(served.__aenter__())
-        url = f"http://{address.authority}"
+        url = f"{'https' if address.tls else 'http'}://{address.authority if address.path is None else 'localhost'}"
         with httpx.Client(base_url=url, timeout=30) as client:
-            yield Site(url, source, server, loop, data, client, reports)
-            call(served.__aexit__(None, None, None))
+            try:
+                yield Site(url, source, server, loop, data, client, reports)
+            finally:
+                call(served.__aexit__(None, None, None))
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)

@@ -21,7 +21,7 @@ from storage.model import Collection, Seqno
 from tests.manual_clock import ManualClock
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import DcpClient, DcpEndpoint, serving_dcp, system_event, until
-from tests.serve.kv_rig import DEFAULT, Store, with_users
+from tests.serve.kv_rig import DEFAULT, Store, serving, with_users
 
 VBUCKETS = 1
 LARGE = 40_000
@@ -204,3 +204,21 @@ def test_what_is_not_noted_lately_is_not_in_contact() -> None:
     assert contact.lost_ms() == {}
     clock.advance(NOTED_S + 1)
     assert contact.lost_ms() == {0: 6000, 1: 6000}
+
+
+EVERY_KEY = sorted({shape % bytes([byte]) for byte in range(256) for shape in (b"%b-at", b"at-%b-at", b"at-%b", b"%b")})
+
+
+async def test_every_key_can_be_requested_and_streamed(store: Store) -> None:
+    for seqno, key in enumerate(EVERY_KEY, 1):
+        store.put(key, b"value of " + key, seqno)
+    async with serving(store.path) as kv, serving_dcp(store.path) as dcp:
+        plain, sdk = await kv.connect(), await kv.sdk()
+        for client, prefix in ((plain, b""), (sdk, b"\0")):
+            for key in EVERY_KEY:
+                found = await client.get(prefix + key)
+                assert (found.status, found.value) == (0, b"value of " + key)
+        reader = await dcp.client()
+        assert (await reader.stream(0)).status == 0
+        streamed = [each.key for each in await reader.until_end(len(EVERY_KEY)) if isinstance(each, ev.Mutation)]
+        assert streamed == [b"\0" + key for key in EVERY_KEY]  # the default collection

@@ -53,6 +53,15 @@ def reported(event: dict[str, Any]) -> tuple[str, Any]:
     return event["event"], document.get("value")
 
 
+def test_an_event_is_one_line_for_clients_that_split_by_unicode(site: Site) -> None:
+    """httpx's `iter_lines` is such a client."""
+    text = "a\x85b\u2028c\u2029d"
+    site.source.put(text, json.dumps(text, ensure_ascii=False).encode())
+    with listening(site, follow="false", vbid=site.source.vbid_of(text.encode())) as listener:
+        event = listener.event()
+    assert (event["data"]["document"]["key"], event["data"]["document"]["value"]) == (text, text)
+
+
 def test_what_is_there_comes_first_and_then_what_is_published(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")

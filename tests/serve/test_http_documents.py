@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import base64
+import ssl
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import cramjam
+import httpx
 import pytest
 
 from mirror.serve.http.requests import TOKENS_MAX, Page
+from mirror.serve.listener import Address
 from storage.history.purge import Window
 from storage.model import Collection, FailoverLog, Seqno
-from tests.serve.http_site import VBUCKETS, VBUUID, Site, service_report
+from tests.serve.http_site import VBUCKETS, VBUUID, Site, Source, make_certificate, running, service_report
 
 
 def test_a_document_comes_as_its_bytes_with_what_is_known_of_it_in_headers(site: Site) -> None:
@@ -56,14 +63,59 @@ def test_the_stored_form_is_what_the_source_sent(site: Site) -> None:
     assert raw.headers["etag"] != body.headers["etag"]
 
 
-@pytest.mark.parametrize("key", [b"a/b//c", b"\xff\x00\xfe", "schlüssel".encode(), b"%41", b"a?b#c", b".."])
-def test_any_key_can_be_requested(site: Site, key: bytes) -> None:
-    site.source.put(key, b"binary \xff", datatype=0)
-    coded = base64.urlsafe_b64encode(key).rstrip(b"=").decode()
-    assert site.get(site.document(coded), params={"key_encoding": "base64url"}).content == b"binary \xff"
-    if key != b"..":  # every client takes `..` for the folder above
-        escaped = "".join(f"%{byte:02X}" for byte in key)
-        assert site.get(site.document(escaped)).content == b"binary \xff"
+ODD_KEYS = [b"a/b//c", b"/", b"//", b"\xff\x00\xfe", "schlüssel".encode(), b"%41", b"a?b#c", b".", b"..", b"a" * 250]
+
+
+@contextmanager
+def listening(source: Source, tmp_path: Path, listener: str) -> Iterator[httpx.Client]:
+    """A client of a listener of its own: `tcp`, `unix` or `tls`."""
+    settings: dict[str, Any] = {}
+    if listener == "tls":
+        settings["listen_tls_cert_file"], settings["listen_tls_key_file"] = make_certificate(tmp_path)
+    path = tmp_path / "http.sock" if listener == "unix" else None
+    address = Address(tls=listener == "tls") if path is None else Address("", 0, str(path))
+    with running(tmp_path / "data", source, address, **settings) as site:
+        trusted = ssl.create_default_context(cafile=tmp_path / "cert.pem") if listener == "tls" else False
+        transport = httpx.HTTPTransport(verify=trusted, uds=path and str(path))
+        with httpx.Client(transport=transport, base_url=site.url, timeout=30) as client:
+            yield client
+
+
+@pytest.mark.parametrize("listener", ["tcp", "unix", "tls"])
+def test_every_key_can_be_requested_and_listed(source: Source, tmp_path: Path, listener: str) -> None:
+    """A line feed at the end was dropped once, and another document sent."""
+    base = "/v1/collections/_default/documents"
+    bytes_at_places = (
+        shape % bytes([byte]) for byte in range(256) for shape in (b"%b-at", b"at-%b-at", b"at-%b", b"%b")
+    )
+    keys = sorted({*bytes_at_places, *ODD_KEYS, b"order-1", b"order-1\n", b"\norder-1", b"order-1\n\n", b"order\n-1"})
+    for vbid in range(VBUCKETS):
+        source.snapshot(vbid, *((key, b"value of " + key) for key in keys if source.vbid_of(key) == vbid), datatype=0)
+    with listening(source, tmp_path, listener) as client:
+        for key in keys:
+            escaped = "".join(f"%{byte:02X}" for byte in key)
+            coded = base64.urlsafe_b64encode(key).rstrip(b"=").decode()
+            urls = [f"{base}/{coded}?key_encoding=base64url"]
+            if key not in (b".", b".."):  # every client takes these for folders
+                urls += [f"{base}/{escaped}", f"{base}/{quote(key)}"]
+            for url in urls:
+                answer = client.get(url)
+                assert (answer.status_code, answer.content) == (200, b"value of " + key), url
+            vbid = source.vbid_of(key)
+            rows = client.get(f"{base}?prefix={escaped}&limit=1&vbid={vbid}").json()["documents"]
+            assert [
+                base64.b64decode(each["key_b64"]) if "key_b64" in each else each["key"].encode() for each in rows
+            ] == [key]
+        found = client.post(
+            "/v1/collections/_default/multi-get",
+            json={"keys_b64": [base64.urlsafe_b64encode(key).decode() for key in keys[:1000]]},
+        ).json()
+        assert (len(found["documents"]), found["missing"]) == (len(keys[:1000]), [])
+
+
+@pytest.mark.parametrize("url", ["?prefix=%FF&as_of=%FF", "?vbid=%FF", "?%FF=1", "/a?form=%FF"])
+def test_other_parameters_are_text(site: Site, url: str) -> None:
+    assert site.get(f"/v1/collections/_default/documents{url}", 400).json()["type"] == "urn:dcp-mirror:bad-request"
 
 
 def test_what_is_not_there_says_which_kind_of_not(site: Site) -> None:

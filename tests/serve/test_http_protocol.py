@@ -352,11 +352,37 @@ def test_garbage_after_requests_is_reported_once_they_are_answered(site: Site) -
     assert b"urn:dcp-mirror:bad-request" in answer
 
 
-@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
-def test_a_request_for_another_protocol_is_answered_in_this_one_and_closed(site: Site, protocol: str) -> None:
-    answer = site.raw(request("/livez", "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}"))
-    assert answer.startswith(b"HTTP/1.1 200 OK")
-    assert b"connection: close" in answer
+KEYS = '{"keys":["a","none"]}'
+QUESTIONS = {
+    "GET": request("/v1/collections/_default/documents/a"),
+    "POST": request("/v1/collections/_default/multi-get", method="POST", body=KEYS),
+    "chunked POST": MULTI_GET + CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(KEYS), KEYS.encode()),
+}
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "h2c, websocket"])
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("step", [1, 7, 10_000], ids="packets of {} bytes".format)
+def test_an_offer_of_another_protocol_changes_no_answer(site: Site, protocol: str, question: str, step: int) -> None:
+    """Java's HttpClient, Ktor and `curl --http2` make this offer with every request, and lost their bodies."""
+    site.source.put("a", b'{"v":1}')
+    plain = QUESTIONS[question]
+    line, _, rest = plain.partition(b"\r\n")
+    offer = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+    offering = line + b"\r\n" + offer.encode() + rest
+    with site.connect() as connection:
+        connection.sendall(plain)
+        expected = read_one(connection)
+        assert expected.startswith(b"HTTP/1.1 200 OK")
+        for sent in (offering, offering + plain, plain):  # pipelined, too, and the connection stays usable
+            for at in range(0, len(sent), step):
+                connection.sendall(sent[at : at + step])
+            for _ in range(sent.count(line)):
+                assert read_one(connection) == expected
+
+
+def test_a_request_for_a_tunnel_is_refused_and_closed(site: Site) -> None:
+    assert site.raw(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.1 4")
 
 
 def test_an_answer_says_when_it_was_given(site: Site) -> None:

@@ -26,7 +26,7 @@ from mirror.serve.http.changes import get_changes
 from mirror.serve.http.documents import get_document, get_document_now, get_documents, scan_documents
 from mirror.serve.http.problems import MEDIA_TYPE, TITLES, TYPE_PREFIX, Problem, internal, of_http, of_storage
 from mirror.serve.http.query import post_query
-from mirror.serve.http.requests import Parameters, header, vbucket
+from mirror.serve.http.requests import Parameters, header, routed, vbucket
 from mirror.serve.http.service import Service, refuse_websites
 from mirror.serve.http.status import Report, partly_shown, partly_shown_reasons, partly_shown_rows
 from mirror.serve.metrics import CONTENT_TYPE, STATES, exposition, own_exposition
@@ -247,7 +247,9 @@ class GuardedApp:
         """Answer a GET of a document, the most frequent request, without a task, routing or ASGI messages. Return None
         for other requests, and if the answer must wait or is sent in pieces: then call the application.
         """
-        found = self._document.path_regex.match(scope["path"]) if scope["method"] == "GET" else None
+        if scope["method"] != "GET":
+            return None
+        found = self._document.path_regex.match(routed(scope["raw_path"]))
         if found is None:
             return None
         started = self._service.clock.monotonic()
@@ -268,6 +270,7 @@ class GuardedApp:
         assert scope["type"] == "http", "there are no websockets, and no lifespan"
         started = self._service.clock.monotonic()
         status = byte_count = 0
+        scope["path"] = routed(scope["raw_path"])
         scope["app"] = self._app  # else starlette itself would answer paths without a route
         scope.setdefault("state", {})["service"] = self._service
 

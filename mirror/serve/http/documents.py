@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
-from urllib.parse import unquote_to_bytes
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,11 +25,10 @@ from mirror.serve.http.requests import (
     Page,
     Parameters,
     body_of,
-    bounded_key,
-    collection_name,
     header,
     json_of,
-    key_bytes,
+    path_collection,
+    path_key,
     requested_keys,
     vbucket,
 )
@@ -88,17 +86,6 @@ def headers_of(document: Document, tag: str, datatype: int) -> list[Header]:
     return [*PRIVATE, (b"etag", tag.encode()), *zip(_HEADERS, numbers, strict=True)]
 
 
-def path_key(request: Request, encoding: str) -> bytes:
-    """Return the key from the raw path, because a key may have bytes that are not UTF-8."""
-    text = request.path_params["key"]
-    parts = request.scope.get("raw_path", b"").split(b"/", 5)
-    if encoding == "utf8" and len(parts) == 6 and parts[4] == b"documents":
-        key = unquote_to_bytes(parts[5])
-        if key.decode(errors="replace") == text:
-            return bounded_key(key)
-    return key_bytes(text, encoding, bytes_min=1)
-
-
 class DocumentRequest(NamedTuple):
     collection: str | int
     key: bytes
@@ -113,7 +100,7 @@ class DocumentRequest(NamedTuple):
     def of(service: Service, request: Request) -> DocumentRequest:
         """Parse the request. Raises Problem, also if its vbucket cannot be read now."""
         parameters = Parameters(request, ("key_encoding", "form", "as_of", *WAIT_PARAMETERS))
-        collection = collection_name(request.path_params["collection"])
+        collection = path_collection(request)
         key = path_key(request, parameters.choice("key_encoding", "utf8", "base64url"))
         form = parameters.choice("form", "body", "stored")
         as_of = parameters.as_of()
@@ -173,7 +160,7 @@ async def get_documents(request: Request) -> Response:
     service: Service = request.state.service
     reader = await service.reader(request)
     parameters = Parameters(request, ("as_of", *WAIT_PARAMETERS))
-    collection = collection_name(request.path_params["collection"])
+    collection = path_collection(request)
     as_of = parameters.as_of()
     tokens, timeout_s = service.tokens(parameters)
     body = await body_of(request)
@@ -208,7 +195,7 @@ async def scan_documents(request: Request) -> Response:
     reader = await service.reader(request)
     first = ("prefix", "start", "end", "key_encoding", "vbid", "as_of", "deletions", *WAIT_PARAMETERS)
     parameters = Parameters(request, (*first, "limit", "page"))
-    collection = collection_name(request.path_params["collection"])
+    collection = path_collection(request)
     limit = parameters.integer("limit", PAGE_LIMIT_DEFAULT, 1, PAGE_LIMIT_MAX)
     view = service.view
     text = parameters.text("page")

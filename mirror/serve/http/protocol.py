@@ -86,7 +86,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answer_now: Callable[[Any], Response | None] | None = None
         """Set while the first request of received data is parsed. Only that request can be answered at once; later
         ones wait for a turn."""
-        self._is_only_head = False
+        self._is_only_head = self._offers_upgrade = False
         self._head_bytes = self._framing_bytes = 0
         self._unparsed = b""
         self._is_waiting = False
@@ -190,9 +190,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._framing_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # no upgrades here; the parser has stopped
-            self.cycle.keep_alive = False
-            self._wrong = ""
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._offers_upgrade:
+                self._offers_upgrade, self._head_bytes = False, 0
+                self._feed(self._head_without_offer() + data[upgrade.args[0] :])
+            else:  # CONNECT; the parser has stopped
+                self.cycle.keep_alive = False
+                self._wrong = ""
         except httptools.HttpParserError as error:
             self.send_400_response(f"not an HTTP request: {error.__context__ or error}")
         else:
@@ -200,6 +204,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.send_400_response("the request's head is too long")
             elif self._framing_bytes > FRAMING_BYTES_MAX:
                 self.send_400_response("the chunks or trailers of the request are too long")
+
+    def _head_without_offer(self) -> bytes:
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % each for each in self.headers if each[0] != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
 
     @property
     def _answering(self) -> bool:
@@ -228,7 +237,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Require one Host header (RFC 9112, section 3.2)."""
+        """Require one Host header (RFC 9112, section 3.2). Ignore an offered upgrade (RFC 9110, section 7.8): httptools
+        takes the body of such a request for the other protocol's, so `_feed` then parses the head without the offer.
+        """
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._offers_upgrade = True
+            return
         names = [name for name, _ in self.headers]
         if self.parser.get_http_version() == "1.1" and names.count(b"host") != 1:
             raise ValueError("it needs exactly one Host header")
@@ -241,6 +255,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
         super().on_message_complete()
         self._in_head, self._framing_bytes = True, 0
         self._request_begun = False

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -53,6 +54,30 @@ def header(request: Request, name: bytes) -> str | None:
     return None
 
 
+def routed(raw_path: bytes) -> str:
+    """Return the path for the routes: still percent-encoded, because a key may have any bytes, and each part in one
+    spelling. A decoded line feed would end the match of a route.
+    """
+    if b"%" not in raw_path and raw_path.isascii():
+        return raw_path.decode()
+    return "/".join(quote(unquote_to_bytes(part), safe="") for part in raw_path.split(b"/"))
+
+
+def path_key(request: Request, encoding: str) -> bytes:
+    return _url_key(unquote_to_bytes(request.path_params["key"]), encoding, "key", bytes_min=1)
+
+
+def _url_key(found: bytes, encoding: str, name: str, *, bytes_min: int = 0) -> bytes:
+    """Return a key of a URL, which can have any bytes."""
+    if encoding == "utf8":
+        return bounded_key(found, name, bytes_min=bytes_min)
+    return key_bytes(found.decode("latin-1"), encoding, name, bytes_min=bytes_min)
+
+
+def path_collection(request: Request) -> str | int:
+    return collection_name(unquote(request.path_params["collection"]))
+
+
 class Parameters:
     def __init__(self, request: Request, known: Iterable[str]) -> None:
         self._found: dict[str, list[str]] = {}
@@ -61,7 +86,9 @@ class Parameters:
             return
         if query.count(b"&") >= PARAMETERS_MAX:
             raise _bad(f"a query has {PARAMETERS_MAX} parameters at most")
-        for name, value in request.query_params.multi_items():
+        if not query.isascii():
+            raise _bad("the query is not ASCII", "percent-encode other bytes")
+        for name, value in parse_qsl(query.decode(), keep_blank_values=True, errors="surrogateescape"):
             self._found.setdefault(name, []).append(value)
         unknown = set(self._found) - set(known)
         if unknown:
@@ -71,10 +98,17 @@ class Parameters:
         return self._found.get(name, [])
 
     def text(self, name: str) -> str | None:
+        found = self._bytes(name)
+        try:
+            return None if found is None else found.decode()
+        except UnicodeDecodeError:
+            raise _bad(f"{name} is not UTF-8") from None
+
+    def _bytes(self, name: str) -> bytes | None:
         found = self._found.get(name, [])
         if len(found) > 1:
             raise _bad(f"{name} is given {len(found)} times")
-        return found[0] if found else None
+        return found[0].encode(errors="surrogateescape") if found else None
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
         text = self.text(name)
@@ -95,8 +129,8 @@ class Parameters:
         return text or choices[0]
 
     def key(self, name: str, encoding: str) -> bytes | None:
-        text = self.text(name)
-        return None if text is None else key_bytes(text, encoding, name)
+        found = self._bytes(name)
+        return None if found is None else _url_key(found, encoding, name)
 
     def as_of(self) -> AsOf:
         """Return a seqno, or a time in ISO 8601 with its zone."""
