@@ -235,13 +235,9 @@ def load_cursor(path: Path) -> dict[int, Token]:
 def save_cursor(path: Path, tokens: Iterable[Token]) -> None:
     """Replace a cursor file and sync it to disk. Raises SupervisionError."""
     text = _HEAD + "".join(f"{token}\n" for token in sorted(tokens, key=lambda token: token.vbid))
-    temporary = path.with_name(path.name + ".new")
     try:
-        with private_file(temporary, replaces=path) as file:
+        with private_file(path) as file:
             file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
         hint = "the next call prints again the events since the file was last written"
         raise SupervisionError(f"the cursor file {path} cannot be written: {error.strerror}", hint=hint) from None

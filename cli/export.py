@@ -25,7 +25,7 @@ from cli.get import time_from
 from mirror.document import values
 from mirror.errors import ConfigError
 from mirror.lease import hold
-from mirror.ownership import private_file
+from mirror.ownership import behind_links, private_file
 from mirror.serve.objects import document_json, dumps, one_line
 from storage.errors import StorageError, UnknownCollection, ViewInvalidated
 from storage.format import records
@@ -129,23 +129,15 @@ def opened(to: str) -> Iterator[IO[bytes]]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    if os.path.exists(to) and not os.path.isfile(to):
+    there = behind_links(to)  # a link stays
+    if os.path.exists(to) and not os.path.isfile(to):  # not `there`: a link in /proc leads to no name
         with open(to, "wb") as file:
             yield file
         return
-    to = os.path.realpath(to)  # a link stays
-    temporary = to + ".new"
+    to = there
     os.makedirs(os.path.dirname(to) or ".", mode=0o700, exist_ok=True)
-    try:
-        with private_file(temporary, replaces=to) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, to)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with private_file(to) as file:
+        yield file
 
 
 def lines(view: View, pin: Pin, names: dict[int, str], *, xattrs: bool) -> Iterator[bytes]:

@@ -30,6 +30,7 @@ from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.inspection.doctor import Doctor, StepVerdict
 from mirror.log import set_up_logs
+from storage.env.directory import replace_file
 
 UNIT = "dcp-mirror@.service"
 UNIT_PATH = ("/opt/dcp-mirror/bin", "/usr/local/bin", "/usr/bin", "/bin")
@@ -197,11 +198,7 @@ def write(files: Mapping[Path, tuple[str, int]], *, force: bool) -> None:
                 raise ConfigError(f"{path} exists", hint="give --force to overwrite it, or another --to or --root")
         for path, (text, mode) in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(path.name + ".new")
-            temporary.unlink(missing_ok=True)
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-                file.write(text)
-            temporary.replace(path)
+            replace_file(path, text.encode(), mode=mode)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}", hint="give a place that this user may write") from None
 

@@ -18,6 +18,7 @@ from mirror import client
 from mirror.errors import ConfigError, SupervisionError
 from mirror.messages import ReloadSettings, StopService
 from mirror.supervise.lock import is_served
+from storage.env.directory import replace_file
 
 LOOK_INTERVAL_S = 0.05
 
@@ -61,7 +62,7 @@ def assets(
             if path.exists() and path.read_text() != text:
                 raise ConfigError(f"{path} exists with other content", hint="move it away, or name another directory")
         for path, text in texts.items():
-            path.write_text(text)
+            replace_file(path, text.encode(), mode=0o666)
             output.echo(str(path))
     except OSError as error:
         raise ConfigError(f"{to}: {error.strerror}", hint="name a directory that this user may write to") from None

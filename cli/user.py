@@ -97,6 +97,6 @@ def _load(file: Path) -> dict[str, Any]:
 def _save(file: Path, document: dict[str, Any]) -> None:
     parse_users(document, file)
     try:
-        replace_file(str(file.absolute()), json.dumps(document, indent=1).encode())
+        replace_file(file, json.dumps(document, indent=1).encode())
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}", setting="users_file") from None

@@ -10,13 +10,18 @@ import contextlib
 import os
 import pwd
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from mirror.config import PasswordSource, Settings
 from mirror.errors import ConfigError
 from storage.env import access
+from storage.env.directory import replacing
 from storage.errors import StorageError
+
+LINKS_MAX = 40
+"""Links that lead to each other, as the kernel limits them."""
 
 
 def refuse_files_of_others(settings: Settings, config: Path | None) -> None:
@@ -43,7 +48,7 @@ def refuse_others(path: Path, what: str, setting: str) -> None:
         found = path.stat()
     except OSError:
         return
-    if found.st_uid not in (0, os.geteuid()):
+    if _is_foreign(found):
         raise ConfigError(
             f"{what} {path} belongs to user {_name(found.st_uid)}, who could change it",
             hint=f"make it root's or this user's: chown {_name(os.geteuid())} {path}",
@@ -57,12 +62,34 @@ def refuse_others(path: Path, what: str, setting: str) -> None:
         )
 
 
-def private_file(path: str | os.PathLike[str], *, replaces: str | os.PathLike[str]) -> IO[bytes]:
-    """Create a file for this user alone, or with the mode of `replaces` if that file exists. Raises OSError."""
-    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
-    with contextlib.suppress(FileNotFoundError):
-        os.fchmod(file.fileno(), stat.S_IMODE(os.stat(replaces).st_mode))
-    return file
+@contextlib.contextmanager
+def private_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Yield a new file that replaces `path` once it is whole. It is for this user alone, or has the mode of the
+    replaced file if that is this user's. Raises OSError.
+    """
+    with replacing(path) as file:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(path)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode))
+        yield file
+
+
+def behind_links(path: str) -> str:
+    """Return the file that a path's links lead to. Raises ConfigError if another user made one of them, who could lead
+    this program to a file of its own.
+    """
+    for _ in range(LINKS_MAX):
+        if not os.path.islink(path):
+            return path
+        if _is_foreign(found := os.lstat(path)):
+            raise ConfigError(f"{path} is a link of user {_name(found.st_uid)}", hint="remove it, or name another file")
+        path = os.path.join(os.path.dirname(path), os.readlink(path))
+    raise ConfigError(f"{path} is a link that leads to itself", hint="remove it, or name another file")
+
+
+def _is_foreign(found: os.stat_result) -> bool:
+    return found.st_uid not in (0, os.geteuid())
 
 
 def _name(uid: int) -> str:

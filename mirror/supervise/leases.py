@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from mirror.errors import ConfigError
@@ -117,7 +118,8 @@ class LeaseBook:
         """Write the book. A failure is only logged: a full disk must not stop a reader."""
         unfinished = self._path.with_suffix(".new")
         try:
-            unfinished.write_text(json.dumps([asdict(record) for record in self._records.values()]))
+            with open(unfinished, "w", opener=partial(os.open, mode=0o600)) as file:
+                json.dump([asdict(record) for record in self._records.values()], file)
             os.replace(unfinished, self._path)
         except OSError as error:
             log.warning("leases-not-written", path=str(self._path), error=error.strerror)

@@ -20,7 +20,8 @@ from storage.env import directory
 
 LOCK_NAME = "service.lock"
 _RECORDS = (directory.FILE, directory.MAP_FILE)
-OURS = (*_RECORDS, *(f"{name}.new" for name in _RECORDS), LOCK_NAME, "control.sock", EVENTS_FILE, "lost+found")
+_UNFINISHED = tuple(f"{name}." for name in _RECORDS)
+OURS = (*_RECORDS, LOCK_NAME, "control.sock", EVENTS_FILE, "lost+found")
 """Files, besides group folders, that may be in a directory in which a service creates a mirror."""
 
 
@@ -100,7 +101,7 @@ def refuse_foreign(data: Path) -> None:
     names = sorted(entry.name for entry in data.iterdir())
     if "mirror.json" in names:
         return
-    foreign = [name for name in names if name not in OURS and not name.startswith("group-")]
+    foreign = [name for name in names if name not in OURS and not name.startswith(("group-", *_UNFINISHED))]
     if foreign:
         raise ConfigError(
             f"{data} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''}) and no mirror",

@@ -6,14 +6,18 @@ writer has opened a group. The number of groups never changes; vbucket v belongs
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
 import json
 import os
+import secrets
 import shlex
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, fields, replace
+from typing import IO
 
 import lmdb
 import msgpack
@@ -264,23 +268,39 @@ def sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: str, data: bytes, *, mode: int = 0o600, like: str | None = None) -> None:
-    """Replace a whole file, by fsync and rename. Raises OSError.
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], *, mode: int = 0o600, like: str | None = None) -> Iterator[IO[bytes]]:
+    """Yield a new file that replaces `path` once it is whole and on disk; after an error remove it. Raises OSError.
 
-    The new file gets group and mode of the file `like` if `like` exists, otherwise `mode` under the umask.
+    All files outside of the data directory are written so. Until then the file has a random name and O_EXCL: in a
+    shared folder another user could make a file or link of a known name first, own the result or have it written
+    elsewhere. The file gets group and mode of the file `like` if `like` exists, otherwise `mode` under the umask.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(path + ".new", flags, mode), "wb") as file:
+    path = os.fspath(path)
+    unfinished = f"{path}.{secrets.token_hex(8)}.new"
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            if like is not None and os.path.exists(like):
+                found = os.stat(like)
+                if os.fstat(descriptor).st_gid != found.st_gid:
+                    os.fchown(descriptor, -1, found.st_gid)
+                os.fchmod(descriptor, stat.S_IMODE(found.st_mode))
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        os.rename(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
+    sync_directory(os.path.dirname(path) or ".")
+
+
+def replace_file(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o600, like: str | None = None) -> None:
+    """Replace a whole file, as `replacing` does. Raises OSError."""
+    with replacing(path, mode=mode, like=like) as file:
         file.write(data)
-        file.flush()
-        if like is not None and os.path.exists(like):
-            found = os.stat(like)
-            if os.fstat(file.fileno()).st_gid != found.st_gid:
-                os.fchown(file.fileno(), -1, found.st_gid)
-            os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode))
-        os.fsync(file.fileno())
-    os.rename(path + ".new", path)
-    sync_directory(os.path.dirname(path))
 
 
 def group_path(path: str, group: int) -> str:

@@ -120,6 +120,39 @@ def test_a_link_keeps_its_file_until_the_new_one_is_complete(mirrored: Path, tmp
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["newest", "orders"]
 
 
+WRITING = {
+    "export to a file": ("export", "--data", "{data}", "--to", "{folder}/a.jsonl"),
+    "export to a folder": ("export", "--data", "{data}", "--vbid", "3", "--to", "{folder}/"),
+    "export with a cursor": ("export", "--data", "{data}", "--vbid", "3", "--cursor", "{folder}/cursor"),
+    "changes": ("changes", "--data", "{data}", "--vbid", "3", "--cursor", "{folder}/cursor"),
+    "sql": ("sql", "SELECT 1 AS a", "--data", "{data}", "--to", "{folder}/a.parquet"),
+    "user": ("user", "add", "ann", "--file", "{folder}/users.json"),
+    "assets": ("assets", "--to", "{folder}"),
+    "backup": ("backup", "--data", "{data}", "--to", "{folder}/backup"),
+}
+
+
+@pytest.mark.parametrize("command", WRITING.values(), ids=WRITING)
+def test_no_file_is_written_under_a_name_that_another_user_can_foresee(
+    mirrored: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """In a shared folder another user made `F.new` first: owned every document, or a link overwrote a file."""
+
+    victim, empty, shared = tmp_path / "victim", tmp_path / "empty", tmp_path / "shared"
+
+    def written(folder: Path) -> list[str]:
+        succeed(*(word.format(data=mirrored, folder=folder) for word in command), text="a password\n")
+        return sorted(path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+
+    empty.mkdir()
+    shared.mkdir()
+    victim.write_text("precious")
+    names = written(empty)
+    for name in names:
+        (shared / f"{name}.new").symlink_to(victim)
+    assert (written(shared), victim.read_text()) == (names, "precious")
+
+
 def test_a_cursor_of_changes_is_not_replaced(mirrored: Path, tmp_path: Path) -> None:
     """Events that `changes` had still to print were skipped silently."""
     file = tmp_path / "cursor"

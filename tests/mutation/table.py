@@ -713,5 +713,5 @@ MUTATIONS = (
     Mutation("storage/env/environment.py", "lmdb.BadTxnError,", "lmdb.CorruptedError,", _OF_ENVIRONMENT),
     # --- files of others are not believed, and documents are written for this user alone
     Mutation("mirror/ownership.py", "(stat.S_IWGRP | stat.S_IWOTH)", "stat.S_IWOTH", _OF_OWNERSHIP),
-    Mutation("mirror/ownership.py", "not in (0, os.geteuid())", "not in (0, found.st_uid)", _OF_OWNERSHIP),
+    Mutation("mirror/ownership.py", "found.st_uid not in (0, os.geteuid())", "False", _OF_OWNERSHIP),
 )

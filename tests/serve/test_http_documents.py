@@ -76,7 +76,7 @@ def listening(source: Source, tmp_path: Path, listener: str) -> Iterator[httpx.C
     address = Address(tls=listener == "tls") if path is None else Address("", 0, str(path))
     with running(tmp_path / "data", source, address, **settings) as site:
         trusted = ssl.create_default_context(cafile=tmp_path / "cert.pem") if listener == "tls" else False
-        transport = httpx.HTTPTransport(verify=trusted, uds=path and str(path))
+        transport = httpx.HTTPTransport(verify=trusted, uds=None if path is None else str(path))
         with httpx.Client(transport=transport, base_url=site.url, timeout=30) as client:
             yield client
 

@@ -57,7 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
 
 @pytest.fixture(scope="module")
 def site(source: Source) -> Iterator[Site]:
-    limits = {"sql_rows_max": 40, "sql_timeout_s": 30, "sql_memory_bytes": SHARED_BYTES}
+    limits: dict[str, Any] = {"sql_rows_max": 40, "sql_timeout_s": 30, "sql_memory_bytes": SHARED_BYTES}
     with running(Path(source.path), source, sql=True, sql_processes=1, **limits) as served:
         yield served
 

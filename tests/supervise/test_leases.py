@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,16 @@ def test_what_is_granted_is_found_again_by_the_next_service(tmp_path: Path) -> N
     (record,) = second.active(2_000)
     assert (record.name, record.until_ms, record.positions) == ("job", 31_000, [(0, 1, 5), (3, 2, 7)])
     assert second.active(31_000) == []
+
+
+def test_the_book_is_for_its_user_alone(tmp_path: Path) -> None:
+    kept = book(tmp_path)
+    before = os.umask(0)
+    try:
+        kept.enter(kept.requested(asking(), 8, 1_000))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "leases.json").stat().st_mode) == 0o600
 
 
 def test_each_worker_gets_those_of_its_own_groups_alone(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
-from mirror.ownership import refuse_files_of_others, refuse_others
+from mirror.ownership import behind_links, private_file, refuse_files_of_others, refuse_others
 from tests.cli.conftest import call_here
 
 NAMED = (
@@ -56,6 +57,39 @@ def test_a_file_of_another_user_is_refused_and_roots_is_not(file: Path, monkeypa
     os.chown(file, 4712, -1)
     with pytest.raises(ConfigError, match="belongs to user 4712"):
         refuse_others(file, "the users file", "users_file")
+
+
+def test_a_new_file_takes_no_mode_of_another_users_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a shared folder somebody could make the file first, readable for all."""
+    for geteuid, mode in ((os.geteuid, 0o644), (lambda: file.stat().st_uid + 4711, 0o600)):
+        monkeypatch.setattr(os, "geteuid", geteuid)
+        file.chmod(0o644)
+        with private_file(file) as new:
+            new.write(b"new")
+        assert (stat.S_IMODE(file.stat().st_mode), file.read_bytes()) == (mode, b"new")
+
+
+def test_a_link_of_another_user_leads_nowhere(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.symlink_to("second")
+    second.symlink_to(file)
+    assert behind_links(str(first)) == str(file)
+    assert behind_links(str(file)) == str(file)
+    found = os.lstat
+
+    def with_foreign_second(path: str) -> os.stat_result:
+        there = found(path)
+        return os.stat_result((*there[:4], 4712, *there[5:])) if path == str(second) else there
+
+    monkeypatch.setattr(os, "lstat", with_foreign_second)
+    for path in (first, second):
+        with pytest.raises(ConfigError, match=f"{second} is a link of user 4712"):
+            behind_links(str(path))
+    monkeypatch.undo()
+    second.unlink()
+    second.symlink_to("first")
+    with pytest.raises(ConfigError, match="leads to itself"):
+        behind_links(str(first))
 
 
 def test_a_service_does_not_start_with_such_a_file(tmp_path: Path, file: Path) -> None:

@@ -53,7 +53,7 @@ class FolderLock:
         """Take the lock at once or raise MirrorError."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise LocalFolder(folder).error(error) from error
         try:
