@@ -1,8 +1,9 @@
 """Compute a mirror's state, troubles and readiness from the rows of its status. Pure.
 
 `status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show the result (table:
-docs/troubleshooting.md). Invariants: an unknown lag is a trouble; a ready mirror is `following`: every vbucket is
-published, has contact with the source, and lags by at most `lag_limit_s`; a vbucket has at most one trouble, its worst.
+docs/troubleshooting.md). Invariants: an unknown lag is a trouble, in seqnos or in seconds; a ready mirror is
+`following`: every vbucket is published, has contact with the source, and lags by at most `lag_limit_s`; a vbucket has
+at most one trouble, its worst.
 """
 
 from __future__ import annotations
@@ -193,6 +194,8 @@ def _trouble(row: Row, failed: Mapping[int, bool], lag_limit_s: float) -> tuple[
         return CATCHING_UP, "not published"
     if _late(row, lag_limit_s):
         return CATCHING_UP, f"more than {lag_limit_s:g} s behind"
+    if row["lag_seqnos"] and row["lag_s"] is None:
+        return CATCHING_UP, "behind since before the service started"
     if row["lag_seqnos"] is None or not heard(row):
         return CATCHING_UP, "of unknown lag"
     return None

@@ -148,6 +148,43 @@ async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connectio
     )
 
 
+async def test_the_lag_is_unknown_while_the_answer_waits_behind_rows_on_a_slow_link(
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows came, so the node was in contact, and the last answer counted: lag 0 for 30 s, while 9,000 seqnos behind."""
+    monkeypatch.setattr("mirror.feed.follow.watch.SILENCE_MAX_S", 0.5)
+    write(cluster, 1, "first")
+    mirror = mirrors.start(request_timeout_s=60, seqno_poll_interval_s=0.1)
+    await mirror.until(lambda: mirror.row(1)["lag_seqnos"] == 0, "the first document")
+    cluster.faults.slow(4000, dcp_only=False)
+    for number in range(40):
+        cluster.set(f"big-{number}", {"a": "x" * 1000}, vbid=1)
+    await mirror.until(lambda: mirror.row(1)["lag_seqnos"] is None, "an unknown lag")
+    row = mirror.row(1)
+    assert (row["state"], row["lag_seqnos"]) == ("streaming", None)
+    assert row["node"] is not None
+    assert row["silent_ms"] > 500
+    health = assess([reported_row(row, 0) | {"lag_s": 0.6, "worker": 0}], 1, lag_limit_s=30)
+    assert (health.state, health.reasons) == ("catching up", ["1 of 1 vbuckets of unknown lag"])
+    cluster.faults.slow(0, dcp_only=False)
+    await mirror.until(lambda: mirror.row(1)["lag_seqnos"] == 0, "the answer")
+
+
+async def test_the_lag_is_unknown_while_the_node_refuses_to_send_its_high_seqnos(
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.feed.follow.watch.SILENCE_MAX_S", 0.2)
+    mirror = mirrors.start(seqno_poll_interval_s=0.05)
+    await mirror.until(lambda: mirror.row(1)["source_high_seqno"] == 0, "a figure")
+
+    async def refuse(*_: object) -> None:
+        raise HandshakeFailed("not initialised yet")
+
+    monkeypatch.setattr("mirror.feed.follow.watch.fetch_high_seqnos", refuse)
+    await mirror.until(lambda: mirror.row(1)["lag_seqnos"] is None, "an unknown lag")
+    assert mirror.row(1)["node"] is not None
+
+
 # --- the judgement, without a source ---
 
 

@@ -7,6 +7,7 @@ commands; only the workers' reports are made up. How the page words each state: 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -56,6 +57,16 @@ def rows_of(row: Callable[[int], Report]) -> Callable[[Any], Report]:
     return lambda groups: {"vbuckets": [row(vbid) for vbid in vbids_of(groups)]}
 
 
+def falls_behind() -> Callable[[Any], Report]:
+    highs = itertools.chain([5], itertools.repeat(9))
+
+    def report(groups: Any) -> Report:
+        high = next(highs)
+        return {"vbuckets": [vbucket(vbid, 5, high) for vbid in vbids_of(groups)]}
+
+    return report
+
+
 async def nobody_answers(settings: Settings, bucket_uuid: str | None = None) -> Source:
     raise ConnectFailed(NOBODY)
 
@@ -81,8 +92,11 @@ SITUATIONS: dict[str, Situation] = {
         rows_of(lambda vbid: vbucket(vbid, 0, 9, state="backfilling")), "catching up", "8 of 8 vbuckets not published"
     ),
     "more than `ready_lag_limit_s` behind": Situation(
-        rows_of(lambda vbid: vbucket(vbid, 5, 9)), "catching up", r"8 of 8 vbuckets more than 0\.05 s behind",
-        lag_limit_s=0.05,
+        falls_behind(), "catching up", r"8 of 8 vbuckets more than 0\.05 s behind", lag_limit_s=0.05
+    ),
+    "behind since before the service started": Situation(
+        rows_of(lambda vbid: vbucket(vbid, 5, 9)), "catching up",
+        "8 of 8 vbuckets behind since before the service started",
     ),
     "the source was never reached": Situation(
         rows_of(vbucket), "source unreachable", f"the source cannot be reached: {NOBODY}", reached=False

@@ -66,6 +66,9 @@ SITUATIONS: dict[str, tuple[list[Row], str, list[str]]] = {
         ["1 of 2 vbuckets waiting after an error: 1 (not my vbucket)"],
     ),
     "a retry is due": ([GOOD, row(1, 5, 9, 0.2, state="waiting", last_error="busy")], "following", []),
+    "behind from the start": (
+        [GOOD, row(1, 5, 9, None)], "catching up", ["1 of 2 vbuckets behind since before the service started: 1"],
+    ),
     "a position is not known yet": ([GOOD, row(1, 5, None)], "catching up", ["1 of 2 vbuckets of unknown lag: 1"]),
 }  # fmt: skip
 

@@ -4,6 +4,8 @@ import functools
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mirror.supervise.reports.progress import TREND_REPORTS_MAX, CatchUp, Trend
 from mirror.supervise.status import VbucketRow, reported_row, stored_row, totals
@@ -13,7 +15,7 @@ from storage.model import Branch, FailoverLog, Manifest, Seqno, VbucketState
 def row(vbid: int = 0, published: int = 0, high: int | None = 0, **more: Any) -> VbucketRow:
     report = {"vbid": vbid, "state": "streaming", "published_seqno": published, "source_high_seqno": high}
     report["rollback_count"] = 0
-    report["lag_seqnos"] = None if high is None else high - published
+    report["lag_seqnos"] = None if high is None else max(0, high - published)
     return reported_row(report | more, group=0)
 
 
@@ -80,10 +82,10 @@ def test_lag_in_seconds_is_the_age_of_the_oldest_seqno_that_is_missing() -> None
 def test_a_source_that_always_runs_ahead_costs_no_memory_and_keeps_its_age() -> None:
     trend = Trend()
     for second in range(10 * TREND_REPORTS_MAX):
-        trend.observe([row(0, 0, second + 1)], {}, second * 1_000)
+        trend.observe([row(0, 0, second)], {}, second * 1_000)
     rows = [row(0, 0, 10 * TREND_REPORTS_MAX)]
     trend.fill(rows, 10 * TREND_REPORTS_MAX * 1_000)
-    assert rows[0]["lag_s"] == 10 * TREND_REPORTS_MAX
+    assert rows[0]["lag_s"] == 10 * TREND_REPORTS_MAX - 1
 
 
 def test_rates_are_over_the_last_seconds() -> None:
@@ -156,15 +158,92 @@ def test_without_contact_the_lag_counts_from_the_last_one() -> None:
     assert seconds(0, 5, None) is None, "there was none yet"
     assert seconds(1_000, 5, 5) == 0.0
     assert seconds(21_000, 5, None) == 20.0
-    assert seconds(22_000, 5, 8) == 0.0
-    assert seconds(24_000, 5, 8) == 2.0
-    assert seconds(30_000, 5, None) == 8.0, "what was missing then is still missing"
+    assert seconds(22_000, 5, 8) == 21.0, "the missing seqnos were written since the last contact"
+    assert seconds(24_000, 8, 9) == 0.0
+    assert seconds(30_000, 8, None) == 6.0, "what was missing then is still missing"
 
 
-def test_the_last_contact_was_when_the_node_sent_something_and_not_when_that_was_reported() -> None:
+def test_the_lag_is_unknown_until_the_mirror_has_what_was_written_before_the_first_contact() -> None:
+    """A mirror that was down for 40 s was `following` with lag 0 while its answers were 100 s old."""
+    seconds = functools.partial(lag_s, Trend())
+    assert seconds(0, 5, 900) is None
+    assert seconds(60_000, 800, 1_000) is None
+    assert seconds(61_000, 900, 1_050) == 1.0, "1,000 was first seen a second ago"
+
+
+def test_a_served_copy_of_another_history_does_not_make_a_resync_current() -> None:
+    """Its published seqno, 900, was compared with the high seqno of the new history: lag 0, and ready."""
     trend = Trend()
-    trend.observe([row(0, 5, 5, silent_ms=4_500)], {}, 10_000)
-    rows = [row(0, 5, None)]
-    trend.observe(rows, {}, 11_000)
-    trend.fill(rows, 11_000)
-    assert rows[0]["lag_s"] == 5.5
+    for now_ms in (0, 1_000):
+        trend.observe([row(0, 5, 5)], {}, now_ms)
+    for now_ms in (2_000, 42_000):
+        resyncing = row(0, 900, 100, lag_seqnos=100, staged_seqno=10)
+        trend.observe([resyncing], {}, now_ms)
+        trend.fill([resyncing], now_ms)
+    assert resyncing["lag_s"] == 40.0
+
+
+class Life:
+    """A vbucket, its source and its times, with the true age of what the mirror lacks."""
+
+    def __init__(self) -> None:
+        self.trend = Trend()
+        self.now_ms = 0
+        self.written: list[int] = []
+        """Time of each seqno, from 1."""
+        self.published = 0
+        self.lost_ms: int | None = 0
+
+    def pass_time(self, writes: int, publishes: int, contact: str) -> float | None:
+        """Let a second pass, or five without contact or answers; return the lag that is shown then."""
+        if contact == "restarted":
+            self.trend, self.lost_ms = Trend(), None
+        elif contact == "good":
+            self.lost_ms = None
+        notices_late = contact == "upstream away" and self.lost_ms is None
+        if contact in ("away", "upstream away") and self.lost_ms is None:
+            self.lost_ms = self.now_ms
+        known_high, begin_ms = len(self.written), self.now_ms
+        for second in range(1 if self.lost_ms is None and contact != "slow" else 5):
+            self.now_ms += 1_000
+            self.written += [self.now_ms - 500] * writes
+            if self.lost_ms is None and contact == "slow":  # rows come, and an answer of five seconds ago
+                self.published = min(self.published + publishes, len(self.written))
+                silent_ms = self.now_ms - begin_ms
+                shown = row(0, self.published, known_high, lag_seqnos=None, silent_ms=silent_ms)
+            elif self.lost_ms is None:
+                known_high = len(self.written)
+                self.published = min(self.published + publishes, known_high)
+                shown = row(0, self.published, known_high)
+            elif notices_late and second < 3:  # the mirror that is the source has not noticed it yet
+                shown = row(0, self.published, known_high)
+            else:
+                shown = row(0, self.published, None, silent_ms=self.now_ms - self.lost_ms)
+            self.trend.observe([shown], {}, self.now_ms)
+            self.trend.fill([shown], self.now_ms)
+        return shown["lag_s"]
+
+    @property
+    def true_s(self) -> float:
+        missing = self.written[self.published :]
+        return (self.now_ms - missing[0]) / 1000 if missing else 0.0
+
+
+CONTACTS = ["good"] * 4 + ["away", "upstream away", "slow", "restarted"]
+STEPS = st.tuples(st.integers(0, 3), st.integers(0, 5), st.sampled_from(CONTACTS))
+
+
+@given(st.lists(STEPS, max_size=40))
+def test_the_shown_lag_is_never_younger_than_the_oldest_missing_change(steps: list[tuple[int, int, str]]) -> None:
+    """By more than the second between two looks. It is 0 if all is published, and known once all was."""
+    life = Life()
+    known = False
+    for writes, publishes, contact in steps:
+        shown = life.pass_time(writes, publishes, contact)
+        assert shown is None or shown >= life.true_s - 1.0
+        if life.lost_ms is None and life.true_s == 0 and contact != "slow":
+            assert shown == 0
+            known = True
+        elif contact == "restarted":
+            known = False
+        assert shown is not None or not known

@@ -116,6 +116,8 @@ class NodeSession:
         self.ready = False
         self.acks_held = False
         """While True, nothing is acked, and the source pauses once the window is full. See `release_acks`."""
+        self.seqnos_at = self.seqnos_until = clock.monotonic()
+        """Time of the request that brought the last high seqnos, and the time until which they count as known."""
         self.stream_filter: FilterFields = {}
         self._access = access
         self._check = check
@@ -253,6 +255,12 @@ class NodeSession:
     def answers(self) -> bool:
         """True while the connection is ready and the node answers."""
         return self.ready and self.link.silence_s <= SILENCE_MAX_S
+
+    @property
+    def late_s(self) -> float | None:
+        """Age of the last high seqnos if the next ones are overdue. On a slow link the answer waits behind rows."""
+        now = self._clock.monotonic()
+        return now - self.seqnos_at if now > self.seqnos_until else None
 
     @property
     def silent_s(self) -> float:

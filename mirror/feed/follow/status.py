@@ -138,13 +138,13 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str,
 
 
 def _lag(vbucket: MirroredVbucket) -> int | None:
-    """Return the number of seqnos that readers lack; None while the source's high seqno is unknown.
+    """Return the number of seqnos that readers lack; None while the source's high seqno is unknown or too old.
 
     While a new branch is staged, the served branch's rows do not reduce the lag. Staged seqnos above the high seqno add
     to the lag, because the high seqno of a filtered mirror does not include the drop of a collection.
     """
     high_seqno = vbucket.source_high_seqno
-    if high_seqno is None:
+    if high_seqno is None or vbucket.late_s is not None:
         return None
     state = vbucket.sink.state()
     return max(0, max(high_seqno, int(state.staged_seqno)) - int(state.staging_published_seqno))
@@ -160,6 +160,7 @@ def _contact(vbucket: MirroredVbucket) -> dict[str, object]:
         error = f"{session.address}, a mirror, has no contact with its source"
         return {"node": None, "silent_ms": silent_ms, "last_error": error}
     if session.answers:
+        silent_ms = max(silent_ms, round((vbucket.late_s or 0) * 1000))
         return {"node": str(session.address), "silent_ms": silent_ms, "last_error": vbucket.last_error}
     return {"node": None, "silent_ms": silent_ms, "last_error": f"{session.address} does not answer"}
 

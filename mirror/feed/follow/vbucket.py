@@ -116,6 +116,11 @@ class MirroredVbucket(VbucketHost):
         return seqno if session.answers else None
 
     @property
+    def late_s(self) -> float | None:
+        """Age of `source_high_seqno` if it is too old to be compared with the published seqno."""
+        return None if self.source_high_seqno is None or self.polled is None else self.polled[0].late_s
+
+    @property
     def in_contact(self) -> bool:
         return self.session is not None and self.session.answers
 

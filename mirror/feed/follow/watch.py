@@ -20,7 +20,7 @@ from mirror.feed.cluster.collection_watch import CollectionWatch
 from mirror.feed.cluster.connections import Connections, NodeKeeper
 from mirror.feed.connection.bootstrap import fetch_high_seqnos, fetch_lost_contact
 from mirror.feed.connection.connection_string import NodeAddress
-from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.session import SILENCE_MAX_S, NodeSession
 from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.ingest import events
 from mirror.log import get_logger
@@ -64,13 +64,16 @@ class SourceWatch:
                 self._polled.clear()
                 self._poll_new_sessions(polls)
                 self.judge()
-                collections = self._collections.polled_collections or ()
-                interval_s = max(self._settings.seqno_poll_interval_s, len(collections) / COLLECTIONS_PER_S)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(interval_s):
+                    async with asyncio.timeout(self._interval_s):
                         while await self._wake.wait():
                             self._wake.clear()
                             self._poll_new_sessions(polls)
+
+    @property
+    def _interval_s(self) -> float:
+        collections = self._collections.polled_collections or ()
+        return max(self._settings.seqno_poll_interval_s, len(collections) / COLLECTIONS_PER_S)
 
     def _poll_new_sessions(self, polls: asyncio.TaskGroup) -> None:
         """Poll the nodes whose session was not polled in this interval."""
@@ -87,6 +90,7 @@ class SourceWatch:
             return
         collections = self._collections.polled_collections
         published = {each.vbid: each.writer.state.staging_published_seqno for each in self._vbuckets_at(keeper.address)}
+        sent_at = self._clock.monotonic()
         try:
             seqnos = await fetch_high_seqnos(session.link, self._settings, collections)
             if collections == () and self._collections.resolved.streams:
@@ -99,6 +103,7 @@ class SourceWatch:
         except ClusterError as error:
             log.debug("no-high-seqnos", node=str(keeper.address), error=str(error))
             return
+        session.seqnos_at, session.seqnos_until = sent_at, sent_at + self._interval_s + SILENCE_MAX_S
         for vbucket in self._vbuckets_at(keeper.address):
             vbucket.source_silent_ms = lost_ms.get(vbucket.vbid)
             if vbucket.vbid in seqnos or collections is None:

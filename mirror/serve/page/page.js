@@ -9,7 +9,7 @@ const SENTENCE_MAX = 90;
 const KINDS = {
   dead: { sign: "✕", word: "dead", text: "no worker updates it" },
   stalled: { sign: "=", word: "stalled", text: "its source has more but sends nothing, or its worker is silent" },
-  lagging: { sign: "▲", word: "lagging", text: "too far behind its source" },
+  lagging: { sign: "▲", word: "lagging", text: "too far behind its source, or it is not known how far" },
   behind: { sign: "▵", word: "a little behind", text: "more than a tenth of the limit behind its source" },
   waiting: { sign: "…", word: "waiting", text: "no contact with its node at the source, its store cannot be written, or a retry is due" },
   filling: { sign: "◐", word: "filling", text: "being filled, rolled back or read again" },
@@ -59,7 +59,7 @@ function kindOf(row, report, workers) {
   if (worker && worker.phase !== "running" && worker.phase !== "starting" && worker.phase !== "stopping") return "dead";
   if (row.state === "stalled" || silent(worker)) return "stalled";
   if (row.state === "waiting" || (!row.node && row.state !== "starting")) return "waiting";
-  if (known(row.lag_s) && row.lag_s > report.lag_limit_s) return "lagging";
+  if (row.lag_s > report.lag_limit_s || row.lag_seqnos === null || (row.lag_seqnos && row.lag_s === null)) return "lagging";
   if (known(row.lag_s) && row.lag_s > report.lag_limit_s / 10 && !FILLING.has(row.state)) return "behind";
   if (FILLING.has(row.state) || (worker && worker.phase !== "running")) return "filling";
   return "ok";

@@ -124,6 +124,7 @@ class Reports:
                 row |= {"state": "starting", "node": None, "worker": None, "report_age_s": None}
                 row |= {"detail": None, "last_error": error}
                 _forget_lag(row)
+                self._trend.observe_lag(row, self._context.now_ms())  # its successor may report before the next look
 
     # collecting
 
@@ -275,7 +276,7 @@ class Reports:
         lost = []
         for vbid in identity.vbids:
             row = self._rows.get(vbid)
-            if row is None or row["source_high_seqno"] is None:
+            if row is None or row["lag_seqnos"] is None:
                 silent_s = row["lag_s"] if row is not None else None
                 lost.append([vbid, round((silent_s or 0) * 1000)])
         for child in servers:

@@ -5,8 +5,9 @@ The caller passes the times; an unknown figure is None, never 0.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from mirror.supervise.status import VbucketRow
@@ -15,14 +16,53 @@ TREND_WINDOW_MS = 5_000
 """Rates cover this much time: short enough to follow a change, long enough not to flicker."""
 TREND_REPORTS_MAX = 64
 """Most reports kept."""
+UNKNOWN_MS = float("-inf")
+
+
+@dataclass(slots=True)
+class _Lag:
+    """What a vbucket's published seqno lacks, and since when."""
+
+    waits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=TREND_REPORTS_MAX))
+    """(time, high seqno) of each look that saw the source further ahead."""
+    contact_ms: float = UNKNOWN_MS
+    """The newest time of which the source's seqno was known."""
+    in_contact: bool = False
+
+    def look(self, row: VbucketRow, now_ms: int) -> None:
+        high, behind = row["source_high_seqno"], row["lag_seqnos"]
+        heard_ms = now_ms - (row["silent_ms"] or 0)
+        if high is None:
+            self.in_contact, self.contact_ms = False, min(self.contact_ms, heard_ms)
+            return
+        in_time = behind is not None  # else the high seqno is too old to be compared with what is published now
+        reached = max(high, row["staged_seqno"] or 0) - behind if behind is not None else row["published_seqno"] or 0
+        while self.waits and self.waits[0][1] <= reached:
+            self.waits.popleft()
+        # After a gap the source may have written the missing seqnos since the last contact.
+        since_ms = now_ms if self.in_contact else self.contact_ms
+        if self.waits and high < self.waits[-1][1]:  # a failover at the source lost seqnos that were waited for
+            since_ms = min(since_ms, self.waits[0][0])
+            self.waits.clear()
+        if high > reached and (not self.waits or high > self.waits[-1][1]):
+            if len(self.waits) == self.waits.maxlen:
+                self.waits.pop()  # the lag counts from the oldest entry, so replace the newest
+            self.waits.append((since_ms, high))
+        self.in_contact = in_time
+        self.contact_ms = heard_ms if in_time or high <= reached else min(self.contact_ms, heard_ms)
+
+    def seconds(self, now_ms: int) -> float | None:
+        """Return the lag; None if it began before the first contact, or if there was no contact."""
+        since_ms = self.waits[0][0] if self.waits else now_ms
+        if not self.in_contact:
+            since_ms = min(since_ms, self.contact_ms)
+        return None if since_ms == UNKNOWN_MS else round((now_ms - since_ms) / 1000, 1)
 
 
 class Trend:
     def __init__(self) -> None:
         self._reports: deque[tuple[int, dict[int, int], dict[str, int]]] = deque(maxlen=TREND_REPORTS_MAX)
-        self._behind_since_ms: dict[int, deque[tuple[int, int]]] = {}
-        self._contact_ms: dict[int, int] = {}
-        """Vbucket -> time when its node last sent something while the source's seqno was known."""
+        self._lags: defaultdict[int, _Lag] = defaultdict(_Lag)
 
     def observe(self, rows: Sequence[VbucketRow], counters: Mapping[str, int], now_ms: int) -> None:
         positions = {row["vbid"]: seqno for row in rows if (seqno := row["published_seqno"]) is not None}
@@ -30,34 +70,16 @@ class Trend:
         while len(self._reports) > 2 and now_ms - self._reports[0][0] > TREND_WINDOW_MS:
             self._reports.popleft()
         for row in rows:
-            self._observe_lag(row, now_ms)
+            self.observe_lag(row, now_ms)
 
-    def _observe_lag(self, row: VbucketRow, now_ms: int) -> None:
-        high, published = row["source_high_seqno"], row["published_seqno"]
-        if published is None:
-            return
-        waits = self._behind_since_ms.setdefault(row["vbid"], deque(maxlen=TREND_REPORTS_MAX))
-        while waits and waits[0][1] <= published:
-            waits.popleft()
-        if high is None:
-            return
-        self._contact_ms[row["vbid"]] = now_ms - (row["silent_ms"] or 0)
-        if waits and high < waits[-1][1]:
-            waits.clear()  # a failover at the source lost the seqnos that were waited for
-        if high > published and (not waits or high > waits[-1][1]):
-            if len(waits) == waits.maxlen:
-                waits.pop()  # the lag counts from the oldest entry, so replace the newest
-            waits.append((now_ms, high))
+    def observe_lag(self, row: VbucketRow, now_ms: int) -> None:
+        if row["published_seqno"] is not None:
+            self._lags[row["vbid"]].look(row, now_ms)
 
     def fill(self, rows: Sequence[VbucketRow], now_ms: int) -> None:
         """Write rates and the lag in seconds into the rows. Without contact the lag counts from the last contact."""
         for row in rows:
-            waits = self._behind_since_ms.get(row["vbid"])
-            since_ms = waits[0][0] if waits else now_ms
-            if row["source_high_seqno"] is None:
-                since_ms = min(since_ms, self._contact_ms.get(row["vbid"], now_ms))
-            if row["vbid"] in self._contact_ms:
-                row["lag_s"] = round((now_ms - since_ms) / 1000, 1)
+            row["lag_s"] = self._lags[row["vbid"]].seconds(now_ms)
             row["seqnos_per_s"] = self._rate(row["vbid"])
 
     def _rate(self, vbid: int) -> float | None:
