@@ -173,16 +173,22 @@ def schemas_from(
         return list(schemas)
     from mirror.spark.tables.documents import is_column
     from mirror.sql.read import Boundaries
-    from mirror.sql.schema import joint_schema
+    from mirror.sql.schema import joint_columns
     from storage.read.view import open_view
 
     if path is None:
         raise ConfigError("--schema auto takes a sample of a mirror", hint="give --data, or name the columns")
     with open_view(path) as view:
         names = collections or sorted(Boundaries(view, None, "schema").collections())
-        texts = [
-            joint_schema(view, each, is_column) for each in ([[name] for name in names] if per_collection else [names])
-        ]
+        tables = [joint_columns(view, each) for each in ([[name] for name in names] if per_collection else [names])]
+    texts = [", ".join(each.ddl for each in columns if is_column(each.field)) for columns in tables]
+    if left_out := sorted({each.name for columns in tables for each in columns if not is_column(each.field)}):
+        shown = ", ".join(map(repr, left_out[:KEYS_SHOWN])) + (" ..." if len(left_out) > KEYS_SHOWN else "")
+        output.echo(
+            f"warning: --schema auto leaves out {output.counted(len(left_out), 'field')} with a name that the tables "
+            f"cannot have (_value has them): {shown}",
+            err=True,
+        )
     if not any(texts):
         raise ConfigError("--schema auto: the sample has no JSON object", hint="name the columns")
     named = [f"{name}={text}" for name, text in zip(names, texts, strict=True) if text] if per_collection else texts

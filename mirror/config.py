@@ -358,7 +358,7 @@ def _read_secret(path: Path, setting: str) -> str:
                 hint="it must hold the password and nothing else",
                 setting=setting,
             )
-        return data.decode().rstrip("\r\n")
+        return data.decode("utf-8-sig").rstrip("\r\n")
     except OSError as error:
         raise ConfigError(
             f"the password file {path} cannot be read: {error.strerror}",

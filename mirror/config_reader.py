@@ -247,8 +247,7 @@ def _from_environment() -> Values:
 
 def _from_file(path: Path) -> Values:
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(path.read_text("utf-8-sig"))  # editors of Windows put a byte order mark first
     except OSError as error:
         raise ConfigError(
             f"the settings file {path} cannot be read: {error.strerror}",

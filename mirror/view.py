@@ -39,8 +39,8 @@ class QueryView(View):
         return _sql().arrow(self, collection, **options)
 
     def to_pandas(self, collection: str | None = None, **options: Any) -> Any:
-        """Return the documents of `arrow` as a pandas.DataFrame."""
-        return self.arrow(collection, **options).read_pandas()
+        """Return the documents of `arrow` as a pandas.DataFrame with exact integers (`mirror.sql.to_pandas`)."""
+        return _sql().to_pandas(self.arrow(collection, **options))
 
     def to_polars(self, collection: str | None = None, **options: Any) -> Any:
         """Return the documents of `arrow` as a polars.DataFrame."""

@@ -1,4 +1,4 @@
-"""Write the rows of an answer as JSON, CSV, Parquet or an Arrow stream.
+"""Write the rows of an answer as JSON, CSV, Parquet or an Arrow stream, or make them a pandas.DataFrame.
 
 Invariants, for JSON and CSV: a number keeps all its digits (a decimal with a fraction and more than `DOUBLE_DIGITS`
 digits becomes text); bytes become base64, a time its ISO 8601 text, NaN and infinities null.
@@ -55,6 +55,19 @@ def rows(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
     except (ValueError, OverflowError) as error:
         raise QueryFailed(f"a value cannot be shown: {error}", hint="cast its column to VARCHAR") from None
     return zip(*columns, strict=True)
+
+
+def to_pandas(answer: pa.Table | pa.RecordBatchReader) -> Any:
+    """Return the rows as a pandas.DataFrame. Integers stay exact: a column of them has a nullable dtype such as Int64,
+    and arrays with a null, and structs, have Python's ints.
+    """
+    import pandas
+
+    signed = {getattr(pa, f"int{bits}")(): getattr(pandas, f"Int{bits}Dtype")() for bits in (8, 16, 32, 64)}
+    unsigned = {getattr(pa, f"uint{bits}")(): getattr(pandas, f"UInt{bits}Dtype")() for bits in (8, 16, 32, 64)}
+    dtypes = signed | unsigned | {pa.bool_(): pandas.BooleanDtype()}
+    table = answer.read_all() if isinstance(answer, pa.RecordBatchReader) else answer
+    return table.to_pandas(types_mapper=dtypes.get, integer_object_nulls=True)
 
 
 def numeric(kind: pa.DataType) -> bool:

@@ -8,6 +8,7 @@ key, a lease holds the boundaries until `release`. Memory holds one batch.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +31,12 @@ from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.view import AsOf, Pin, View
 
 DEFAULT_COLLECTION = "_default._default"
-TYPED = Reading(mode="permissive", keep_numbers=True)
+TYPED = Reading(mode="permissive", corrupt_record=None, keep_numbers=True)
+_HALF = r"\\u[dD][89a-fA-F]"
+_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]"
+"""Escapes of surrogates, and of two that are a character."""
+_ESCAPE = re.compile(_PAIR + r"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL)
+"""An escape in JSON; the group is a lone surrogate."""
 _AGAIN = "run it again; if this comes again, keep more history (history_s)"
 
 
@@ -175,8 +181,12 @@ class Columns:
 
     def __init__(self, schema: pa.Schema, mark: str) -> None:
         self.schema = schema
-        self._json = [field.name for field in schema if isinstance(field.type, pa.JsonType)]
         stored = [self._stored(field, mark) for field in schema]
+        self._json = [
+            field.name
+            for field, kind in zip(schema, stored, strict=True)
+            if kind is not None and isinstance(field.type, pa.JsonType)
+        ]
         read = [field if kind is None else field.with_type(kind) for field, kind in zip(schema, stored, strict=True)]
         from_body = [kind is None for kind in stored]
         if self._json and f"{mark}datatype" not in schema.names:
@@ -189,7 +199,7 @@ class Columns:
     def _stored(field: pa.Field, mark: str) -> Any:
         """Return the type that a metadata column is stored with; None for a field of the document."""
         name = field.name.removeprefix(mark)
-        if isinstance(field.type, pa.JsonType):
+        if name == "value" and isinstance(field.type, pa.JsonType):
             return pa.binary()
         if not field.name.startswith(mark) or name not in DOCUMENTS.names:
             return None
@@ -224,16 +234,26 @@ def utf8_or_null(column: Any) -> Any:
 
 
 def json_texts(values: Any, datatypes: Any) -> Any:
-    """Return values as JSON. A body that is not JSON becomes a JSON string, an empty or unreadable body null."""
+    """Return values as JSON. A body that is not JSON becomes a JSON string, an empty or unreadable body null. A lone
+    surrogate becomes `?`, because DuckDB refuses it.
+    """
     texts = values.view(pa.string())
     try:
         if pc.all(pc.equal(datatypes, JSON)).as_py() is not False:
             texts.validate(full=True)
-            return texts
+            return _with_characters(texts)
     except pa.ArrowInvalid:
         pass
     found = []
     for body, datatype in zip(values.to_pylist(), datatypes.to_pylist(), strict=True):
         text = body.decode(errors="replace")
         found.append(None if datatype & ~JSON or not body else text if datatype else json.dumps(text))
-    return pa.array(found, pa.string())
+    return _with_characters(pa.array(found, pa.string()))
+
+
+def _with_characters(texts: Any) -> Any:
+    halves, pairs = (pc.count_substring_regex(texts, each) for each in (_HALF, _PAIR))
+    if pc.all(pc.equal(halves, pc.multiply(pairs, 2))).as_py() is not False:
+        return texts
+    changed = [text and _ESCAPE.sub(lambda found: "?" if found[1] else found[0], text) for text in texts.to_pylist()]
+    return pa.array(changed, pa.string())

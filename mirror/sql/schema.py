@@ -1,13 +1,14 @@
 """Infer the columns of a collection from a sample of its documents.
 
 Knows JSON and Arrow types. Invariants: `mirror.typed` can read each inferred type, and parse `Column.ddl`; a field
-whose values have no common type becomes a `mixed` column of text. If names differ only in case, which SQL ignores, only
-the first becomes a column.
+whose values have no common type becomes a `mixed` column of text. Fields whose names differ only in case are one column
+with the first name, or no column if a document has two of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import pyarrow as pa
 from mirror.sql.read import Boundaries
 from mirror.typed.ddl import WORDS
 from mirror.typed.rows import Documents
-from mirror.typed.values import Misfit, Spelled, object_of, text_of
+from mirror.typed.values import Misfit, Spelled, folded, object_of, text_of
 from storage.errors import UnknownCollection, ViewInvalidated
 from storage.format import keys, seal
 from storage.read import bulk
@@ -46,6 +47,10 @@ class Column:
     """True if the field's values have no common type."""
 
     @property
+    def field(self) -> Any:
+        return pa.field(self.name, self.type)
+
+    @property
     def ddl(self) -> str:
         """The column as text for `mirror.typed.ddl.fields_of` and Spark."""
         return f"{_quoted(self.name)} {type_ddl(self.type)}"
@@ -66,13 +71,17 @@ def type_ddl(kind: Any) -> str:
 
 
 class _Found:
-    __slots__ = ("count", "element", "example", "fields", "kinds")
+    __slots__ = ("count", "element", "example", "fields", "kinds", "name", "twice")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.twice = False
+        """True if an object has the field in two spellings."""
         self.kinds: set[str] = set()
         self.count = 0
         self.example: Any = None
         self.fields: dict[str, _Found] = {}
+        """Fields by their `folded` names."""
         self.element: _Found | None = None
 
     def add(self, value: Any, depth: int = 0) -> None:
@@ -87,9 +96,15 @@ class _Found:
             return
         if kind == "struct":
             names_max = FIELDS_MAX + 1 if depth else NAMES_MAX
+            there = set()
             for name, each in value.items():
-                if name in self.fields or len(self.fields) < names_max:
-                    self.fields.setdefault(name, _Found()).add(each, depth + 1)
+                key = folded(name)
+                if key in self.fields or len(self.fields) < names_max:
+                    found = self.fields.setdefault(key, _Found(name))
+                    found.add(each, depth + 1)
+                    if each is not None:
+                        found.twice |= key in there
+                        there.add(key)
         elif kind == "list":
             self.element = self.element or _Found()
             for each in value:
@@ -103,10 +118,13 @@ class _Found:
         if len(self.kinds) > 1 or "any" in self.kinds:
             return None
         if self.kinds == {"struct"}:
-            names = {name.lower() for name in self.fields}
-            if not names or len(names) < len(self.fields) or len(names) > FIELDS_MAX or not all(map(_nameable, names)):
+            fields = self.fields.values()
+            names = {each.name.lower() for each in fields}
+            if not names or len(names) < len(fields) or len(names) > FIELDS_MAX or not all(map(_nameable, names)):
                 return None
-            return pa.struct([(name, each.type or pa.string()) for name, each in self.fields.items()])
+            if any(each.twice for each in fields):
+                return None
+            return pa.struct([(each.name, each.type or pa.string()) for each in fields])
         if self.kinds == {"list"}:
             return pa.list_((self.element.type if self.element else None) or pa.string())
         return pa.bool_() if self.kinds == {"boolean"} else pa.string()
@@ -137,14 +155,16 @@ def sample(view: View, collection: str, documents: int = SAMPLE_DOCUMENTS, *, as
             found.add(object_of(body))
         except Misfit:
             continue
-    columns: dict[str, Column] = {}
-    often = set(sorted(found.fields, key=lambda name: -found.fields[name].count)[:COLUMNS_MAX])
-    for name, each in found.fields.items():
-        if _nameable(name) and name.lower() not in columns and name in often:
+    often = set(sorted(found.fields.values(), key=lambda each: -each.count)[:COLUMNS_MAX])
+    same = Counter(each.name.lower() for each in often)  # Spark ignores the case of other letters than A to Z, too
+    columns = []
+    for each in found.fields.values():
+        if each in often and _nameable(each.name) and not each.twice and same[each.name.lower()] == 1:
             kind = each.type
             example = text_of(each.example)[:EXAMPLE_LENGTH_MAX]
-            columns[name.lower()] = Column(name, kind or pa.string(), each.count / found.count, example, kind is None)
-    return list(columns.values())
+            share = each.count / found.count
+            columns.append(Column(each.name, kind or pa.string(), share, example, kind is None))
+    return columns
 
 
 def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterator[bytes]:
@@ -179,12 +199,10 @@ def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterato
         )
 
 
-def joint_schema(
-    view: View, collections: Sequence[str] | None, takes: Callable[[str], bool], as_of: AsOf = None
-) -> str:
-    """Return a schema of the columns of `collections` (None: all). `takes` chooses columns by their names.
+def joint_columns(view: View, collections: Sequence[str] | None, as_of: AsOf = None) -> list[Column]:
+    """Return the columns of `collections` (None: all). A column with different types in two collections is text.
 
-    A column with different types in two collections is text. Raises the errors of `sample`.
+    Raises the errors of `sample`.
     """
     found: dict[str, Column] = {}
     for name in collections or sorted(Boundaries(view, as_of, "schema").collections()):
@@ -192,4 +210,4 @@ def joint_schema(
             known = found.setdefault(column.name.lower(), column)
             if known.type != column.type:
                 found[column.name.lower()] = replace(known, type=pa.string())
-    return ", ".join(each.ddl for each in found.values() if takes(each.name))
+    return list(found.values())

@@ -23,6 +23,7 @@ from mirror.errors import ConfigError, QueryCancelled, QueryFailed
 from mirror.sql.read import DEFAULT_COLLECTION, Boundaries, Columns
 from mirror.sql.schema import Column, sample
 from mirror.typed.rows import DOCUMENTS
+from mirror.typed.values import folded
 from storage.read.bulk import KeyRange
 from storage.read.view import AsOf, View
 
@@ -32,7 +33,8 @@ DEFAULT_TABLE = "documents"
 TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "json_each", "json_tree", "repeat"})
 """Functions that make tables only from their arguments."""
 _METADATA = [pa.field(f"_{each.name}", each.type) for each in DOCUMENTS if each.name != VALUE]
-_VALUE = pa.field(VALUE, pa.json_())
+_JSON = pa.json_()
+_VALUE = pa.field(VALUE, _JSON)
 _PREFIX_FUNCTIONS = {"~~": r"([^%_\\]+)%.*", "^@": "(.+)", "starts_with": "(.+)", "prefix": "(.+)"}
 """Functions that test for a prefix, each with the pattern that finds the prefix in its argument."""
 _TERM = re.compile(r'\((_key|_seqno) (>=|>|<=|<|==) (?:"((?:[^"\\]|\\["\\])*)"|(\d+))\)')
@@ -45,7 +47,8 @@ escape quotes in lists.
 _HINTS = {
     "Out of Memory": "read fewer columns or groups, or give it more memory",
     "Malformed JSON": "json_valid(value) tells which documents are JSON",
-    "not found in FROM clause": "a field that the sample lacks is value->>'$.field'",
+    "not found in FROM clause": "a field without a column is value->>'$.field'",
+    "Could not find key": "a member that the sample lacks is value->>'$.field.member'",
 }
 FILTER_LENGTH_MAX = 4096
 """Longest filter that is parsed for bounds, in characters. Parsing a longer one costs more than the bounds save."""
@@ -130,7 +133,7 @@ class SqlSession:
         if collection not in self._columns:
             taken = {field.name for field in (*_METADATA, _VALUE)}
             found = sample(self._view, collection, as_of=self._as_of)
-            fields = [each for each in found if each.name.lower() not in taken]
+            fields = [each for each in found if folded(each.name) not in taken]
             key, *others = [Column(field.name, field.type) for field in _METADATA]
             self._columns[collection] = [key, *fields, *others, Column(VALUE, _VALUE.type)]
         return self._columns[collection]
@@ -226,13 +229,10 @@ class SqlSession:
         if self._views.get(path) == collection:
             return collection
         columns = self.columns(collection)
-        table = _Table(self, collection, [each for each in columns if not each.mixed])
+        table = _Table(self, collection, columns)
         source = f"source {collection.encode().hex()}"  # in hex, because DuckDB's names ignore case
         self._connection.register(source, table)
-        shown = ", ".join(
-            _identifier(each.name) if not each.mixed else f"{_extracted(each.name)} AS {_identifier(each.name)}"
-            for each in columns
-        )
+        shown = ", ".join(_identifier(each.name) for each in columns)
         if len(path) == 2:
             self._connection.execute(f"CREATE SCHEMA IF NOT EXISTS {_identifier(path[0])}")
         name = ".".join(map(_identifier, path))
@@ -289,7 +289,7 @@ class _Table(ds.Dataset):  # type: ignore[misc]
         self._collection = collection
         # DuckDB reads the first column if a query needs none, so `_vbid`, which costs least, is the first.
         ordered = sorted(columns, key=lambda each: each.name != "_vbid")
-        self._fields = {each.name: pa.field(each.name, each.type) for each in ordered}
+        self._fields = {each.name: pa.field(each.name, _JSON if each.mixed else each.type) for each in ordered}
 
     @property
     def schema(self) -> pa.Schema:
@@ -440,8 +440,3 @@ def _identifier(name: str) -> str:
 
 def _literal(text: str) -> str:
     return "'{}'".format(text.replace("'", "''"))
-
-
-def _extracted(name: str) -> str:
-    pointer = "/" + name.replace("~", "~0").replace("/", "~1")
-    return f"nullif(json_extract({VALUE}, {_literal(pointer)}), 'null')"

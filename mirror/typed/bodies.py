@@ -6,7 +6,8 @@ a value which its column's type cannot take. `Reading.mode` decides what becomes
 
 Arrow reads many bodies at once, and refuses all of them for one misfit. Refused batches are halved until they are
 small; then values.py reads their bodies. values.py also reads all columns whose types Arrow's reader lacks (map,
-variant). Invariants: each body gives one row, in order; Arrow and values.py give the same values.
+variant, JSON), and fields in another spelling than their column: Arrow compares names exactly. Invariants: each body
+gives one row, in order; Arrow and values.py give the same values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pyarrow.json as pj
 
 from mirror.errors import ConfigError, ExitCode, MirrorError
 from mirror.typed.times import EPOCH_UNITS, arrow_name, check_zone
-from mirror.typed.values import Misfit, Problems, Reader, is_variant, object_of, struct_reader
+from mirror.typed.values import Misfit, Problems, Reader, folded, is_variant, object_of, struct_reader
 
 JSON = 0x01  # a bit of a datatype
 _ONE_JSON = bytes((JSON,))
@@ -39,12 +40,19 @@ _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
 """Numbers that Arrow scales beyond 256 bits: it gives a wrong value or crashes. JSON strings may use escapes."""
 _NEGATIVE_ZERO = r"-0[],}\s]"
 """The integer -0: Arrow reads it as the double -0.0, values.py and from_json read it as 0.0."""
+_ESCAPED_LETTER = r"\\u00[4-7]"
+"""A letter A to Z as an escape."""
+_MAY_BE_ESCAPED = r'(?:\\"|[^"]{1,12})'
+"""A character that JSON may spell as one or two escapes. The pattern matches more: values.py then finds no spelling."""
 _DECIMAL = pa.decimal256(75, 38)
 """The type of decimals before rounding: 75 digits, because a difference needs 76, Arrow's limit."""
 _NO_TIME = r"^0000|[ T][0-9]{2}[^:]|:[0-9.]*[-+](1[89]|2)"
 """Finds texts that Arrow reads as times and values.py may refuse: the year 0000, an hour without minutes before a zone,
 and offsets from 18 hours on.
 """
+
+SPELLINGS_LENGTH_MAX = 10_000
+"""Longest pattern of other spellings. Compiling a longer one for each batch costs more than counting names twice."""
 
 Mode = Literal["failfast", "permissive", "dropmalformed"]
 MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
@@ -54,14 +62,14 @@ MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
 class Reading:
     mode: Mode = "failfast"
     """`failfast`: a misfit is an error. `permissive`: its bad fields are null. `dropmalformed`: its row is left out."""
-    corrupt_record: str = "_corrupt_record"
-    """The name of the column for the text of misfits, if the schema has it."""
+    corrupt_record: str | None = "_corrupt_record"
+    """The name of the column for the text of misfits, if the schema has it. None: every column is a field."""
     time_zone: str | None = None
     """The zone of times whose text names no zone. None: UTC; in Spark the session's zone."""
     epoch: str | None = None
     """The unit of times that are numbers. None: seconds, which only values.py reads: Arrow then expects texts."""
     keep_numbers: bool = False
-    """True if a number that its integer column cannot hold is an error in every mode."""
+    """True if a number that its column of numbers cannot hold is an error in every mode."""
 
 
 AS_DECLARED = Reading()
@@ -99,7 +107,8 @@ class Bodies:
         self._reading = reading
         self._zone = self._reading.time_zone or "UTC"
         check_zone(self._zone)
-        self._corrupt_at = schema.get_field_index(self._reading.corrupt_record)
+        name = self._reading.corrupt_record
+        self._corrupt_at = -1 if name is None else schema.get_field_index(name)
         if self._corrupt_at >= 0 and schema.field(self._corrupt_at).type != pa.string():
             raise ConfigError(
                 f"column {self._reading.corrupt_record} holds the text of a document, so its type must be string"
@@ -110,7 +119,9 @@ class Bodies:
         self._slow = pa.schema(slow)
         self._read_slow = struct_reader(self._slow, self._zone, self._reading.epoch)
         fast = pa.schema([field for field in self._schema if field not in slow])
-        self._arrow = _ArrowReader(fast, self._zone, self._reading.epoch) if len(fast) else None
+        names = set(names_of(fast))
+        in_one_spelling = len(names) == len({folded(name) for name in names})
+        self._arrow = _ArrowReader(fast, self._zone, self._reading.epoch) if names and in_one_spelling else None
 
     def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> Parsed:
         """Return the schema's columns. Bodies and keys are binary arrays; `datatypes` has a byte for each body. Raises
@@ -202,6 +213,8 @@ class _ArrowReader:
         self._schema = schema
         self._zone = arrow_name(zone)
         self._unit = None if epoch is None else EPOCH_UNITS[epoch]
+        self._names = sorted(set(names_of(schema)))
+        self._other_spellings = "|".join(filter(None, map(_spelled_otherwise, self._names)))
         self._has_decimals = any(_contains(each.type, pa.types.is_decimal) for each in schema)
         self._options = pj.ParseOptions(
             explicit_schema=pa.schema([pa.field(each.name, self._readable(each.type)) for each in schema]),
@@ -218,6 +231,8 @@ class _ArrowReader:
         """
         if self._has_decimals and _any_matches(objects, _LARGE_NUMBER):
             raise pa.ArrowInvalid("a number that is too large")
+        if self._may_be_spelled_otherwise(objects):
+            raise pa.ArrowInvalid("a field in another spelling than its column")
         lines = pc.binary_replace_slice(objects, _BEHIND_ALL, _BEHIND_ALL, _LINE_END)
         lines.view(pa.string()).validate(full=True)  # Arrow's reader accepts bytes that are not UTF-8
         text = lines.buffers()[2]
@@ -226,9 +241,24 @@ class _ArrowReader:
         if table.num_rows != len(objects):  # a body with more than one JSON value in it
             raise pa.ArrowInvalid(f"{table.num_rows - len(objects) + 1} JSON values in one body")
         columns = [column.combine_chunks() for column in table.columns]
-        if any(map(_has_negative_zero, columns)) and _any_matches(objects, _NEGATIVE_ZERO):
+        if not all(_all_doubles(column, pc.is_finite) for column in columns):
+            raise pa.ArrowInvalid("NaN, or a number that is too large")
+        if not all(_all_doubles(column, _is_no_negative_zero) for column in columns) and _any_matches(
+            objects, _NEGATIVE_ZERO
+        ):
             raise pa.ArrowInvalid("an integer -0")
         return [self._converted(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+
+    def _may_be_spelled_otherwise(self, objects: Any) -> bool:
+        if not self._other_spellings:
+            return False
+        if _any_matches(objects, _ESCAPED_LETTER):  # it may be in a name
+            return True
+        if len(self._other_spellings) <= SPELLINGS_LENGTH_MAX:
+            return _any_matches(objects, self._other_spellings)
+        pattern = "|".join(f'"{"".join(_signs(name))}"' for name in self._names)
+        counts = [pc.sum(pc.count_substring_regex(objects, pattern, ignore_case=each)) for each in (False, True)]
+        return bool(counts[0] != counts[1])
 
     def _readable(self, kind: Any) -> Any:
         """Return a type that Arrow's JSON reader can make and `_converted` turns into `kind`."""
@@ -281,15 +311,48 @@ def _any_matches(texts: Any, pattern: str) -> bool:
     return bool(pc.any(pc.match_substring_regex(texts, pattern)).as_py())
 
 
-def _has_negative_zero(found: Any) -> bool:
+def _all_doubles(found: Any, test: Any) -> bool:
     if pa.types.is_struct(found.type) or pa.types.is_list(found.type):
         inner = found.flatten()
-        return any(map(_has_negative_zero, inner if pa.types.is_struct(found.type) else [inner]))
-    return bool(pa.types.is_floating(found.type) and pc.min(pc.divide(1.0, found)).as_py() == -math.inf)
+        return all(_all_doubles(each, test) for each in (inner if pa.types.is_struct(found.type) else [inner]))
+    return not pa.types.is_floating(found.type) or pc.all(test(found)).as_py() is not False
+
+
+def _is_no_negative_zero(found: Any) -> Any:
+    return pc.not_equal(pc.divide(1.0, found), -math.inf)
+
+
+def names_of(fields: Any) -> Iterator[str]:
+    """Yield the names of fields, and of the fields of their objects."""
+    for field in fields:
+        yield field.name
+        kind = field.type
+        while pa.types.is_list(kind) or pa.types.is_map(kind):
+            kind = kind.value_type if pa.types.is_list(kind) else kind.item_type
+        if pa.types.is_struct(kind):
+            yield from names_of(kind)
+
+
+def _signs(name: str) -> list[str]:
+    """Return a pattern for each character of a name in JSON."""
+    return [sign if sign.isascii() and (sign.isalnum() or sign in "_- ") else _MAY_BE_ESCAPED for sign in name]
+
+
+def _spelled_otherwise(name: str) -> str:
+    """Return a pattern for the name in any other spelling; empty if it has no letter A to Z."""
+    pattern, rest = "", ""  # of the signs that were looked at: in another spelling, in any one
+    for sign in reversed(_signs(name)):
+        other = sign.swapcase()
+        if sign.isalpha():
+            pattern = f"(?:{other}{rest}|{sign}{pattern})" if pattern else f"{other}{rest}"
+            rest = f"[{sign}{other}]{rest}"
+        else:
+            pattern, rest = pattern and sign + pattern, sign + rest
+    return pattern and f'"{pattern}"'
 
 
 def _one_by_one(kind: Any) -> bool:
-    return pa.types.is_map(kind) or is_variant(kind)
+    return pa.types.is_map(kind) or is_variant(kind) or isinstance(kind, pa.JsonType)
 
 
 def _rounded(found: Any, kind: Any) -> Any:

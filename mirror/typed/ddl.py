@@ -11,6 +11,7 @@ import re
 import pyarrow as pa
 
 from mirror.errors import ConfigError
+from mirror.typed.values import folded
 
 WORDS: dict[str, pa.DataType] = {
     "string": pa.string(),
@@ -92,8 +93,8 @@ class _Reader:
         while True:
             name = self._name()
             self._skip(":")
-            if any(each.name == name for each in found):
-                raise self._wrong("another name: this one is there already", name)
+            if any(folded(each.name) == folded(name) for each in found):
+                raise self._wrong("another name: this one is there already, and names ignore case", name)
             kind = self._type(depth)
             is_nullable = not self._skip("not")
             if not is_nullable:

@@ -5,6 +5,9 @@ column's type cannot take is a misfit: it becomes null, and the rest of the docu
 makes the whole array or map null. A misfit in a struct makes only the struct's field null. A text column keeps the
 document's spelling of a number with a fraction or exponent.
 
+Names of columns ignore the case of A to Z, as DuckDB and Spark do: a column has the values of its field in every
+spelling. A document with two spellings of one field does not fit.
+
 tests/typed/differences.md lists the differences from from_json.
 """
 
@@ -12,9 +15,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+import string
+from collections.abc import Callable, Iterable, Mapping
 from decimal import ROUND_HALF_UP, Context, Decimal, DecimalException
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +31,7 @@ class Problems(list[str]):
     """The misfits of one document."""
 
     lost_number = False
-    """True if a misfit is a number that its integer column cannot hold: sums would lack it."""
+    """True if a misfit is a number that its column of numbers cannot hold: sums would lack it."""
 
 
 Reader = Callable[[Any, Problems], Any]
@@ -38,7 +42,9 @@ the Problems.
 SHOWN_LENGTH_MAX = 40
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 _EXACT = Context(prec=200, Emax=10_000, Emin=-10_000)
-_DOUBLES = {each: float(each) for each in ("NaN", "+INF", "-INF", "Infinity", "+Infinity", "-Infinity")}
+_TOO_LARGE = {16: 65_520.0, 32: float.fromhex("0x1.ffffffp+127"), 64: float("inf")}
+"""Bits of a floating-point type -> the least number that it rounds to infinity."""
+_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
 
 class Misfit(Exception):
@@ -46,15 +52,52 @@ class Misfit(Exception):
 
 
 class Spelled(str):
-    """A number with a fraction or exponent, as the document spells it."""
+    """A number with a fraction or exponent, or with more digits than Python's int, as the document spells it."""
+
+
+INT_LENGTH_MAX = 4_000
+"""Longest integer that becomes an int in a document with an integer of more than 4,300 digits, which Python refuses."""
+
+
+def _integer(text: str) -> int | Spelled:
+    return int(text) if len(text) <= INT_LENGTH_MAX else Spelled(text)
 
 
 _DECODER = json.JSONDecoder(parse_float=Spelled, parse_constant=Spelled)
+_LONG_DECODER = json.JSONDecoder(parse_float=Spelled, parse_constant=Spelled, parse_int=_integer)
+"""Slower, because it calls Python for each integer."""
+
+
+@lru_cache(maxsize=100_000)
+def folded(name: str) -> str:
+    """Return the name in lower case, A to Z only: two names that are equal then are one column."""
+    return name.translate(_LOWER)
+
+
+def by_folded(names: Iterable[str]) -> dict[str, str]:
+    """Return the names by their `folded` form. Raises ConfigError for two that differ only in case."""
+    found: dict[str, str] = {}
+    for name in names:
+        other = found.setdefault(folded(name), name)
+        if other is not name:
+            raise ConfigError(
+                f"columns {other} and {name} are one column: names ignore case", hint="name it once, in any spelling"
+            )
+    return found
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return _DECODER.decode(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer of more than 4,300 digits
+        return _LONG_DECODER.decode(text)
 
 
 def object_of(body: bytes) -> dict[str, Any]:
     try:
-        found = _DECODER.decode(body.decode(errors="replace"))
+        found = _decoded(body.decode(errors="replace"))
     except RecursionError:
         raise Misfit("nested too deep") from None
     except ValueError as error:
@@ -105,13 +148,17 @@ def is_variant(kind: pa.DataType) -> bool:
 
 def struct_reader(fields: Any, zone: str, epoch: str | None, path: str = "") -> Reader:
     """Return a reader that turns a JSON object into a dict with all `fields`. Raises ConfigError for a field that is
-    NOT NULL, or of a type that JSON cannot be read as.
+    NOT NULL, of a type that JSON cannot be read as, or in two spellings.
     """
     readers = [(field.name, _reader(field, f"{path}{field.name}", zone, epoch)) for field in fields]
+    columns = by_folded(name for name, _ in readers)
+    names = set(columns.values())
 
     def read(value: Any, problems: Problems) -> dict[str, Any]:
         if type(value) is not dict:
             raise Misfit(f"{_shown(value)} is not an object")
+        if value.keys() - names:
+            value = in_columns(value, columns, problems, path)
         found = {}
         for name, reader in readers:
             each = value.get(name)
@@ -125,6 +172,25 @@ def struct_reader(fields: Any, zone: str, epoch: str | None, path: str = "") -> 
         return found
 
     return read
+
+
+def in_columns(value: Mapping[str, Any], columns: Mapping[str, str], problems: Problems, path: str) -> dict[str, Any]:
+    """Return the object's fields by the names of their columns. A field in two spellings is a misfit, and left out."""
+    found: dict[str, tuple[str, Any]] = {}
+    twice = set()
+    for name, each in value.items():
+        column = columns.get(folded(name))
+        if column is not None and each is not None:
+            other, first = found.setdefault(column, (name, each))
+            if other is not name:
+                twice.add(column)
+                problems.append(f"{path}{column}: the document has both {other} and {name}")
+                problems.lost_number |= _is_number(first) or _is_number(each)
+    return {column: each for column, (_, each) in found.items() if column not in twice}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, Spelled)
 
 
 def _reader(field: Any, path: str, zone: str, epoch: str | None) -> Reader:
@@ -151,10 +217,12 @@ def _reader(field: Any, path: str, zone: str, epoch: str | None) -> Reader:
         return _time_reader(kind, zone, epoch)
     if types.is_string(kind):
         return _text
+    if isinstance(kind, pa.JsonType):
+        return _json
     if types.is_boolean(kind):
         return _scalar_reader("a boolean", {bool: bool})
     if types.is_floating(kind):
-        return _scalar_reader("a number", {Spelled: float, int: _double, str: _DOUBLES.__getitem__})
+        return _float_reader(kind)
     if types.is_date32(kind):
         return _scalar_reader("a date", {str: day_of})
     if types.is_binary(kind):
@@ -185,9 +253,24 @@ def _integer_reader(kind: pa.DataType) -> Reader:
 
     def read(value: Any, problems: Problems) -> int:
         if type(value) is not int or not -bound <= value < bound:
-            problems.lost_number |= type(value) in (int, Spelled)
+            problems.lost_number |= _is_number(value)
             raise Misfit(f"{_shown(value)} is not an integer of {kind.bit_width} bits")
         return value
+
+    return read
+
+
+def _float_reader(kind: pa.DataType) -> Reader:
+    too_large = _TOO_LARGE[kind.bit_width]
+
+    def read(value: Any, problems: Problems) -> float:
+        if not _is_number(value):
+            raise Misfit(f"{_shown(value)} is not a number")
+        found = float(str(value))
+        if not abs(found) < too_large:
+            problems.lost_number = True
+            raise Misfit(f"{_shown(value)} is not a number of {kind.bit_width} bits")
+        return found
 
     return read
 
@@ -242,8 +325,8 @@ def _clean(text: str) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
-def _double(value: int) -> float:
-    return float(str(value))  # an integer out of range becomes infinite
+def _json(value: Any, _: Problems) -> str:
+    return _clean(text_of(value))
 
 
 def _variant(value: Any, _: Problems) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ import pytest
 from mirror.config import PasswordSource, from_wire, to_wire
 from mirror.config_reader import MASK, load
 from mirror.errors import ConfigError, ExitCode
+from mirror.serve.access.auth import new_salt_key, read_users
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +75,19 @@ def test_bad_file_is_one_clear_error(tmp_path: Path) -> None:
     file.write_text("workers = = 3\n")
     with pytest.raises(ConfigError, match="not TOML"):
         load(config_file=file)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    """Editors of Windows write one: "Invalid statement (at line 1, column 1)" was said of a right line."""
+    file, password = tmp_path / "mirror.toml", tmp_path / "password"
+    file.write_bytes(b"\xef\xbb\xbfworkers = 3\r\n")
+    assert load(config_file=file).settings.workers == 3
+    password.write_bytes(b"\xef\xbb\xbfsecret\r\n")
+    assert PasswordSource(password, None).read() == "secret"
+    users = tmp_path / "users.json"
+    users.write_bytes(b"\xef\xbb\xbf" + json.dumps({"users": {}, "salt_key": new_salt_key()}).encode())
+    users.chmod(0o600)
+    assert read_users(users)["users"] == {}
 
 
 def test_settings_are_frozen_and_survive_the_way_to_another_process(tmp_path: Path) -> None:

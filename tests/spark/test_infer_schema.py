@@ -68,6 +68,28 @@ def test_collections_that_only_case_distinguishes_get_no_view(spark: SparkSessio
     assert not spark.catalog.tableExists("shop_users")
 
 
+def test_fields_are_columns_whatever_their_names(spark: SparkSession, tmp_path: Path) -> None:
+    """`_class`, which Spring Data writes into each document, had no column; `_corrupt_record` was null."""
+    body = b'{"_class":"Order","_ID":"%d","_corrupt_record":"line %d","a.b":%d,"`":1,"Total":1}'
+    with made(tmp_path) as source:
+        for number in range(4):
+            source.put(
+                f"k{number}", (body % (number, number, number)).replace(b"Total", b"tOTAL" if number % 2 else b"Total")
+            )
+        loaded = spark.read.format("mirror").option("inferSchema", True).load(source.path)
+        assert set(loaded.columns) == {"_key", "_class", "_ID", "_corrupt_record", "a.b", "`", loaded.columns[-1]}
+        (row,) = loaded.selectExpr("sum(total) AS total", "min(_corrupt_record) AS line", "sum(`a.b`) AS ab").collect()
+    assert (row["total"], row["line"], row["ab"]) == (4, "line 0", 6)
+
+
+def test_sync_names_the_fields_that_it_leaves_out(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    schemas_from(["auto"], path, ("_default._default",), False)
+    assert capsys.readouterr().err == (
+        "warning: --schema auto leaves out 2 fields with a name that the tables cannot have (_value has them): "
+        "'_key', 'a b'\n"
+    )
+
+
 def test_sync_takes_the_schema_of_a_sample(path: str) -> None:
     (one,) = schemas_from(["auto"], path, ("_default._default",), False)
     assert fields_of(one).names == ["city", "n", "of"]

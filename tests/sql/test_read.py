@@ -12,7 +12,7 @@ import pytest
 import mirror as api
 from mirror import View
 from mirror.errors import ConfigError, MirrorError, QueryCancelled, QueryFailed
-from mirror.sql import Session, arrow, read
+from mirror.sql import Session, arrow, read, to_pandas
 from mirror.typed import rows as typed_rows
 from mirror.typed.rows import DOCUMENTS, Documents
 from storage.errors import UnknownCollection, ViewInvalidated
@@ -93,6 +93,20 @@ def test_pandas_and_polars(mirror: SmallMirror, view: View) -> None:
     assert view.to_pandas(schema="total double")["total"].sum() == pytest.approx(13.32)
     assert view.to_polars(schema="total double")["total"].sum() == pytest.approx(13.32)
     assert view.sql("SELECT sum(total) AS t FROM documents").to_pylist() == [{"t": pytest.approx(13.32)}]
+
+
+def test_integers_stay_exact_in_pandas(mirror: SmallMirror, view: View) -> None:
+    """pandas makes a column with a null a float: 9007199254740993 became ...992."""
+    number = 2**53 + 1
+    put(mirror, {"a": {"n": number, "s": {"n": number}, "l": [number, None], "b": True}, "b": {"s": {}}})
+    schema = "_key string, n long, s struct<n: long>, l array<long>, b boolean"
+    by_sql = to_pandas(view.sql("SELECT _key, n, s, l, b FROM documents ORDER BY _key"))
+    for frame in (view.to_pandas(schema=schema).sort_values("_key"), by_sql):
+        assert [str(frame[name].dtype) for name in ("n", "b")] == ["Int64", "boolean"]
+        assert [frame.n.iloc[0], frame.s.iloc[0]["n"], *frame.l.iloc[0]] == [number, number, number, None]
+        assert frame.n.sum() == number
+    sums = to_pandas(view.sql("SELECT sum(n) AS total, [{'n': n}, NULL] AS l FROM documents GROUP BY n ORDER BY n"))
+    assert (int(sums.total[0]), sums.l[0][0]) == (number, {"n": number})
 
 
 def test_a_collection_is_read_alone(mirror: SmallMirror, view: View) -> None:

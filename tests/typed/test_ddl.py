@@ -41,6 +41,7 @@ def test_plain_and_nested_columns() -> None:
         ("a array<int", "expected '>'"),
         ("a struct<>", "expected a name"),
         ("a int, a string", "there already"),
+        ("city int, s struct<City:int,CITY:int>", "there already, and names ignore case at 36, found 'CITY'"),
         ("a decimal(99)", "at most 38 digits"),
         ("a; drop table", "expected a name or a type"),
         ("a " + "array<" * 40 + "int" + ">" * 40, "within one another"),

@@ -47,6 +47,7 @@ from mirror.spark.tables.delta import (
 from mirror.spark.tables.parts import Part, PartWriter, run_name, run_of, text_keys
 from mirror.typed.bodies import AS_DECLARED, MISFITS_MAX, Bodies, Reading, check_misfits
 from mirror.typed.rows import Counts, Shape
+from mirror.typed.values import folded
 from storage.env.directory import sync_directory
 from storage.read.view import open_view
 
@@ -92,8 +93,9 @@ def shape_of(fields: pa.Schema | None, reading: Reading = AS_DECLARED) -> Shape:
         return Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
     Bodies(fields, reading)
     own = [field.with_name("_" + field.name) for field in DOCUMENTS if field.name != "value"]
-    if taken := {field.name for field in own} & set(fields.names):
-        raise ConfigError(f"--schema names {min(taken)!r}, which is a column of every typed export")
+    own_names = {field.name for field in own}
+    if taken := [name for name in fields.names if folded(name) in own_names]:
+        raise ConfigError(f"--schema names {taken[0]!r}, which is a column of every typed export")
     return Shape(pa.schema([*own, *fields]), (False,) * len(own) + (True,) * len(fields), reading)
 
 
@@ -121,6 +123,8 @@ def export(
     start_s = time.monotonic()
     data, folder = data.absolute(), folder_at(target)
     shape = shape_of(fields, reading or AS_DECLARED)
+    if delta_table:
+        delta.check_names(shape.schema)
     with open_view(str(data)) as view:
         identity = view.identity
     with _target(folder, delta_table, overwrite) as place:

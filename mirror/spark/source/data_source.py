@@ -38,9 +38,9 @@ from mirror.spark.source.local import Restriction
 from mirror.spark.source.options import Options, parse
 from mirror.spark.source.stream import ChangesReader, ChangesStream
 from mirror.typed.bodies import Bodies
-from mirror.typed.ddl import fields_of
 from mirror.typed.rows import Shape
 from mirror.typed.times import machine_zone
+from mirror.typed.values import folded
 from storage.read.view import Time, open_view
 
 if TYPE_CHECKING:
@@ -121,13 +121,15 @@ class MirrorSource(DataSource):
 
 def inferred(options: Options) -> pa.Schema:
     """Return the key column, and columns for the fields in a sample. Raises StorageError, ConfigError."""
-    from mirror.sql.schema import joint_schema
+    from mirror.sql.schema import joint_columns
 
     assert options.path is not None, "parse refuses it"
     as_of = None if options.as_of_ms is None else Time(options.as_of_ms)
     with open_view(options.path) as view:
-        text = joint_schema(view, options.collections, lambda name: not name.startswith(MARK), as_of)
-    return fields_of(", ".join(filter(None, (f"{MARK}key string", text))))
+        columns = joint_columns(view, options.collections, as_of)
+    taken = {f"{MARK}{name}" for name in DOCUMENTS.names}
+    fields = [each.field for each in columns if folded(each.name) not in taken]
+    return pa.schema([pa.field(f"{MARK}key", pa.string()), *fields])
 
 
 def of_table(fields: Any, options: Options) -> bool:

@@ -96,8 +96,10 @@ def parse(given: Mapping[str, str]) -> Options:
         raise ConfigError(f"unknown option {unknown[0]!r}", hint=f"known: {', '.join(_PARSERS)}")
     fields = {"partitions": len(os.sched_getaffinity(0))} | _fields(values, _PARSERS.keys() - _READING)
     reading = Reading(**_fields(values, _READING))
-    if fields.get("infer_schema") and "mode" not in values:
-        reading = replace(reading, mode="permissive", keep_numbers=True)
+    if fields.get("infer_schema"):  # an inferred schema asks for no column of misfits
+        reading = replace(reading, corrupt_record=None)
+        if "mode" not in values:
+            reading = replace(reading, mode="permissive", keep_numbers=True)
     options = Options(**fields, reading=reading)
     if (options.path is None) == (options.connection is None):
         both = options.path is not None

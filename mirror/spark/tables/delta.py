@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,7 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark.places import Folder, LocalFolder, plain
 from mirror.spark.tables.parts import Part, PartWriter, run_name, run_of
+from mirror.typed.bodies import names_of
 
 LOCK_FILE = "_dcp_mirror.lock"
 LOG_FOLDER = "_delta_log"
@@ -38,6 +40,8 @@ RUN = "dcp_mirror_run"
 COMPACTED_BYTES_MAX = 128 * 1024 * 1024
 """Compaction does not copy files of this size or larger."""
 READ_ROWS = 8192
+_NOT_IN_NAMES = re.compile(r"[\s,;{}()=.\"'`]")
+"""Characters that a column's name must not have in SQL, or in a Delta table without column mapping."""
 
 
 class CommitConflict(MirrorError):
@@ -195,6 +199,21 @@ def batches_of(folder: Folder, name: str, columns: list[str] | None = None) -> I
 
 def _has_local_times(schema: Schema) -> bool:
     return '"timestamp_ntz"' in schema.to_json()
+
+
+def is_name(name: str) -> bool:
+    """Return True if a Delta table allows this name of a column, or of a field in one."""
+    return not _NOT_IN_NAMES.search(name)
+
+
+def check_names(schema: pa.Schema) -> None:
+    """Raise ConfigError if a Delta table cannot have one of the names."""
+    for name in names_of(schema):
+        if not is_name(name):
+            raise ConfigError(
+                f"--schema names {name!r}: a Delta table cannot have this column name",
+                hint="leave it out, or export Parquet files",
+            )
 
 
 def check_columns(folder: Folder, table: DeltaTable, schema: pa.Schema) -> None:

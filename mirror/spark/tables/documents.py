@@ -32,9 +32,11 @@ from mirror.spark.source.offsets import check_selection
 from mirror.spark.tables.delta import (
     batches_of,
     check_columns,
+    check_names,
     commit_parts,
     committing,
     compact,
+    is_name,
     only_next,
     open_table,
     vacuum,
@@ -42,7 +44,8 @@ from mirror.spark.tables.delta import (
 from mirror.spark.tables.fold import FOLD_COLUMNS, FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
 from mirror.spark.tables.misfits import MisfitsTable
 from mirror.spark.tables.parts import ROW_GROUP_ROWS, PartWriter, run_name
-from mirror.typed.bodies import JSON, MISFITS_MAX, Bodies, Parsed, Reading, check_misfits
+from mirror.typed.bodies import JSON, MISFITS_MAX, Bodies, Parsed, Reading, check_misfits, names_of
+from mirror.typed.values import folded
 
 BATCH_MARK = "dcp-mirror"
 READING_MARK = "dcp-mirror/reading"
@@ -57,14 +60,13 @@ PERMISSIVE = Reading("permissive")
 
 _NAME = re.compile(r"part-[0-9a-f]{16}-b(\d+)-[0-9a-f]{32}\.parquet")
 """The name of a file in `changes` that a batch wrote."""
-_NOT_A_COLUMN = re.compile(r"[\s,;{}()=.\"'`]")
-"""Characters that a column's name must not have in SQL, or in a Delta table without column mapping."""
 _MERGE_ROWS = 8192
 
 
-def is_column(name: str) -> bool:
-    """Return True if a Delta table allows this column name and no metadata column has it."""
-    return not _NOT_A_COLUMN.search(name) and name.lower() not in {f"_{each}" for each in FOLDED.names}
+def is_column(field: pa.Field) -> bool:
+    """Return True if a table of documents can have this column without being asked for another meaning of its name."""
+    taken = {*(f"_{each}" for each in FOLDED.names), PERMISSIVE.corrupt_record}
+    return all(map(is_name, names_of([field]))) and folded(field.name) not in taken
 
 
 class Applied(NamedTuple):
@@ -104,16 +106,11 @@ class Layout:
                 hint="read it with `where _corrupt_record is null`, with `_corrupt_record string` in --schema",
             )
         Bodies(self.fields, self.reading)
-        seen = {f"_{name}" for name in FOLDED.names}
+        taken = {f"_{name}" for name in FOLDED.names}
+        check_names(self.fields)
         for name in self.fields.names:
-            if _NOT_A_COLUMN.search(name):
-                raise ConfigError(f"--schema names {name!r}: a Delta table cannot have this column name")
-            if name.lower() in seen:
-                raise ConfigError(
-                    f"--schema names {name!r}, which is a column of every typed table or comes twice (Delta ignores "
-                    "upper and lower case)"
-                )
-            seen.add(name.lower())
+            if folded(name) in taken:
+                raise ConfigError(f"--schema names {name!r}, which is a column of every typed table")
 
     @property
     def mark(self) -> str:

@@ -280,7 +280,19 @@ def test_a_wrong_schema_neither_replaces_a_table_nor_changes_its_types(small: Sm
     assert again("total float", overwrite_schema=True, misfits_max=1.0) == 2
 
 
+@pytest.mark.parametrize(
+    "schema", ["`US Gross` double", "`a.b` int", "s struct<`a b`:int>", "m map<string,struct<`=`:int>>"]
+)
+def test_a_name_that_delta_cannot_have_is_refused_at_once(small: SmallMirror, tmp_path: Path, schema: str) -> None:
+    with pytest.raises(ConfigError, match="a Delta table cannot have this column name"):
+        export(small.path, tmp_path / "out", HERE, delta_table=True, fields=fields_of(schema))
+    assert not (tmp_path / "out").exists()
+    assert export(small.path, tmp_path / "out", HERE, fields=fields_of(schema)).documents
+
+
 def test_a_schema_that_cannot_be_is_refused_at_once(small: SmallMirror, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'_SEQNO', which is a column of every typed export"):
+        export(small.path, tmp_path / "out", HERE, fields=fields_of("_SEQNO bigint"))
     with pytest.raises(ConfigError, match="'_seqno', which is a column of every typed export"):
         export(small.path, tmp_path / "out", HERE, fields=fields_of("_seqno bigint"))
     assert not (tmp_path / "out").exists()

@@ -227,9 +227,10 @@ def test_a_misfit_after_the_first_batch_does_not_stop_the_stream(tmp_path: Path,
     [
         ("_key string", "names '_key'"),
         ("_Live int", "names '_Live'"),
-        ("total int, TOTAL int", "Delta ignores upper and lower case"),
+        ("total int, TOTAL int", "names ignore case"),
         ("`a b` int", "a Delta table cannot have this column name"),
         ("`a.b` int", "a Delta table cannot have this column name"),
+        ("a array<struct<`b c`:int>>", "'b c': a Delta table cannot have this column name"),
         ("a int not null", "NOT NULL cannot be promised"),
     ],
 )
