@@ -21,6 +21,7 @@ from typing import Annotated
 import typer
 
 from cli import options, output
+from cli.get import check_filled
 from mirror.errors import ConfigError, SupervisionError
 from mirror.ownership import private_file
 from mirror.serve.objects import change_parts
@@ -178,12 +179,14 @@ def changes(
         options.optional("--limit", "-n", min=1, help="End after this many events. A rollback is printed whole."),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until Ctrl-C.")] = False,
+    partial: options.PartialOption = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Print published events in the order of each vbucket, each with its token."""
-    with open_view(str(options.data_directory(data, config))) as view:
+    with open_view(str(options.data_directory(data, config)), partial=partial) as view:
         vbids, tokens = start(view, vbid, since or [], file)
+        check_filled(view, vbids, partial=partial, as_json=as_json)
         chosen = options.collection_from(collection)
         pump = Pump(view, tokens, as_json=as_json, collection=chosen, limit=limit, file=file)
         pump.check_collection(vbids)

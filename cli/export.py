@@ -21,7 +21,7 @@ import typer
 
 from cli import options, output, render
 from cli.changes import save_cursor
-from cli.get import time_from
+from cli.get import check_filled, time_from
 from mirror.document import values
 from mirror.errors import ConfigError
 from mirror.lease import hold
@@ -51,6 +51,7 @@ def export(
         Path | None,
         options.optional("--cursor", metavar="FILE", help="Write the exported positions, for `changes --since FILE`."),
     ] = None,
+    partial: options.PartialOption = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -69,7 +70,8 @@ def export(
             hint="give --cursor a new file",
         )
     path = options.data_directory(data, config)
-    with open_view(str(path)) as view:
+    with open_view(str(path), partial=partial) as view:
+        missing = check_filled(view, view.vbids if vbid is None else (vbid,), partial=partial)
         now = time.time() if moment is None else None
         pins = [view.pin(each, moment, now=now) for each in (view.vbids if vbid is None else [vbid])]
         chosen = collection_ids(view, pins, options.collection_from(collection))
@@ -81,6 +83,7 @@ def export(
         "data": str(path),
         "to": to,
         "vbuckets": len(pins),
+        "missing_vbuckets": missing,
         "documents": count,
         "as_of_ms": None if moment is None else moment.ms,
     }

@@ -7,6 +7,7 @@ boundary goes to stderr; `scan` prints documents as it reads them, so memory doe
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Annotated
 
 import typer
@@ -54,6 +55,19 @@ def announce(boundary: Boundary | None, vbid: int) -> None:
         output.echo(f"as of vbucket {vbid}, seqno {boundary.seqno}, published {when}", err=True)
 
 
+def check_filled(view: View, vbids: Collection[int], *, partial: bool, as_json: bool = False) -> int:
+    """Print how many vbuckets are not filled, and return the number. Without `partial` raise Unavailable for them."""
+    if not partial:
+        view.check_readable(vbids)
+        return 0
+    missing = len(view.unfilled(vbids))
+    if missing:
+        output.echo(f"{missing} of {len(vbids)} vbuckets are missing: they are not filled yet", err=True)
+    if as_json:
+        output.print_json({"missing_vbuckets": missing, "vbuckets": len(vbids)})
+    return missing
+
+
 def meta_facts(document: Document) -> dict[str, str]:
     datatypes = [name for bit, name in ((1, "json"), (2, "snappy"), (4, "xattr")) if document.datatype & bit]
     texts = {
@@ -70,13 +84,15 @@ def get(
     collection: options.CollectionOption = None,
     as_of: options.AsOfOption = None,
     meta: Annotated[bool, typer.Option("--meta", help="Print its metadata instead of its value.")] = False,
+    partial: options.PartialOption = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Print one document. Exit code 5 if it does not exist."""
     moment = as_of_from(as_of)
     key_bytes = key.encode(errors="surrogateescape")
-    with open_view(str(options.data_directory(data, config))) as view:
+    with open_view(str(options.data_directory(data, config)), partial=partial) as view:
+        check_filled(view, (view.vbid_of(key_bytes),), partial=partial, as_json=as_json)
         document = view.get(key_bytes, options.collection_from(collection), as_of=moment)
         if moment is not None:
             vbid = view.vbid_of(key_bytes)
@@ -102,6 +118,7 @@ def scan(
     limit: Annotated[int | None, options.optional("--limit", "-n", min=0, help="Print at most this many.")] = None,
     as_of: options.AsOfOption = None,
     deletions: Annotated[bool, typer.Option("--deletions", help="Include tombstones and expired documents.")] = False,
+    partial: options.PartialOption = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -109,9 +126,11 @@ def scan(
     moment = as_of_from(as_of)
     if isinstance(moment, int) and vbid is None:
         raise ConfigError("a seqno belongs to one vbucket", hint="give --vbid, or a time to --as-of")
-    with open_view(str(options.data_directory(data, config))) as view:
+    with open_view(str(options.data_directory(data, config)), partial=partial) as view:
+        vbids = view.vbids if vbid is None else (vbid,)
+        check_filled(view, vbids, partial=partial, as_json=as_json)
         if moment is not None:
-            for each in view.vbids if vbid is None else (vbid,):
+            for each in vbids:
                 announce(boundary_of(view, each, moment), each)
         for document in view.scan(
             vbid,

@@ -73,6 +73,9 @@ NetworkOption = Annotated[
 CollectionOption = Annotated[
     str | None, optional("--collection", "-c", metavar="SCOPE.NAME", help="Collection, by name or id.")
 ]
+PartialOption = Annotated[
+    bool, typer.Option("--partial", help="During the first fill, read the vbuckets that are filled; say how many lack.")
+]
 AsOfOption = Annotated[
     str | None,
     optional(

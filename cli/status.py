@@ -53,7 +53,7 @@ class DocumentCounter:
         if not rows or (moved > COUNT_SEQNOS_MAX and not self._always):
             return
         if self._view is None:
-            self._view = open_view(self._data)
+            self._view = open_view(self._data, stale_reads=True, partial=True)
         failures: list[str] = []
         for row in rows:
             if row["state"] == "damaged":

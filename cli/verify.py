@@ -91,7 +91,7 @@ def verify(
             screen.show_line(f"compared {counts}, {rows / elapsed_s:,.0f} rows/s, {left} left")
 
         def look(vbids: list[int] | None) -> list[VbucketResult]:
-            with open_view(str(path), stale_reads=True) as view:
+            with open_view(str(path), stale_reads=True, partial=True) as view:
                 check_bucket(view.identity, reader.bucket_uuid, reader.vbucket_count)
                 verifier = Verifier(str(path), view, reader, service=service, wait_s=wait, progress=compared)
                 return verifier.run(selected_vbuckets(view, vbids))

@@ -29,7 +29,7 @@ error's text has the place, the problem and the remedy. If its `retryable` is tr
     |-- UnknownCollection  no collection of that name
     |-- NoSuchBoundary     `as_of` is before the kept history
     |-- AnswerTooLarge     the documents are larger than the caller's `bytes_max`
-    |-- Unavailable        the vbucket is being resynced (retryable)
+    |-- Unavailable        the vbucket is not filled yet, or is being resynced (retryable)
     |-- ViewInvalidated    a rollback, a resync or the purger removed what was read: start again (retryable)
     |-- NotPublished       the awaited write was not published in time (retryable)
     |-- WriteLost          a failover has undone the awaited write

@@ -50,9 +50,16 @@ class QueryView(View):
 
 
 def open_view(
-    path: str | os.PathLike[str], *, map_size: int = MAP_SIZE, stale_reads: bool = False, verify_reads: bool = True
+    path: str | os.PathLike[str],
+    *,
+    map_size: int = MAP_SIZE,
+    stale_reads: bool = False,
+    verify_reads: bool = True,
+    partial: bool = False,
 ) -> QueryView:
-    return QueryView(os.fspath(path), map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads)
+    return QueryView(
+        os.fspath(path), map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads, partial=partial
+    )
 
 
 open_view.__doc__ = read_view.open_view.__doc__

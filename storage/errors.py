@@ -119,7 +119,9 @@ class ViewInvalidated(StorageError):
 
 
 class Unavailable(StorageError):
-    """The vbucket is being resynced, and `resync_reads = unavailable` refuses readers."""
+    """The vbucket has no copy for readers: it is not filled yet, or `resync_reads = unavailable` withholds the old copy
+    during a resync.
+    """
 
     retryable = True
 

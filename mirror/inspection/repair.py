@@ -54,7 +54,7 @@ def resync(
             asyncio.run(_resync_here(path, source, settings, vbids, timeout_s, progress))
             return
         target_branches[vbid] = int(answer["result"]["staging_branch"])
-    with open_view(path, stale_reads=True) as view:
+    with open_view(path, stale_reads=True, partial=True) as view:
         _wait(view, target_branches, timeout_s, progress)
 
 

@@ -79,7 +79,7 @@ class Verifier:
         wait_s: float = WAIT_S,
         progress: Progress = lambda _done, _of, _rows: None,
     ) -> None:
-        """`view` was opened with `stale_reads`. Without a running `service` the mirror makes no progress.
+        """`view` was opened with `stale_reads` and `partial`. Without a running `service` the mirror makes no progress.
 
         `progress` gets the numbers of compared vbuckets, all vbuckets and read rows.
         """

@@ -94,7 +94,7 @@ def create(
     published: dict[int, int] = {}
     rollbacks: dict[int, int] = {}
     byte_count = 0
-    with open_view(path, stale_reads=True) as view:
+    with open_view(path, stale_reads=True, partial=True) as view:
         identity = view.identity
         for group in range(identity.group_count):
             for number, data in enumerate(_group_parts(view, group, as_of_ms, published, rollbacks)):

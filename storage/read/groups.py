@@ -16,18 +16,17 @@ from storage.env.environment import SHARED, Environment
 from storage.errors import Closed, NotHeld, StorageError
 from storage.format import keys
 from storage.model import Identity
-from storage.read.vbucket_reader import VbucketReader
+from storage.read.vbucket_reader import ReadOptions, VbucketReader
 
 
 class Groups:
-    def __init__(self, path: str, *, map_size: int, stale_reads: bool, verify_reads: bool) -> None:
+    def __init__(self, path: str, *, map_size: int, reads: ReadOptions) -> None:
         self.path = path
         self.identity: Identity = directory.load(path)
         self.count = self.identity.group_count
         self.vbucket_count = self.identity.vbucket_count
         self.vbids = self.identity.vbids
-        self.stale_reads = stale_reads
-        self.verify_reads = verify_reads
+        self.reads = reads
         self._map_size = map_size
         self._environments: dict[int, Environment] = {}
         self.readers: dict[int, VbucketReader] = {}
@@ -46,8 +45,7 @@ class Groups:
         ):
             return reader
         environment = self.environment(vbid)
-        reader = VbucketReader(environment, vbid, stale_reads=self.stale_reads, verify_reads=self.verify_reads)
-        self.readers[vbid] = reader
+        reader = self.readers[vbid] = VbucketReader(environment, vbid, self.reads)
         return reader
 
     def environment(self, vbid: int) -> Environment:

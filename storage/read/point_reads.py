@@ -41,8 +41,6 @@ class Found(NamedTuple):
     document: Document | LargeDocument | None
     collection_exists: bool
     """False if the key's collection is unknown, or was dropped."""
-    published_seqno: int
-    stale: bool
     manifest: Manifest
 
 
@@ -90,11 +88,11 @@ class ReadRun:
         `View.find`.
         """
         try:
-            txn, (_, branch, above, up_to, _, flags, manifest) = self.begun(reader)
+            txn, (_, branch, above, up_to, _, is_plain, manifest) = self.begun(reader)
             if wire_key[0]:
                 collection = manifest.collections.get(wire_key[0])
                 above = b"" if collection is None else end_of_references(branch, collection.begin_seqno)
-            if flags or not above:
+            if not is_plain or not above:
                 return None
             cursor = txn.cursor(reader.keys)
             if not cursor.set_key(wire_key):
@@ -186,8 +184,8 @@ class PointReads:
         key's vbucket or a `Time`. `now` (seconds since 1970) decides expiry: by default the present time, with `as_of`
         the time of the boundary. `raw` leaves the value compressed and with its xattrs.
 
-        Raises UnknownCollection, NoSuchBoundary (`as_of` is before the kept history), Unavailable (the vbucket is being
-        resynced), NotHeld (another mirror holds the vbucket) and CorruptedError.
+        Raises UnknownCollection, NoSuchBoundary (`as_of` is before the kept history), Unavailable (the vbucket is not
+        filled yet, or is being resynced), NotHeld (another mirror holds the vbucket) and CorruptedError.
         """
         if isinstance(key, str):
             key = key.encode()
@@ -290,8 +288,8 @@ class PointReads:
         links: chain.Chain | None = None
         now = options.now
         if options.as_of is None:
-            _, branch, _, _, seqno, flags, manifest = reader.served_in(txn.raw)
-            if flags & keys.PUB_UNAVAILABLE:
+            _, branch, _, _, seqno, is_plain, manifest = reader.served_in(txn.raw)
+            if not is_plain:
                 reader.readable(txn)
         else:
             served, boundary = reader.as_of(txn, options.as_of)
@@ -352,8 +350,8 @@ class PointReads:
     def find(
         self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, large_bytes: int | None = None
     ) -> Found:
-        """Look up one document (raw) by its wire key, even if `resync_reads` withholds the vbucket. With `deletions` a
-        tombstone counts as a document. A value of more than `large_bytes`, stored or decompressed, is not read.
+        """Look up one document (raw) by its wire key. With `deletions` a tombstone counts as a document. A value of
+        more than `large_bytes`, stored or decompressed, is not read. Raises the errors of `get`.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:
@@ -363,9 +361,10 @@ class PointReads:
         unread = None
         txn = Transaction(reader.environment, reader.begin_read())
         try:
-            _, branch, _, _, seqno, flags, manifest = reader.served_in(txn.raw)
+            _, branch, _, _, seqno, is_plain, manifest = reader.served_in(txn.raw)
+            if not is_plain:
+                reader.readable(txn)
             collection = manifest.collections.get(collection_id)
-            stale = bool(flags & keys.PUB_STALE)
             if collection is not None and (dup := _newest(reader, txn, wire_key, branch, seqno)) is not None:
                 _, dup_seqno, kind = _unpack_dup(dup)
                 if (kind == MUTATION or deletions) and dup_seqno > collection.begin_seqno:
@@ -385,7 +384,7 @@ class PointReads:
             now = time.time() if now is None else now
             if expiry <= now:
                 document = None
-        return Found(document, collection is not None, seqno, stale, manifest)
+        return Found(document, collection is not None, manifest)
 
 
 def document_or_large(

@@ -234,7 +234,7 @@ def references(
 
 def count(reader: VbucketReader) -> int:
     with reader.environment.read() as txn:
-        served = reader.served(txn)
+        served = reader.readable(txn)
         manifest = reader.manifest(txn, served.pub.manifest_key)
         begin = {cid: entry.begin_seqno for cid, entry in manifest.collections.items()}
         cuts = {link.branch: link.cut for link in served.links}

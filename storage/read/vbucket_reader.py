@@ -7,7 +7,7 @@ are used only until the vbucket gets another chain id (`branches.PurgeRow`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 from google_crc32c import value as crc32c
@@ -26,23 +26,35 @@ KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
 """Kinds of rows to which references (`keys.DUP`) point. One flipped bit cannot turn a mutation's kind into a
 tombstone's, or back, so a check for these kinds finds the damage.
 """
+RESYNCED = "wait, or set resync_reads to stale to have the old copy meanwhile"
+NOT_FILLED = "wait until `dcp-mirror status --ready` succeeds"
 CHAINS_MAX = 8
 """Maximum number of remembered chains of a vbucket: the served chain, and the chains of a few positions."""
 MANIFESTS_MAX = 2
 """Maximum number of remembered manifests of a vbucket; each holds every collection."""
 
-Visible = tuple[int, Branch, bytes, bytes, int, int, Manifest]
+Visible = tuple[int, Branch, bytes, bytes, int, bool, Manifest]
 """The served state of a vbucket in one commit, for point reads: commit, served branch, `above`, `up_to`, published
-seqno, flags of `pub`, manifest. A row of the default collection on the served branch is visible if `above` < the row's
-reference <= `up_to`. `above` is empty if the default collection was dropped or a resync withholds the vbucket.
+seqno, `is_plain`, manifest. A row of the default collection on the served branch is visible if `above` < the row's
+reference <= `up_to`. `above` is empty if the default collection was dropped. If `is_plain` is false, `above` is empty,
+too: call `readable`, which may refuse the read.
 """
 _INITIAL = Manifest.initial()
-_UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)
+_UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, False, _INITIAL)
 
 
 def end_of_references(branch: int, seqno: int) -> bytes:
     """Return an upper bound for the references of a branch up to a seqno."""
     return keys.DUP.pack(branch, seqno, 0xFF)
+
+
+class ReadOptions(NamedTuple):
+    """The options of a view (`open_view`)."""
+
+    path: str
+    stale: bool = False
+    verify_reads: bool = True
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,11 +85,11 @@ class _Memory:
 class VbucketReader:
     """The attributes are public for other modules' loops over rows."""
 
-    def __init__(self, environment: Environment, vbid: int, *, stale_reads: bool, verify_reads: bool) -> None:
+    def __init__(self, environment: Environment, vbid: int, reads: ReadOptions) -> None:
         self.environment = environment
         self.vbid = vbid
-        self.stale_reads = stale_reads
-        self.verify_reads = verify_reads
+        self.reads = reads
+        self.verify_reads = reads.verify_reads
         self.pub: Any = environment.db(keys.DB_PUB)
         self.keys: Any = environment.db(keys.keys_db(vbid))
         self.rows: Any = environment.db(keys.rows_db(vbid))
@@ -113,11 +125,14 @@ class VbucketReader:
         if m_branch:
             manifest = self.manifest(Transaction(self.environment, txn), (m_branch, m_seqno))
         above = b""
+        is_plain = flags < keys.PUB_UNAVAILABLE
+        if not seqno:
+            is_plain = is_plain and self.state(Transaction(self.environment, txn)).is_whole
         default = manifest.collections.get(DEFAULT_COLLECTION)
-        if default is not None and flags < keys.PUB_UNAVAILABLE:
+        if default is not None and is_plain:
             above = end_of_references(branch, default.begin_seqno)
         up_to = end_of_references(branch, seqno)
-        self.visible = visible = (txn.id(), branch, above, up_to, seqno, flags, manifest)
+        self.visible = visible = (txn.id(), branch, above, up_to, seqno, is_plain, manifest)
         return visible
 
     def purge_row(self, txn: Transaction) -> branches.PurgeRow:
@@ -188,15 +203,28 @@ class VbucketReader:
         return Served(pub, self.chain_at(txn, pub.branch, pub.seqno))
 
     def readable(self, txn: Transaction) -> Served:
-        """Return the served state. Raises Unavailable if a resync withholds it."""
+        """Return the served state. Raises Unavailable if a resync withholds it, or, unless the view is `partial`, if
+        the vbucket is not filled yet.
+        """
         served = self.served(txn)
-        if served.pub.is_unavailable and not self.stale_reads:
-            raise Unavailable(
-                "temporarily unavailable: it is being resynced",
-                vbid=self.vbid,
-                hint="wait, or set resync_reads to stale to have the old copy meanwhile",
-            )
+        if served.pub.is_unavailable and not self.reads.stale:
+            message = "temporarily unavailable: it is being resynced"
+            raise Unavailable(message, path=self.reads.path, vbid=self.vbid, hint=RESYNCED)
+        if not served.pub.seqno and not self.reads.partial and not self.state(txn).is_whole:
+            raise Unavailable("not filled yet", path=self.reads.path, vbid=self.vbid, hint=NOT_FILLED)
         return served
+
+    def refusal(self) -> Unavailable | None:
+        """Return the error that reads of the vbucket raise now, or None."""
+        txn = self.begin_read()
+        try:
+            if not self.served_in(txn)[5]:
+                self.readable(Transaction(self.environment, txn))
+        except Unavailable as error:
+            return error
+        finally:
+            self.environment.end(txn)
+        return None
 
     def as_of(self, txn: Transaction, as_of: AsOf) -> tuple[Served, Boundary | None]:
         """Return the state at the newest kept boundary at or before `as_of`, and this boundary (None: the present

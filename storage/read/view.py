@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Self
 
 from storage.env.environment import MAP_SIZE
-from storage.format.keys import PUB_STALE, vbid_of
+from storage.errors import Unavailable
+from storage.format.keys import vbid_of
 from storage.format.tokens import TOKEN_LENGTH_MAX, AsOf, CollectionName, Pin, Time, Token
 from storage.history import chain, extent
 from storage.history.extent import History
@@ -29,7 +30,7 @@ from storage.read.changes import Change, Pieces
 from storage.read.groups import Groups
 from storage.read.point_reads import Found, PointReads
 from storage.read.states import Unreadable
-from storage.read.vbucket_reader import Served
+from storage.read.vbucket_reader import ReadOptions, Served
 
 __all__ = [
     "TOKEN_LENGTH_MAX",
@@ -49,18 +50,24 @@ __all__ = [
 
 
 def open_view(
-    path: str | os.PathLike[str], *, map_size: int = MAP_SIZE, stale_reads: bool = False, verify_reads: bool = True
+    path: str | os.PathLike[str],
+    *,
+    map_size: int = MAP_SIZE,
+    stale_reads: bool = False,
+    verify_reads: bool = True,
+    partial: bool = False,
 ) -> View:
     """Open the mirror in the data directory `path` for reading, even if its service does not run.
 
     `map_size` is the initial address space of each group, in bytes; it grows if needed. With `stale_reads` a vbucket is
     read from its old copy during a resync, even if the setting `resync_reads` withholds that copy. With `verify_reads`
-    each row's checksum is compared; a wrong checksum raises CorruptedError.
+    each row's checksum is compared; a wrong checksum raises CorruptedError. With `partial` a vbucket that is not filled
+    yet counts as empty; otherwise its reads raise Unavailable.
 
     Raises NotAMirror, ReadOnly, CorruptedError, UnknownFormat; the first read of a group also WrongBucket, and ReadOnly
     without write access to the lock file.
     """
-    return View(os.fspath(path), map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads)
+    return View(os.fspath(path), map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads, partial=partial)
 
 
 _views: weakref.WeakSet[View] = weakref.WeakSet()
@@ -86,9 +93,16 @@ class View(PointReads):
     """
 
     def __init__(
-        self, path: str, *, map_size: int = MAP_SIZE, stale_reads: bool = False, verify_reads: bool = True
+        self,
+        path: str,
+        *,
+        map_size: int = MAP_SIZE,
+        stale_reads: bool = False,
+        verify_reads: bool = True,
+        partial: bool = False,
     ) -> None:
-        super().__init__(Groups(path, map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads))
+        reads = ReadOptions(path, stale_reads, verify_reads, partial)
+        super().__init__(Groups(path, map_size=map_size, reads=reads))
         self.path = path
         self.identity: Identity = self.groups.identity
         self.vbids = self.identity.vbids
@@ -199,7 +213,7 @@ class View(PointReads):
         return scans.page(self.reader(pin.vbid), pin, collection, selection, limit, bytes_max, self.path)
 
     def count(self, vbid: int) -> int:
-        """Count the documents of a vbucket, expired ones included, by a walk over its keys."""
+        """Count the documents of a vbucket, expired ones included, by a walk over its keys. Raises Unavailable."""
         return scans.count(self.reader(vbid))
 
     # -- positions and history ------------------------------------------------------------------------------------
@@ -213,6 +227,21 @@ class View(PointReads):
     def states(self) -> list[VbucketState]:
         """Return the stored states of `vbids`, in that order."""
         return [self.state(vbid) for vbid in self.vbids]
+
+    def unfilled(self, vbids: Iterable[int] | None = None) -> list[int]:
+        """Return those of some vbuckets (None: all) that are not filled yet."""
+        return [vbid for vbid in (self.vbids if vbids is None else vbids) if not self.state(vbid).is_whole]
+
+    def check_readable(self, vbids: Collection[int] | None = None) -> None:
+        """Raise Unavailable unless each of some vbuckets (None: all) can be read."""
+        requested = self.vbids if vbids is None else vbids
+        refused = [error for vbid in requested if (error := self.reader(vbid).refusal()) is not None]
+        if refused:
+            count = sum(each.message == refused[0].message for each in refused)
+            if count > 1:
+                message = f"{count} of {len(requested)} vbuckets: {refused[0].message}"
+                raise Unavailable(message, path=self.path, vbid=None, hint=refused[0].hint)
+            raise refused[0]
 
     def published(self, unreadable: Unreadable | None = None) -> dict[int, Served]:
         """Return the served state of each of `vbids`: the cheapest way to notice a publish. If a group cannot be read,
@@ -237,9 +266,8 @@ class View(PointReads):
 
     def stale(self, vbid: int) -> bool:
         """Return True while a resync is under way next to the served copy."""
-        reader = self.reader(vbid)
-        with reader.environment.read() as txn:
-            return bool(reader.served_in(txn.raw)[5] & PUB_STALE)
+        with self.reader(vbid).environment.read() as txn:
+            return txn.pub(vbid).is_stale
 
     def boundaries(self, vbid: int) -> list[Boundary]:
         """Return the kept boundaries of the served history, newest first."""

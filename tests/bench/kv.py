@@ -137,7 +137,7 @@ def serve(pipe: Connection, path: str, make: type[KvServer]) -> None:
     """Serve the mirror at `path` over KV or DCP in a process of its own; the first message is the port."""
 
     async def run() -> None:
-        bucket = KvBucket(path, SystemClock(), stale_allowed=True)
+        bucket = KvBucket(path, SystemClock())
         held = reserve(Address(), "kv")
         users = SourceUser("demo", lambda: "demo")
         served_map = ServedMap(bucket.identity, [own_node([held.address])], 1)

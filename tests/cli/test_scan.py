@@ -8,6 +8,7 @@ import pytest
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import call, succeed
 from tests.serve.test_objects import FIELDS
+from tests.spark.mirrors import VBUCKETS, SmallMirror, orders
 
 
 def test_all_documents_one_a_line(mirrored: Path) -> None:
@@ -66,3 +67,33 @@ def test_as_of_a_time_every_vbucket_says_its_boundary(mirrored: Path) -> None:
     for vbid, seqno in reported.items():
         assert f"as of vbucket {vbid}, seqno {seqno}, published " in result.err
     assert sum(line["key"].startswith("order::") for line in result.lines if "key" in line) == 200
+
+
+READS: dict[str, tuple[str, ...]] = {
+    "get": ("get", "order::000777"),
+    "scan": ("scan",),
+    "changes": ("changes",),
+    "export": ("export",),
+    "export to a file": ("export", "--to", "out.jsonl"),
+}
+
+
+@pytest.mark.parametrize("command", READS.values(), ids=READS)
+def test_a_mirror_that_is_not_filled_is_read_only_if_the_caller_wants_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mirror = SmallMirror(tmp_path / "data", filled=False)
+    mirror.put(orders(0, 3))
+    mirror.close()
+    filled = sum(map(bool, mirror.seqnos.values()))
+    unreadable = 1 if command[0] == "get" else VBUCKETS - filled
+    refused = call(*command, "--data", tmp_path / "data")
+    refused.assert_complains(1, "not filled yet")
+    assert refused.out == ""
+    part = call(*command, "--data", tmp_path / "data", "--partial")
+    assert f"{unreadable} of {1 if command[0] == 'get' else VBUCKETS} vbuckets are missing" in part.err
+    assert part.code == (5 if command[0] == "get" else 0)
+    if command != READS["export"]:
+        said = call(*command, "--data", tmp_path / "data", "--partial", "--json").lines[0]
+        assert said["missing_vbuckets"] == unreadable

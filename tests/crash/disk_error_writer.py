@@ -125,7 +125,7 @@ class Run:
     def end(self) -> None:
         """Close, and compare what is stored with what was written."""
         self.writer.close()
-        with open_view(self.path) as view:
+        with open_view(self.path, partial=True) as view:
             for vbid in range(VBUCKETS):
                 seqno = int(view.state(vbid).published_seqno)
                 stored = {document.key: (int(document.seqno), document.value) for document in view.scan(vbid)}

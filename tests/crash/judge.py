@@ -51,7 +51,7 @@ def published_seqnos(data: Path) -> dict[int, int]:
     """Return the published seqno of each vbucket; none before the mirror is made."""
     if not directory.exists(str(data)):
         return {}
-    with open_view(str(data)) as view:
+    with open_view(str(data), partial=True) as view:
         return {int(state.vbid): int(state.published_seqno) for state in view.states()}
 
 
@@ -93,7 +93,7 @@ def judge(source: SandboxCluster, data: Path, *, live: bool) -> dict[int, int]:
     assert report.clean, f"check of {data}: {report.problems[:SHOWN_MAX]}"
     published: dict[int, int] = {}
     wrong: list[str] = []
-    with open_view(str(data)) as view:
+    with open_view(str(data), partial=True) as view:
         for vbid in range(len(source.vbuckets)):
             seqno = published[vbid] = int(view.state(vbid).published_seqno)
             if not seqno:

@@ -138,7 +138,7 @@ class Campaign:
         self.source.call(prepare, *self.rng.choice(((0, 0), (20, 0), (300, 0), (6000, 60_000))))
 
     def _vbuckets_with_staged_rows(self) -> int:
-        with open_view(str(self.service.data)) as view:
+        with open_view(str(self.service.data), partial=True) as view:
             return sum(state.staged_seqno > state.published_seqno for state in view.states())
 
     def wait_requested_again(self, vbids: list[int], requested: dict[int, int], published: dict[int, int]) -> None:

@@ -284,7 +284,7 @@ def _without_ids(name: bytes, value: bytes) -> bytes:
 
 def seen(data: str) -> tuple[int, tuple[tuple[bytes, bytes, int], ...]]:
     """Return the published seqno and the documents that a reader finds."""
-    with open_view(data) as view:
+    with open_view(data, partial=True) as view:
         documents = tuple((each.key, each.value, int(each.seqno)) for each in view.scan(VBID))
         return int(view.state(VBID).published_seqno), documents
 

@@ -39,7 +39,7 @@ RATE, KEYS = 200, 2000
 READER = """
 import sys, time
 from storage.read.view import open_view
-view = open_view(sys.argv[1])
+view = open_view(sys.argv[1], partial=True)
 environment = view.groups.environment(0)
 with environment.read() as txn:
     print("reading", flush=True)

@@ -176,7 +176,7 @@ class GatedVbucket:
         return int(self.writer.vbuckets[VBID].state.published_seqno)
 
     def view(self) -> View:
-        return open_view(self.path)
+        return open_view(self.path, partial=True)
 
     def seen(self) -> dict[bytes, tuple[int, bytes]]:
         with self.view() as view:

@@ -221,7 +221,7 @@ class Mirrors:
         assert check(mirror.path).problems == []
         if not self.compares:
             return
-        with open_view(mirror.path) as view:
+        with open_view(mirror.path, partial=True) as view:
             for vbid, vbucket in enumerate(self._cluster.vbuckets):
                 source = state_at(vbucket, view.state(vbid).published_seqno)
                 seen = {

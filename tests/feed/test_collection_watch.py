@@ -49,7 +49,7 @@ def write(cluster: SandboxCluster, count: int, name: str = "doc", *collections: 
 
 
 def documents(mirror: Mirror, collection: str) -> set[bytes]:
-    with open_view(mirror.path) as view:
+    with open_view(mirror.path, partial=True) as view:
         found = set()
         for vbid in range(VBUCKETS):
             found |= {document.key for document in view.scan(vbid, collection=collection)}

@@ -218,7 +218,7 @@ def compare(path: str, name: str, vbid: int, *, whole: bool) -> None:
     """The state of one vbucket, key by key. `whole`: what the stream did not bring was there before, equal too."""
     state, rules = states_of(name)[vbid], COMPARABLE[name][str(vbid)]
     left_out = {*rules["in_state_not_in_stream"], *rules["differs"]}
-    with open_view(path) as view:
+    with open_view(path, partial=True) as view:
         stored = {
             (document.collection_id, document.key): document for document in view.scan(vbid, deletions=True, now=0)
         }

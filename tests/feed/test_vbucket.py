@@ -44,7 +44,7 @@ def script(*exchanges: Exchange) -> Script:
 
 def stored(mirror: Mirror) -> list[int]:
     assert check(mirror.path).problems == []
-    with open_view(mirror.path) as view:
+    with open_view(mirror.path, partial=True) as view:
         return sorted(document.seqno for document in view.scan(VBID))
 
 

@@ -66,7 +66,7 @@ async def verified(
 ) -> list[VbucketResult]:
     def work() -> list[VbucketResult]:
         with (
-            open_view(mirror.path, stale_reads=True) as view,
+            open_view(mirror.path, stale_reads=True, partial=True) as view,
             SourceReader(cluster.connection_string, password="demo", settings=mirror.settings) as reader,
         ):
             return Verifier(mirror.path, view, reader, service=service, **options).run(vbids or [*range(VBUCKETS)])

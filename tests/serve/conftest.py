@@ -37,7 +37,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def bucket(store: Store) -> Iterator[KvBucket]:
-    opened = KvBucket(store.path, SystemClock(), stale_allowed=False)
+    opened = KvBucket(store.path, SystemClock())
     yield opened
     opened.close()
 

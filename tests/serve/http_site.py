@@ -61,6 +61,7 @@ class Source:
                     group=group,
                     identity=self.identity,
                     sync="unsafe",
+                    resync_reads="unavailable",
                     clock_ms=self.clock,
                     map_size=1 << 28,
                 ),

@@ -102,7 +102,7 @@ class Store:
             WriterOptions(
                 group=0,
                 identity=self.identity,
-                **{"sync": "unsafe", "clock_ms": SystemClock().wall_ms, **options},
+                **{"sync": "unsafe", "resync_reads": "unavailable", "clock_ms": SystemClock().wall_ms, **options},
             ),
         )
 
@@ -255,13 +255,12 @@ class Hosted(Generic[S, C]):
         *,
         readers: Users | None = None,
         addresses: Sequence[Address] = (Address(),),
-        stale_allowed: bool = False,
         publishes_persisted: bool = False,
         tls: Any = None,
         **settings: Any,
     ) -> AsyncIterator[Self]:
         clock = SystemClock()
-        bucket = KvBucket(path, clock, stale_allowed=stale_allowed, publishes_persisted=publishes_persisted)
+        bucket = KvBucket(path, clock, publishes_persisted=publishes_persisted)
         held = [reserve(address, "kv") for address in addresses]
         served = ServedMap(bucket.identity, [own_node([each.address for each in held])], 5)
         made = cls(held, cls.server_type(bucket, readers or users(), served, clock, Settings(**settings)), bucket)

@@ -42,7 +42,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def bucket(store: Store, clock: ManualClock) -> Iterator[KvBucket]:
-    opened = KvBucket(store.path, clock, stale_allowed=False)
+    opened = KvBucket(store.path, clock)
     yield opened
     opened.close()
 
@@ -74,7 +74,7 @@ def test_a_damaged_document_is_served_only_where_reads_are_not_verified(
     with pytest.raises(Refused) as refused:
         bucket.find(b"\0a", vbid, READER)
     assert refused.value.status == Status.ETMPFAIL
-    careless = KvBucket(store.path, clock, stale_allowed=False, verify_reads=False)
+    careless = KvBucket(store.path, clock, verify_reads=False)
     found = careless.find(b"\0a", vbid, READER)
     assert isinstance(found, Document)
     assert found.value == b"0"

@@ -239,17 +239,23 @@ async def test_keys_of_impossible_lengths(endpoint: Endpoint) -> None:
     assert (await plain.get(b"x" * 250)).status == Status.KEY_ENOENT
 
 
-@pytest.mark.parametrize("stale_allowed", [False, True])
-async def test_a_vbucket_that_is_resynced(store: Store, stale_allowed: bool) -> None:
+@pytest.mark.parametrize("resync_reads", ["unavailable", "stale"])
+async def test_a_vbucket_that_is_resynced(tmp_path: Path, resync_reads: str) -> None:
+    store = Store(tmp_path, resync_reads=resync_reads)
+    store.logs()
     vbid = store.put(b"a", b"old", 2)
-    async with serving(store.path, stale_allowed=stale_allowed) as endpoint:
+    async with serving(store.path) as endpoint:
         client = await endpoint.sdk()
         store.writer.vbuckets[vbid].begin_resync()
         store.log(vbid, (88, 0))
         got = await client.ask(at(endpoint, b"a"))
-        assert (got.status, got.value) == (Status.SUCCESS, b"old") if stale_allowed else got.status == Status.ETMPFAIL
+        if resync_reads == "stale":
+            assert (got.status, got.value) == (Status.SUCCESS, b"old")
+        else:
+            assert got.status == Status.ETMPFAIL
         store.put(b"a", b"new", 1)
         assert (await client.ask(at(endpoint, b"a"))).value == b"new"
+    store.close()
 
 
 async def test_a_reader_gets_only_collections_that_it_may_read(store: Store, users_file: Path) -> None:

@@ -84,7 +84,7 @@ def source_session() -> SandboxSession:
 @pytest.fixture
 def mirror_session(tmp_path: Path) -> Iterator[KvSession]:
     store = Store(tmp_path, vbuckets=1)
-    bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
+    bucket = KvBucket(store.path, SystemClock())
     yield session_of(bucket, Reader("all"))
     bucket.close()
     store.close()

@@ -567,7 +567,7 @@ class Mirror:
     @property
     def view(self) -> View:
         if self._view is None:
-            self._view = open_view(self.path)
+            self._view = open_view(self.path, partial=True)
         return self._view
 
     def drop_view(self) -> None:

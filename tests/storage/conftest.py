@@ -52,7 +52,7 @@ def environment(path: str) -> Iterator[Environment]:
 
 @pytest.fixture
 def view(path: str, writer: GroupWriter) -> Iterator[View]:
-    with open_view(path) as opened:
+    with open_view(path, partial=True) as opened:
         yield opened
 
 

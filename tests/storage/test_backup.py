@@ -75,7 +75,7 @@ def filled(writer: GroupWriter) -> GroupWriter:
 
 def test_what_is_published_while_it_runs_is_not_in_it(path: str, filled: GroupWriter, tmp_path: Path) -> None:
     directory.save_map(path, MapRecord(IDENTITY.bucket_uuid, 3, 14))
-    with open_view(path) as view:
+    with open_view(path, partial=True) as view:
         before, token = contents(view), view.token(0)
     parts: list[BackupPart] = []
 
@@ -89,7 +89,7 @@ def test_what_is_published_while_it_runs_is_not_in_it(path: str, filled: GroupWr
     assert [part.name for part in parts][:2] == [backup.part_name(0, 0), backup.part_name(0, 1)]
     assert (parts[-1].name, summary.published[0]) == (backup.MANIFEST, 6)
     target = restored(parts, tmp_path / "target")
-    with open_view(target) as view:
+    with open_view(target, partial=True) as view:
         assert contents(view) == before
         assert view.token(0) == token
         assert view.state(0).failover_log == log()
@@ -107,26 +107,29 @@ def test_a_token_that_is_newer_than_the_backup_is_refused_even_when_its_seqno_ha
     path: str, filled: GroupWriter, tmp_path: Path
 ) -> None:
     parts = made(path)
-    with open_view(path) as view:
+    with open_view(path, partial=True) as view:
         at_backup = view.token(0)
     publish(filled, 7, {KEYS[6]: b"only in the original"})
-    with open_view(path) as view:
+    with open_view(path, partial=True) as view:
         newer = view.token(0)
     target = restored(parts, tmp_path / "target")
-    with open_view(target) as view:
+    with open_view(target, partial=True) as view:
         assert list(view.changes(0, since=at_backup)) == []
         with pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
             list(view.changes(0, since=newer))
     copy = open_writer(target)
     publish(copy, 7, {KEYS[7]: b"only in the copy"})
-    with open_view(target) as view:
+    with open_view(target, partial=True) as view:
         of_copy = view.token(0)
         assert (of_copy.branch, of_copy.seqno) == (newer.branch, newer.seqno)
         assert [change.document.key for change in view.changes(0, since=at_backup) if change.document] == [KEYS[7]]
         with pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
             list(view.changes(0, since=newer))
     copy.close()
-    with open_view(path) as view, pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
+    with (
+        open_view(path, partial=True) as view,
+        pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"),
+    ):
         list(view.changes(0, since=of_copy))
 
 
@@ -137,22 +140,22 @@ def test_branches_of_original_and_copy_have_different_histories(path: str, fille
     for writer, where in ((filled, path), (copy, target)):
         writer.vbuckets[0].rollback(4)
         publish(writer, 5, {KEYS[3]: b"again"})
-        with open_view(where) as view:
+        with open_view(where, partial=True) as view:
             tokens.append(view.token(0))
     copy.close()
     ours, theirs = tokens
     assert (ours.branch, ours.seqno) == (theirs.branch, theirs.seqno) == (2, 5)
     for where, foreign in ((path, theirs), (target, ours)):
-        with open_view(where) as view, pytest.raises(ViewInvalidated):
+        with open_view(where, partial=True) as view, pytest.raises(ViewInvalidated):
             list(view.changes(0, since=foreign))
 
 
 def test_as_of_an_older_boundary_the_copy_serves_that_one(path: str, filled: GroupWriter, tmp_path: Path) -> None:
-    with open_view(path) as view:
+    with open_view(path, partial=True) as view:
         newest, older = view.boundaries(0)
         newer_token, older_token = view.token(0), view.token(0, 1, 4)
     target = restored(made(path, as_of_ms=older.time_ms), tmp_path / "target")
-    with open_view(target) as view:
+    with open_view(target, partial=True) as view:
         assert contents(view) == dict.fromkeys(KEYS[:4], b"first")
         assert (view.state(0).published_seqno, view.state(0).rollback_count) == (older.seqno, 1)
         assert list(view.changes(0, since=older_token)) == []

@@ -116,7 +116,7 @@ def test_a_document_with_a_thousand_versions_is_backed_up(path: str, writer: Gro
     sink = Kept()
     backup.create(path, sink, time_ms=1_000)
     backup.restore(sink.parts, str(tmp_path / "restored"), clock_ms=lambda: 2_000)
-    with open_view(str(tmp_path / "restored")) as view:
+    with open_view(str(tmp_path / "restored"), partial=True) as view:
         assert contents(view) == {key: b"1000"}
         assert [change.document.value for change in view.changes(0) if change.document][-2:] == [b"999", b"1000"]
 

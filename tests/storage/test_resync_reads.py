@@ -87,13 +87,45 @@ def test_a_resync_that_is_under_way_follows_the_setting_of_the_next_start(path: 
                 assert view.get(KEY) is not None
 
 
-def test_a_vbucket_that_never_published_has_nothing_to_withhold(tmp_path: Path) -> None:
+UNFILLED: dict[str, Callable[[View], Any]] = READS | {
+    "get as of": lambda view: view.get(KEY, as_of=Time(9_999_999_999_999)),
+    "scan as of": lambda view: list(view.scan(0, as_of=Time(9_999_999_999_999))),
+    "scan of all": lambda view: list(view.scan()),
+    "exists": lambda view: view.exists(KEY),
+    "find": lambda view: view.find(b"\0" + KEY).document,
+    "count": lambda view: view.count(0),
+    "changes of all": lambda view: list(view.changes()),
+}
+
+
+@pytest.mark.parametrize("resync_reads", ["unavailable", "stale"])
+@pytest.mark.parametrize("read", UNFILLED.values(), ids=UNFILLED)
+def test_a_vbucket_that_is_not_filled_is_refused_unless_the_view_is_partial(
+    tmp_path: Path, read: Callable[[View], Any], resync_reads: str
+) -> None:
     path = str(tmp_path / "data")
     directory.create(path, IDENTITY)
-    writer = open_writer(path, resync_reads="unavailable")
-    writer.vbuckets[0].begin_resync()
-    with open_view(path) as view:
-        assert view.get(KEY) is None
-        assert view.get(KEY, as_of=Time(5)) is None
-        assert list(view.scan(as_of=Time(5))) == []
-    writer.close()
+    writers = [open_writer(path, group, resync_reads=resync_reads) for group in (0, 1)]
+    writer = writers[0]
+    with open_view(path, partial=True) as partial, open_view(path, stale_reads=True) as view:
+        for resyncs in (False, True):
+            if resyncs:
+                writer.vbuckets[0].begin_resync()
+            assert 0 in view.unfilled()
+            with pytest.raises(Unavailable, match=r"vbucket 0: not filled yet .*--ready") as caught:
+                read(view)
+            assert caught.value.retryable
+            with pytest.raises(Unavailable, match=r"4 of 4 vbuckets: not filled yet"):
+                view.check_readable()
+            partial.check_readable()
+            assert not read(partial)
+        for vbid in range(4):
+            writers[vbid % 2].vbuckets[vbid].save(failover_log=log())
+            writers[vbid % 2].vbuckets[vbid].publish(0, 0)
+            writers[vbid % 2].commit()
+        view.check_readable()
+        assert not read(view)  # its source has said that it is empty
+        publish(writer, 0, [(KEY, b"new", 3)])
+        assert read(view)
+    for each in writers:
+        each.close()

@@ -21,9 +21,10 @@ from tests.storage.model import A, B
 from tests.storage.rig import Clock, publish, purge, put, snapshots
 
 READS = {
-    "boundaries", "changes", "changes_between", "check_since", "check_way", "close", "count", "exists", "find", "get",
-    "get_many", "get_or_large", "history", "key_at", "manifest", "manifest_of", "manifest_uids", "pin", "published",
-    "retracted_by", "rollbacks", "scan", "scan_page", "stale", "state", "states", "token", "vbid_of", "wait_for",
+    "boundaries", "changes", "changes_between", "check_readable", "check_since", "check_way", "close", "count",
+    "exists", "find", "get", "get_many", "get_or_large", "history", "key_at", "manifest", "manifest_of",
+    "manifest_uids", "pin", "published", "retracted_by", "rollbacks", "scan", "scan_page", "stale", "state", "states",
+    "token", "unfilled", "vbid_of", "wait_for",
 }  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def _read_in_child(view: object, results: object) -> None:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_view_is_not_used_after_fork(path: str) -> None:
     context = multiprocessing.get_context("fork")
-    with open_view(path) as view:
+    with open_view(path, partial=True) as view:
         view.get("anything")
         results = context.Queue()
         child = context.Process(target=_read_in_child, args=(view, results))

@@ -74,7 +74,7 @@ class Store(RuleBasedStateMachine):
         self.tokens: list[tuple[Token, dict[bytes, bytes]]] = []
         self.held: dict[Token, int] = {}
         """Tokens that a lease keeps, and until when."""
-        self.view = open_view(self.path)
+        self.view = open_view(self.path, partial=True)
         self.readers: list[OpenReader] = []
         self.positions: dict[int, list[Position]] = {vbid: [] for vbid in VBIDS}
         """The served contents at the moments when readers began."""
@@ -204,7 +204,7 @@ class Store(RuleBasedStateMachine):
         crash(self.writer)
         self.writer = open_writer(self.path, clock=self.clock)
         self.held.clear()
-        self.view = open_view(self.path)
+        self.view = open_view(self.path, partial=True)
         for vbid in VBIDS:
             after = self.writer.vbuckets[vbid].state
             assert after.published_seqno == before[vbid].published_seqno

@@ -15,7 +15,7 @@ from tests.supervise.conftest import eventually_now
 READS = """
 import sys
 from storage.read.view import open_view
-view = open_view(sys.argv[1])
+view = open_view(sys.argv[1], partial=True)
 reader = view.reader(0)
 with reader.environment.read() as txn:
     txn.pub(0)

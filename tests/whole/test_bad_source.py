@@ -70,7 +70,7 @@ def service(source: SandboxThread, shared_service: Service) -> Iterator[Service]
 
 
 def published(data: Path) -> list[int]:
-    with open_view(str(data)) as view:
+    with open_view(str(data), partial=True) as view:
         return [int(state.published_seqno) for state in view.states()]
 
 

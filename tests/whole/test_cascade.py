@@ -48,7 +48,7 @@ def free_port() -> int:
 def published(service: Service) -> dict[int, int]:
     if not (service.data / "mirror.json").exists():
         return {}
-    with open_view(str(service.data)) as view:
+    with open_view(str(service.data), partial=True) as view:
         return {int(state.vbid): int(state.published_seqno) for state in view.states()}
 
 
@@ -174,7 +174,7 @@ class Chain:
         def level(link: Service) -> bool:
             if published(link) != expected:
                 return False
-            with open_view(str(link.data)) as view:
+            with open_view(str(link.data), partial=True) as view:
                 return {vbid: view.state(vbid).failover_log[0].vbuuid for vbid in range(VBUCKETS)} == logs
 
         for link, name in zip(self.links, LINKS, strict=True):
@@ -266,7 +266,7 @@ def all_agree(chain: Chain, expected: dict[int, int], first_ends: dict[int, int]
     source_seqnos = chain.source_seqnos()
     rollbacks = 0
     with ExitStack() as stack:
-        views = [stack.enter_context(open_view(str(link.data))) for link in chain.links]
+        views = [stack.enter_context(open_view(str(link.data), partial=True)) for link in chain.links]
         for vbid in range(VBUCKETS):
             held = [documents(view, vbid) for view in views]
             assert held[0] == held[1] == held[2], f"vb {vbid}"

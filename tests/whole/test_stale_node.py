@@ -50,14 +50,14 @@ def level(source: SandboxThread, data: Path) -> bool:
     if not (data / "mirror.json").exists():
         return False
     highs = source.call(lambda: [(each.high_seqno, each.vbuuid) for each in source.cluster.vbuckets])
-    with open_view(str(data)) as view:
+    with open_view(str(data), partial=True) as view:
         found = [(view.state(vbid).published_seqno, view.state(vbid).failover_log) for vbid in range(VBUCKETS)]
     return all(seqno == high and log and log[0].vbuuid == uuid
                for (seqno, log), (high, uuid) in zip(found, highs, strict=True))  # fmt: skip
 
 
 def assert_true_to_the_cluster(source: SandboxThread, data: Path) -> None:
-    with open_view(str(data)) as view:
+    with open_view(str(data), partial=True) as view:
         for vbid in range(VBUCKETS):
             vbucket = source.cluster.vbucket(vbid)
             expected = set(source.call(state_at, vbucket, vbucket.high_seqno))
@@ -65,7 +65,7 @@ def assert_true_to_the_cluster(source: SandboxThread, data: Path) -> None:
 
 
 def rollbacks(data: Path) -> list[Any]:
-    with open_view(str(data)) as view:
+    with open_view(str(data), partial=True) as view:
         return [each for vbid in range(VBUCKETS) for each in view.rollbacks(vbid)]
 
 

@@ -34,7 +34,7 @@ from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service, 
 from mirror.serve.large import Pieces as LargePieces
 from mirror.serve.large import merged
 from mirror.serve.objects import change_parts, dumps
-from storage.errors import Closed, StorageError, ViewInvalidated
+from storage.errors import Closed, StorageError, Unavailable, ViewInvalidated
 from storage.read.states import Unreadable
 from storage.read.view import Change, Pieces, Served, Token, View
 
@@ -62,7 +62,7 @@ async def get_changes(request: Request) -> Response:
     view = service.view
     count = view.identity.vbucket_count
     vbids: list[int] = sorted({vbucket(text, count) for text in parameters.all("vbid")}) or list(view.vbids)
-    service.refuse_unavailable(vbids)
+    view.check_readable(vbids)
     since = request.headers.get("last-event-id") or parameters.text("since")
     follow = parameters.flag("follow", True)
     name = parameters.text("collection")
@@ -79,7 +79,7 @@ async def get_changes(request: Request) -> Response:
         await service.after(request, tokens, timeout_s, lambda: None)
         position = {} if since is None else await service.read_in_bulk(request, partial(parse_position, since, count))
     if strange := set(position) - set(vbids):
-        service.refuse_unavailable(strange)
+        view.check_readable(strange)
         raise Problem("bad-request", f"the position is of vbucket {min(strange)}, which is not requested")
     ends_s = perf_counter() + STEP_S
     for vbid, token in () if since == "now" else position.items():
@@ -266,14 +266,14 @@ class ChangeStream:
         while True:
             started_at = self._position.get(vbid)
             try:
-                if self._service.view.stale(vbid) and not self._service.stale_reads:
-                    return  # a new copy will replace this one: the stream then ends with a reset
                 pieces = Pieces(PIECE_BYTES)
                 changes = self._service.view.changes(vbid, since=started_at, pieces=pieces)
                 async with contextlib.aclosing(self._texts(changes, pieces)) as texts:
                     async for text in texts:
                         yield text
                 return
+            except Unavailable:
+                return  # a new copy will replace this one: the stream then ends with a reset
             except (ViewInvalidated, Closed) as error:
                 await asyncio.sleep(0)
                 if isinstance(error, Closed) or started_at is None or self._position.get(vbid) != started_at:

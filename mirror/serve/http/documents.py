@@ -8,7 +8,7 @@ Knows the routes' parameters and headers; never a socket or a status. Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -106,7 +106,6 @@ class DocumentRequest(NamedTuple):
         as_of = parameters.as_of()
         tokens, timeout_s = service.tokens(parameters)
         vbid = service.view.vbid_of(key)
-        service.refuse_unavailable((vbid,))
         return DocumentRequest(collection, key, vbid, form, as_of, tokens, timeout_s, header(request, b"if-none-match"))
 
     def read(self, service: Service, reader: Reader, bytes_max: int) -> Document | LargeDocument | None:
@@ -118,7 +117,6 @@ class DocumentRequest(NamedTuple):
     def answer(self, service: Service, found: Document | LargeDocument | None) -> Response:
         document = found.document if isinstance(found, LargeDocument) else found
         if document is None:
-            service.refuse_unpublished((self.vbid,))
             raise Problem("no-document", "no such document", vbid=int(self.vbid))
         tag = entity_tag(document, self.form)
         if matches(self.tag, tag):
@@ -171,7 +169,6 @@ async def get_documents(request: Request) -> Response:
         return keys, {view.vbid_of(key) for key in keys}
 
     keys, vbids = await service.read_in_bulk(request, parse)
-    service.refuse_unavailable(vbids)
 
     def read() -> tuple[Pieces, int]:
         refuse_gone(request)
@@ -180,7 +177,6 @@ async def get_documents(request: Request) -> Response:
             collection_id(view.manifest(), collection)
         found = view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
         missing = [key for key in keys if key not in found]
-        service.refuse_unpublished({view.vbid_of(key) for key in missing})
         rows = [document_json(found[key]) for key in keys if key in found]
         tail = b'"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
         return _documents(rows, tail), len(found)
@@ -209,7 +205,6 @@ async def scan_documents(request: Request) -> Response:
             raise Problem("bad-request", "this page's token is of another collection")
     else:
         page = await _first_page(service, request, reader, parameters, collection)
-    service.refuse_unavailable((page.pin.vbid,))
     return await _answer_page(service, request, reader, page, limit)
 
 
@@ -246,12 +241,10 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
     byte_count = taken_bytes = 0
     pin, start = page.pin, page.start
     last_vbid = pin.vbid if page.only_vbid else view.vbids[-1]
-    unread: Iterable[int] = (pin.vbid,)
     more = True
     try:
+        view.check_readable((pin.vbid,))
         for _ in range(PAGE_STEPS_MAX):
-            service.refuse_unpublished(unread)
-            unread = ()
             service.judge_pin(reader, page.collection_id, pin, unknown=True)
             found, start = await service.read_in_bulk(
                 request, partial(_read_page, request, view, pin, page, start, limit - len(rows))
@@ -265,8 +258,6 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
                 if pin.vbid >= last_vbid:
                     more = False
                     break
-                unread = (pin.vbid + 1,)
-                service.refuse_unavailable(unread)
                 pin = view.pin(pin.vbid + 1, page.as_of)
                 if page.as_of is None:
                     pin = replace(pin, now_ms=page.now_ms)

@@ -52,7 +52,6 @@ TITLES: dict[str, tuple[int, str]] = {
     "too-large": (413, "Too much at once"),
     "damaged": (500, "Stored data is damaged"),
     "internal": (500, "Internal error"),
-    "not-published": (503, "Not mirrored yet"),
     "unavailable": (503, "Not available now"),
     "too-busy": (503, "Too many readers"),
     "query-timeout": (504, "The query took too long"),
@@ -94,7 +93,6 @@ _OF_STORAGE: dict[type[StorageError], str] = {
     AnswerTooLarge: "too-large",
     WriteLost: "write-lost",
     NotPublished: "not-published-in-time",
-    NotAMirror: "not-published",
     NotHeld: "not-held",
     CorruptedError: "damaged",
     UnreadableValue: "damaged",
@@ -103,7 +101,7 @@ _OF_STORAGE: dict[type[StorageError], str] = {
 
 def of_storage(error: StorageError) -> Problem:
     name = _OF_STORAGE.get(type(error), "unavailable")
-    if name == "not-published":
+    if isinstance(error, NotAMirror):
         return Problem(name, "this mirror is still empty", hint="retry once it has reached its source")
     hint = COLLECTIONS_HINT if name == "no-collection" else error.hint  # the store's hint lists all collections
     problem = Problem(name, error.message, hint=hint)

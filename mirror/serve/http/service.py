@@ -2,8 +2,6 @@
 
 Knows the open view, users, budgets and problems; never a route's own parameters. Invariants:
 - a collection is read only after the reader's right to its name was checked;
-- if a document's vbucket was never published, or is being resynced (with `resync_reads = unavailable`), the answer is
-  "not available now", never "absent". A vbucket known to be empty counts as published;
 - a read with mutation tokens is answered only if the tokens' writes are still published after it, so a rollback during
   the read cannot give an older value.
 """
@@ -52,8 +50,6 @@ STREAMS_SHARE = 8
 """One in this many of a process's connections may be a stream of changes."""
 STREAMS_PER_READER_SHARE = 2
 """One in this many of these streams may be one user's, or one anonymous peer's."""
-FEW = 8
-"""Up to this many vbuckets are read one by one; for more, all are read at once."""
 
 Header = tuple[bytes, bytes]
 T = TypeVar("T")
@@ -164,7 +160,6 @@ class Service:
         self.requests = Requests(name)
         self.mirror = Mirror(required_data(settings), verify_reads=settings.verify_reads)
         self.status = StatusReporter(self.mirror, stored, clock, lag_limit_s=settings.ready_lag_limit_s)
-        self.stale_reads = settings.resync_reads == "stale"
         self.turns = Turns()
         self.budget = Budget(settings.reader_unsent_bytes_max)
         self.large = LargeReads(self.turns)
@@ -267,47 +262,6 @@ class Service:
             return
         if name is None or not reader.may_read(name):
             raise _may_not_read(reader)
-
-    # availability
-
-    def refuse_unavailable(self, vbids: Iterable[int]) -> None:
-        """Raise Problem for vbuckets that are not held here, or, without `stale_reads`, are being resynced."""
-        view = self.view
-        requested = sorted(vbids)
-        held = view.vbids
-        for vbid in requested:
-            if vbid not in held:
-                raise Problem(
-                    "not-held",
-                    f"this mirror holds vbuckets {held[0]} to {held[-1]}",
-                    hint="ask the mirror that holds it",
-                    vbid=int(vbid),
-                )
-        if self.stale_reads:
-            return
-        if len(requested) > FEW:
-            published = self.view.published({})  # a read of an unreadable vbucket raises its error
-            stale = [vbid for vbid in requested if vbid in published and published[vbid].pub.is_stale]
-        else:
-            stale = [vbid for vbid in requested if view.stale(vbid)]
-        for vbid in stale:
-            raise Problem(
-                "unavailable",
-                f"vbucket {vbid} is resynced after its history was lost at the source",
-                hint="wait, or have the service serve the old copy (resync_reads = stale)",
-                vbid=int(vbid),
-            )
-
-    def refuse_unpublished(self, vbids: Iterable[int]) -> None:
-        """Raise Problem for unpublished vbuckets: a document that is not found there may exist."""
-        for vbid in vbids:
-            if not self.view.state(vbid).is_whole:
-                raise Problem(
-                    "not-published",
-                    f"nothing of vbucket {vbid} is published yet",
-                    hint="wait for its first snapshot to be complete; /readyz says when all are",
-                    vbid=int(vbid),
-                )
 
     # waiting
 

@@ -23,7 +23,7 @@ from mirror.server.cluster_config import render_manifest
 from mirror.server.errors import Refused, unknown_collection
 from mirror.wire.constants import Status
 from storage.env import directory
-from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalidated
+from storage.errors import NotHeld, StorageError, Unavailable, UnknownCollection, ViewInvalidated
 from storage.model import Document, Manifest, VbucketState
 from storage.read import scan, states, stream
 from storage.read.large import LargeDocument, about
@@ -70,7 +70,6 @@ class KvBucket:
         data: str,
         clock: Clock,
         *,
-        stale_allowed: bool,
         verify_reads: bool = True,
         publishes_persisted: bool = False,
     ) -> None:
@@ -78,8 +77,7 @@ class KvBucket:
         self.clock = clock
         self.publishes_persisted = publishes_persisted
         """True if all published rows are persisted on every copy at the source (`publish=persisted`)."""
-        self._stale_allowed = stale_allowed
-        self._open = partial(open_view, data, stale_reads=stale_allowed, verify_reads=verify_reads)
+        self._open = partial(open_view, data, verify_reads=verify_reads)
         self.view: View = self._open()
         self.view.published({})  # takes 30 ms, so not in the first request
         self._files = directory.group_files(self._data, self.view.identity.group_count)
@@ -107,22 +105,15 @@ class KvBucket:
             raise self.failed(error) from error
         if not found.collection_exists or not reader.reads_all:
             _check_collection(_collection_of(wire_key), found.manifest, reader)
-        if found.stale and not self._stale_allowed:
-            raise Refused(Status.ETMPFAIL, "the vbucket is being resynced")
         if found.document is None:
-            if not found.published_seqno and not self.ready(self.view.vbid_of(_key_of(wire_key))):
-                raise Refused(Status.ETMPFAIL, "the vbucket is not published yet")
             return None
         return found.document if vbid is None or vbid == about(found.document).vbid else None
-
-    def ready(self, vbid: int) -> bool:
-        return self.state(vbid).is_whole
 
     # -- scans
 
     def check_collection(self, vbid: int, collection_id: int, reader: Reader) -> None:
         """Raise Refused if the collection does not exist in a vbucket, or is forbidden to the reader."""
-        self.served_state(vbid)
+        self.check_readable(vbid)
         with self._reading():
             manifest = self.view.manifest(vbid)
         _check_collection(collection_id, manifest, reader)
@@ -160,13 +151,6 @@ class KvBucket:
         with self._reading(Status.RANGE_SCAN_CANCELLED):
             return scan.count_keys(self.view.reader(pin.vbid), pin, collection_id, start=start, keys_max=keys_max)
 
-    def check_fresh(self, vbid: int) -> None:
-        """Raise Refused if a scan must end because its vbucket is being resynced."""
-        with self._reading():
-            stale = not self._stale_allowed and self.view.stale(vbid)
-        if stale:
-            raise Refused(Status.RANGE_SCAN_CANCELLED, "the vbucket is being resynced")
-
     def holds_seqno(self, vbid: int, seqno: int) -> bool:
         """Return True if the newest version of some document has this seqno."""
         with self._reading():
@@ -196,13 +180,12 @@ class KvBucket:
         with self._reading():
             return self.view.state(vbid)
 
-    def served_state(self, vbid: int) -> VbucketState:
-        """Return a vbucket's state. Raises Refused while it is being filled, or (without stale reads) resynced."""
-        state = self.state(vbid)
-        resyncing = state.staging_branch != state.branch and not self._stale_allowed
-        if resyncing or not state.failover_log:
-            raise Refused(Status.ETMPFAIL, "the vbucket is being filled")
-        return state
+    def check_readable(self, vbid: int, refusal: Status = Status.ETMPFAIL) -> None:
+        """Raise Refused while the vbucket is being filled, or withheld during a resync."""
+        if vbid not in self.view.vbids:
+            raise Refused(Status.NOT_MY_VBUCKET)
+        with self._reading(refusal):
+            self.view.check_readable((vbid,))
 
     def state_for_dcp(self, vbid: int) -> ServedState:
         """Return a vbucket's state for DCP clients. Raises Refused with NOT_MY_VBUCKET before the first snapshot is
@@ -256,15 +239,17 @@ class KvBucket:
 
     @contextlib.contextmanager
     def _reading(self, invalidated: Status | None = None) -> Iterator[None]:
-        """Raise Refused if the store cannot be read. `invalidated`: the status if a Pin's rows are gone."""
+        """Raise Refused if the store cannot be read. `invalidated`: the status if a Pin's rows are gone or withheld."""
         try:
             yield
         except StorageError as error:
-            if invalidated is not None and isinstance(error, ViewInvalidated):
-                raise Refused(invalidated, str(error)) from error
+            if invalidated is not None and isinstance(error, ViewInvalidated | Unavailable):
+                raise Refused(invalidated, error.message) from error
             raise self.failed(error) from error
 
     def failed(self, error: StorageError) -> Refused:
+        if isinstance(error, Unavailable):
+            return Refused(Status.ETMPFAIL, error.message)
         log.error("read-failed", error=str(error))
         self.reopen_if_replaced()
         return Refused(Status.ETMPFAIL, "the store cannot be read")
@@ -314,10 +299,3 @@ def _collection_of(wire_key: bytes) -> int:
             break
         shift += 7
     return number
-
-
-def _key_of(wire_key: bytes) -> bytes:
-    for index, byte in enumerate(wire_key[:5]):
-        if byte < 0x80:
-            return wire_key[index + 1 :]
-    return wire_key

@@ -82,15 +82,13 @@ def _begun(session: KvSession, vbid: int, bounds: ScanBounds, begun_s: float) ->
     bucket, reader = session.bucket, session.known_reader
     bucket.check_collection(vbid, bounds.collection_id, reader)
     pin = bucket.pin(vbid)
-    state = bucket.served_state(vbid)
-    if not bucket.ready(vbid):
-        raise Refused(Status.ETMPFAIL, "the vbucket is not published yet")
+    state = bucket.state(vbid)
     if state.branch != pin.branch:
         return None  # a rollback came between the two reads
     now_s = bucket.clock.monotonic()
     required = bounds.requirements
     if required is not None:
-        if required.vbuuid != state.failover_log[0].vbuuid:
+        if required.vbuuid != state.failover_log.newest_vbuuid:
             raise Refused(Status.VB_UUID_NOT_EQUAL, "the vbucket has another history")
         if required.seqno > pin.seqno:
             if (now_s - begun_s) * 1000 >= required.timeout_ms:
@@ -173,7 +171,7 @@ def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Ite
     items: list[ScanItem] = []
     byte_count = 0
     while True:
-        session.bucket.check_fresh(scan.pin.vbid)
+        session.bucket.check_readable(scan.pin.vbid, Status.RANGE_SCAN_CANCELLED)
         documents, large, following = session.bucket.page(
             scan.pin,
             bounds.collection_id,

@@ -177,7 +177,8 @@ class KvSession(DocumentSession):
         return Later(_all_vb_seqnos(self.bucket, collection_id).__next__)
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
-        state = self.bucket.served_state(vbid)
+        self.bucket.check_readable(vbid)
+        state = self.bucket.state(vbid)
         published = int(state.published_seqno)
         return VbucketHistory(state.failover_log, published, published)
 
@@ -268,7 +269,7 @@ def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Repl
             if perf_counter() > ends_s:
                 yield None
                 ends_s = perf_counter() + STEP_S
-            if not newest and not bucket.ready(vbid):
+            if not newest and not bucket.state(vbid).is_whole:
                 continue
         if collection_id is not None:
             pin = bucket.pin(vbid)

@@ -80,7 +80,7 @@ def compare(
 def compare_task(task: CompareTask) -> list[VbucketResult]:
     quiet_logs()
     with (
-        open_view(task.data, stale_reads=True) as view,
+        open_view(task.data, stale_reads=True, partial=True) as view,
         SourceReader(
             task.source, settings=from_wire(task.settings), followed=directory.load_map(task.data, task.bucket_uuid)
         ) as reader,

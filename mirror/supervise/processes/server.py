@@ -43,7 +43,6 @@ class KvServing:
         self._bucket = KvBucket(
             str(required_data(settings)),
             clock,
-            stale_allowed=settings.resync_reads == "stale",
             verify_reads=settings.verify_reads,
             publishes_persisted=settings.publish == "persisted",
         )
