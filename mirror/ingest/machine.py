@@ -78,7 +78,7 @@ def _disconnected(
     if machine.phase in STORE_PHASES:
         return machine.phase  # the store's answer leads to IDLE
     machine.handshake = HandshakeState()
-    machine.attempt = 0
+    machine.attempts.clear()
     if machine.phase in (Phase.REFUSED, Phase.FINISHED) and not machine.no_node:
         return machine.phase
     return machine.idle(out)

@@ -82,8 +82,8 @@ class MachineState:
         self.features = ev.Start()
         self.handshake = HandshakeState()
         self.offset = StreamOffset.fresh()
-        self.attempt = 0
-        """Retries since the last progress."""
+        self.attempts: dict[RetryReason, int] = {}
+        """Retries for each reason since the last progress."""
         self.retry_reason: RetryReason | None = None
         """The reason to delay the request that follows AbandonStaged; None: no delay."""
         # The stream.
@@ -129,7 +129,7 @@ class MachineState:
 
     def progressed(self, out: list[Instruction]) -> None:
         """Note a publish. It also ends a resync."""
-        self.attempt = 0
+        self.attempts.clear()
         self.shown.failing_text = None
         self.resyncing = False
         self.report_streaming(out)
@@ -152,8 +152,9 @@ class MachineState:
         return Phase.IDLE
 
     def wait(self, reason: RetryReason, out: list[Instruction]) -> Phase:
-        out.append(RetryAfter(reason, self.attempt))
-        self.attempt += 1
+        attempt = self.attempts.get(reason, 0)
+        self.attempts[reason] = attempt + 1
+        out.append(RetryAfter(reason, attempt))
         return Phase.WAITING
 
     def retry(self, reaction: Reaction, out: list[Instruction]) -> Phase:

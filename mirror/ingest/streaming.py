@@ -132,7 +132,7 @@ def high_seqno(machine: MachineState, event: ev.HighSeqno, out: list[Instruction
         if event.seqno == 0:
             _perhaps_empty(machine, out)
         if machine.caught_up:
-            machine.attempt = 0  # an idle stream has no publish that would reset it
+            machine.attempts.clear()  # an idle stream has no publish that would reset it
     return machine.phase
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from mirror.clock import Clock
 from mirror.config import AT_START, EFFECTS, Settings, required_data, required_source, to_wire
-from mirror.errors import ConfigError, ExitCode, MirrorError, SupervisionError
+from mirror.errors import ClusterError, ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.health import STOPPING, of_mirror
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
@@ -230,7 +230,17 @@ class Supervisor:
     async def _resolve_source(self) -> None:
         settings = self._context.settings
         limit_s = settings.bootstrap_timeout_s or (CATCH_UP_SOURCE_LIMIT_S if self._until_caught_up else 0)
-        source = await self._setup.find_source(limit_s, self._source_unreachable)
+        try:
+            source = await self._setup.find_source(limit_s, self._source_unreachable)
+        except (ClusterError, ConfigError) as error:
+            serves_data = self._processes.serves_readers and self._context.identity is not None
+            if error.retryable or not serves_data or self._until_caught_up:
+                raise
+            # The source may be coming back step by step. The workers show the refusal, and ask the source again.
+            log.warning("source-refuses", error=str(error))
+            self._reports.source_answered(None)
+            self._begin_work()
+            return
         self._reports.source_answered(None)
         if self._context.identity is None:
             self._setup.make(source)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mirror.config_reader import validated
-from mirror.errors import AuthRejected, ClusterError, ConnectFailed, MirrorError
-from mirror.feed.cluster.connections import Connections, NodeKeeper, pause_s
+from mirror.errors import AuthRejected, BucketMissing, ClusterError, ConnectFailed, MirrorError, SourceTimeout
+from mirror.feed.cluster.connections import Connections, FailureCount, NodeKeeper
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.wire.errors import RemoteProtocolError
 from tests.feed.scripted_node import ScriptedNode
@@ -128,12 +128,34 @@ async def test_what_stands_in_the_way_is_said_once(owner: Owner) -> None:
     await owner.connections.close()
 
 
+class Jitter(ManualClock):
+    value = 1.0
+
+    def jitter(self) -> float:
+        return self.value
+
+
 def test_pauses_double_up_to_the_cap_and_spread() -> None:
-    settings = validated(RETRIES)
-    assert [pause_s(attempt, settings, 1.0) for attempt in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
-    assert pause_s(10**9, settings, 1.0) == 1.0
-    assert pause_s(-1, settings, 1.0) == 0.1
-    assert pause_s(0, settings, 0.0) == 0.05
+    clock = Jitter()
+    failures = FailureCount(validated(RETRIES), clock)
+    down: list[MirrorError] = [ConnectFailed("down"), SourceTimeout("silent"), MirrorError("garbage", retryable=True)]
+    assert [failures.add(down[number % 3]) for number in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    for _ in range(100):
+        assert failures.add(down[0]) == 1.0
+    failures.clear()
+    clock.value = 0.0
+    assert failures.add(down[0]) == 0.05
+
+
+def test_another_kind_of_failure_is_tried_again_soon() -> None:
+    """An engine was away for 15 s; its bucket came 3 s after its port, and the mirror 45 s later."""
+    failures = FailureCount(validated(RETRIES), Jitter())
+    errors = [ConnectFailed("down"), BucketMissing("no bucket"), AuthRejected("no user"), BucketMissing("gone again")]
+    for error in errors:
+        pauses = [failures.add(error) for _ in range(10)]
+        assert pauses[0] <= 2
+        assert pauses == sorted(pauses)
+        assert pauses[-1] == (1.0 if error.retryable else 60.0)
 
 
 async def test_node_that_fails_is_tried_again_after_growing_pauses(owner: Owner) -> None:
@@ -146,13 +168,13 @@ async def test_node_that_fails_is_tried_again_after_growing_pauses(owner: Owner)
     await owner.pass_time(0.2)
     await owner.pass_time(0.3)
     assert owner.notified == ["one", "two", "three"]
-    assert keeper.failures == 3
+    assert keeper.failures.count == 3
     assert isinstance(keeper.error, AuthRejected)
-    await owner.pass_time(0.5)
+    await owner.pass_time(0.4)
     assert owner.notified[-1] == "three", "after a refusal the pause is longer"
-    await owner.pass_time(4.0)
+    await owner.pass_time(0.6)
     assert owner.notified[-1] == "ready"
-    assert keeper.failures == 0
+    assert keeper.failures.count == 0
     assert keeper.error is None
     await keeper.stop()
 

@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 
-from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigError, ConnectFailed, PrivilegeMissing
+from mirror.errors import (
+    AuthRejected,
+    BucketChanged,
+    BucketMissing,
+    ClusterError,
+    ConfigError,
+    ConnectFailed,
+    MirrorError,
+    PrivilegeMissing,
+)
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.server.cluster_config import NOWHERE
 from storage.admin.check import check
 from storage.read.view import open_view
 from tests.feed.harness import VBUCKETS, Mirrors, write
+from tests.feed.test_errors import every_error
 
 
 async def test_everything_is_mirrored_and_followed(cluster: SandboxCluster, mirrors: Mirrors) -> None:
@@ -235,6 +245,26 @@ async def test_a_service_goes_on_once_a_privilege_is_granted_again(cluster: Sand
     await mirror.until(lambda: mirror.row(0)["state"] == "refused", "refused")
     cluster.add_user("demo", "demo", privileges)
     write(cluster, 100, "later")
+    await mirror.follow()
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize("kind", [*every_error(ClusterError), ConfigError])
+@pytest.mark.parametrize("step", ["cluster.map_follower.discover", "connection.session.enter"], ids=["map", "session"])
+async def test_a_service_shows_any_error_of_a_step_and_goes_on_after_it(
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, step: str, kind: type[MirrorError]
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise kind("not now")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(f"mirror.feed.{step}", refuse)
+        mirror = mirrors.start(run={"ends_on_refusal": False})
+        expected = "waiting" if kind.retryable else "refused"
+        for vbid in range(VBUCKETS):
+            await mirror.until(lambda at=vbid: "not now" in mirror.row(at)["text"], "the error")  # type: ignore[misc]
+            assert mirror.row(vbid)["state"] == expected
+    write(cluster, 20)
     await mirror.follow()
 
 

@@ -824,7 +824,20 @@ def test_an_idle_stream_that_is_caught_up_counts_as_progress_too() -> None:
     rig.feed(ev.RetryDue())
     rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
     rig.feed(ev.HighSeqno(100))
-    assert rig.machine.attempt == 0
+    assert rig.machine.attempts == {}
+
+
+def test_tries_after_another_refusal_count_from_zero() -> None:
+    """A node that had warmed up for a minute, before its users came, was asked again after another minute."""
+    rig = rig_at(100)
+    for _ in range(8):
+        refused(rig, Status.ETMPFAIL)
+        rig.feed(ev.RetryDue())
+    refused(rig, Status.EACCESS)
+    assert rig.last(ins.RetryAfter) == ins.RetryAfter(RetryReason.REFUSED_FOR_NOW, 0)
+    rig.feed(ev.RetryDue())
+    refused(rig, Status.ETMPFAIL)  # a source that alternates is asked less and less often, too
+    assert rig.last(ins.RetryAfter) == ins.RetryAfter(RetryReason.SOURCE_BUSY, 8)
 
 
 # --- violations ---

@@ -124,3 +124,51 @@ def test_a_mirror_of_a_mirror_is_not_ready_while_that_has_lost_its_source(tmp_pa
         until("the lag to count from the last contact", lambda: (second.status() or status)["totals"]["lag_s"] > 2)
         assert second.terminate() == 0
         assert first.terminate() == 0
+
+
+def test_a_source_that_comes_back_in_steps_is_shown_as_refused_until_it_is_whole(tmp_path: Path) -> None:
+    """A service that was started before its source ended with exit 4 or 3: port, users and bucket come one by one."""
+    data = tmp_path / "data"
+    with ExitStack() as stack:
+        source = stack.enter_context(SandboxThread(SandboxCluster(nodes=1, vbuckets=VBUCKETS)))
+        cluster = source.cluster
+        source.call(cluster.set, "key", b"1")
+        flags = ("--workers", "1", "--http", "0", "--set", "retry_delay_max_ms=200")
+        service = stack.enter_context(Service(source.connection_string, data, *flags))
+        service.start()
+        until("all to be published", lambda: caught_up(service.status()))
+        assert service.terminate() == 0
+        source.run(cluster.kill_node(0))
+        bucket, uuid = cluster.bucket, cluster.bucket.map.bucket_uuid
+        name, bucket.name = bucket.name, "another"
+        cluster.add_user("demo", "another")
+        service.start()
+        (url,) = until("HTTP to listen", lambda: (service.status() or {}).get("listeners", {}).get("http"))
+        until("workers to wait", lambda: (service.status() or {}).get("state") == "source unreachable")
+        document = f"{url}/v1/collections/_default._default/documents/key"
+
+        def shown(why: str) -> None:
+            def refused() -> bool:
+                rows = (service.status() or {})["vbuckets"]
+                return all(row["state"] == "refused" and why in row["detail"] for row in rows)
+
+            until(f"every vbucket to be refused: {why}", refused)
+            status = service.status()
+            assert status is not None
+            assert (status["state"], status["source_error"]) == ("degraded", None)
+            assert fetched(document) == (200, "1")
+
+        source.run(cluster.restart_node(0))
+        shown("wrong user or password")
+        source.call(cluster.add_user, "demo", "demo")
+        shown("has no bucket demo")
+        bucket.name, bucket.map.bucket_uuid = name, "0" * 32
+        source.call(bucket.map_changed)
+        shown("is now 0000")
+        bucket.map.bucket_uuid = uuid
+        source.call(bucket.map_changed)
+        source.call(cluster.set, "key", b"2")
+        until("the mirror to follow again", lambda: fetched(document) == (200, "2"))
+        until("every vbucket", lambda: caught_up(service.status()))
+        assert service.terminate() == 0
+        assert not service.tracebacks()

@@ -4,7 +4,7 @@ Must never know vbuckets or the content of streams. Invariants:
 - an address has at most one `NodeKeeper`;
 - opaques are unique over all sessions;
 - while acknowledgements are held back, every session holds them back, even a new session;
-- the pause after a failure doubles up to its cap; a ready session resets the pause;
+- the pause after a failure doubles up to its cap; a ready session, or another kind of failure, resets the pause;
 - a failure is shown until the next success.
 """
 
@@ -108,12 +108,39 @@ class Connections:
             session.release_acks()
 
 
-def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError | None = None) -> float:
-    """Return the pause before try `attempt` (0: the first after a failure): up to a minute after permanent errors."""
-    if error is not None and not error.retryable:
-        return delay_s(RetryReason.REFUSED_FOR_NOW, attempt, jitter)
-    full_ms = min(settings.retry_delay_min_ms << min(max(attempt, 0), 20), settings.retry_delay_max_ms)
-    return full_ms * (0.5 + 0.5 * jitter) / 1000
+class FailureCount:
+    """FailureCount in a row, and the pause after each: up to `retry_delay_max_ms`, and up to a minute after a refusal.
+
+    The pause grows with the failures of one kind: an engine was back without its bucket for 3 s, and the mirror paused
+    for 45 s, because the outage before counted.
+    """
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self.count = 0
+        self._settings = settings
+        self._clock = clock
+        self._kind: type[MirrorError] | None = None
+        self._alike = 0
+
+    def add(self, error: MirrorError) -> float:
+        """Count a failure; return the pause in seconds before the next try."""
+        kind = MirrorError if error.retryable else type(error)
+        self._alike = self._alike + 1 if kind is self._kind else 0
+        self._kind = kind
+        self.count += 1
+        settings, jitter = self._settings, self._clock.jitter()
+        if not error.retryable:
+            return delay_s(RetryReason.REFUSED_FOR_NOW, self._alike, jitter)
+        full_ms = min(settings.retry_delay_min_ms << min(self._alike, 20), settings.retry_delay_max_ms)
+        return full_ms * (0.5 + 0.5 * jitter) / 1000
+
+    def clear(self) -> None:
+        self.count, self._kind = 0, None
+
+    @property
+    def to_be_logged(self) -> bool:
+        """True for failures 1, 2, 4, 8...: the log must not fill."""
+        return self.count & (self.count - 1) == 0
 
 
 def report_defect(task: asyncio.Task[None], on_defect: Callable[[BaseException], None]) -> None:
@@ -130,7 +157,7 @@ class QueriedNode:
 
     def __init__(self, address: NodeAddress, access: Access, clock: Clock) -> None:
         self.address = address
-        self.failures = 0
+        self.failures = FailureCount(access.settings, clock)
         self.handshake = Handshake(frozenset())
         self.link: Link | None = None
         self._access = access
@@ -152,9 +179,7 @@ class QueriedNode:
 
     def failed(self, error: MirrorError) -> None:
         self.close()
-        pause = pause_s(self.failures, self._access.settings, self._clock.jitter(), error)
-        self._not_before_s = self._clock.monotonic() + pause
-        self.failures += 1
+        self._not_before_s = self._clock.monotonic() + self.failures.add(error)
 
     def close(self) -> None:
         if self.link is not None:
@@ -169,7 +194,7 @@ class NodeKeeper:
         self.address = address
         self.session: NodeSession | None = None
         self.error: MirrorError | None = None
-        self.failures = 0
+        self.failures = FailureCount(connections.access.settings, connections.clock)
         self.reconnects = 0
         self._connections = connections
         self._task = asyncio.create_task(self._keep(), name=f"node {address}")
@@ -185,7 +210,7 @@ class NodeKeeper:
 
     async def _keep(self) -> None:
         connections = self._connections
-        clock, settings = connections.clock, connections.access.settings
+        clock = connections.clock
         while True:
             session = NodeSession(
                 connections.access,
@@ -199,25 +224,28 @@ class NodeKeeper:
             try:
                 await session.open()
             except (MirrorError, ProtocolError) as error:
-                self._failed(error)
+                pause_s = self._failed(error)
             else:
-                if self.failures:
-                    log.info("node-back", node=str(self.address), failures=self.failures)
-                self.session, self.error, self.failures = session, None, 0
+                if self.failures.count:
+                    log.info("node-back", node=str(self.address), failures=self.failures.count)
+                self.session, self.error = session, None
+                self.failures.clear()
                 session.acks_held = connections.acks_held
                 try:
                     connections.owner.on_node_ready(self)
-                    self._failed(await asyncio.shield(session.closed))
+                    pause_s = self._failed(await asyncio.shield(session.closed))
                 finally:
                     self.session = None
                     session.close()
-            await clock.sleep(pause_s(self.failures - 1, settings, clock.jitter(), self.error))
+            await clock.sleep(pause_s)
             self.reconnects += 1
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception) -> float:
+        """Show the error; return the pause before the next session."""
         self.error = error if isinstance(error, MirrorError) else MirrorError(str(error), retryable=True)
-        self.failures += 1
         self.session = None
-        if self.failures & (self.failures - 1) == 0:  # failures 1, 2, 4, 8...: the log must not fill
-            log.warning("node-failed", node=str(self.address), error=str(self.error), failures=self.failures)
+        pause_s = self.failures.add(self.error)
+        if self.failures.to_be_logged:
+            log.warning("node-failed", node=str(self.address), error=str(self.error), failures=self.failures.count)
         self._connections.owner.on_node_failed(self, self.error)
+        return pause_s

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from mirror.clock import Clock, happens
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, OlderMap
-from mirror.feed.cluster.connections import QueriedNode, pause_s
+from mirror.feed.cluster.connections import FailureCount, QueriedNode
 from mirror.feed.cluster.discovery import discover, first_addresses
 from mirror.feed.connection.bootstrap import Access, Handshake, fetch_map, fetch_newer_config, read_map
 from mirror.feed.connection.connection_string import NodeAddress
@@ -111,7 +111,7 @@ class MapFollower:
     @property
     def error(self) -> str | None:
         """The reason why no node sends a map; None if a node does, or if no node was queried yet."""
-        errors = [node.error for node in self._nodes.values() if node.failures or node.error is None]
+        errors = [node.error for node in self._nodes.values() if node.failures.count or node.error is None]
         return self._search_error or (None if None in errors or not errors else errors[-1])
 
     def address_of(self, vbid: int) -> NodeAddress | None:
@@ -128,33 +128,30 @@ class MapFollower:
 
     # -- the first map --------------------------------------------------------------------------------------------
 
-    async def find_first(self, on_refusal: Callable[[ClusterError], None] | None = None) -> None:
-        """Search until a map is followed. Raises the last error after `bootstrap_timeout_s`; a ConfigError at once, and
-        without `on_refusal` also a permanent ClusterError.
+    async def find_first(self, on_error: Callable[[MirrorError], None] | None = None) -> None:
+        """Search until a map is followed. Raises a retryable error after `bootstrap_timeout_s`; without `on_error`, a
+        permanent error at once.
         """
-        settings = self._access.settings
         started = self._clock.monotonic()
-        attempt = 0
+        failures = FailureCount(self._access.settings, self._clock)
         while self.current is None:
             try:
                 self.begin(await discover(self._access, self._clock, bucket_uuid=self.maps.bucket_uuid))
                 await happens(self._has_map, SHARED_MAP_S)
-            except ClusterError as error:
+            except (ClusterError, ConfigError) as error:
                 waited_s = self._clock.monotonic() - started
-                limit_s = settings.bootstrap_timeout_s
-                if error.retryable:
-                    if limit_s and waited_s >= limit_s:
-                        raise
-                elif on_refusal is None:
+                limit_s = self._access.settings.bootstrap_timeout_s
+                if on_error is None and not error.retryable:
                     raise
-                else:
-                    on_refusal(error)
+                if error.retryable and limit_s and waited_s >= limit_s:
+                    raise
+                if on_error is not None:
+                    on_error(error)
                 self._search_error = str(error)
-                if attempt & (attempt + 1) == 0:
-                    log.warning("source-not-reached", error=str(error), tries=attempt + 1)
-                # Meanwhile another worker may find a map.
-                await happens(self._has_map, pause_s(attempt, settings, self._clock.jitter(), error))
-                attempt += 1
+                pause_s = failures.add(error)
+                if failures.to_be_logged:
+                    log.warning("source-not-reached", error=str(error), tries=failures.count)
+                await happens(self._has_map, pause_s)  # meanwhile another worker may find a map
 
     def begin(self, found: ClusterMap) -> None:
         """Offer a first map. Raises OlderMap, and the errors of `check_map`."""
@@ -212,7 +209,7 @@ class MapFollower:
     def _is_away(self, node: Node) -> bool:
         address = self._access.address_of(node)
         known = None if address is None else self._nodes.get(address)
-        return known is not None and known.failures > 0
+        return known is not None and known.failures.count > 0
 
     async def check_node(self, link: Link) -> None:
         """Offer a node's map while its session opens, before any stream is requested."""
@@ -305,7 +302,7 @@ class MapFollower:
     async def _ask(self, node: _Node) -> None:
         try:
             link, handshake = await self._connection(node)
-            some_away = any(each.failures for each in self._nodes.values())
+            some_away = any(each.failures.count for each in self._nodes.values())
             known = None if some_away else self.current  # None: fetch even a map of equal revision, for `instead`
             config = await fetch_newer_config(link, handshake, known, timeout_s=MAP_TIMEOUT_S)
             found = self._read(config, node.address) if config and (some_away or config != node.config) else None
@@ -314,7 +311,8 @@ class MapFollower:
             node.failed(error)
             node.error = str(error)
             return
-        node.error, node.failures = None, 0
+        node.error = None
+        node.failures.clear()
         if found is not None:
             node.config = config
             self.on_map(node.address, found)

@@ -19,9 +19,9 @@ from functools import partial
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
-from mirror.errors import ClusterError, MirrorError, NotSupported
+from mirror.errors import ClusterError, ConfigError, MirrorError, NotSupported
 from mirror.feed.cluster.collection_watch import CollectionWatch
-from mirror.feed.cluster.connections import Connections, NodeKeeper, pause_s, report_defect
+from mirror.feed.cluster.connections import Connections, FailureCount, NodeKeeper, report_defect
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
@@ -145,31 +145,30 @@ class Consumer:
             self._ending.set_exception(error)
 
     async def _retried(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work`. Without `ends_on_refusal`, show a refusal and run `work` again after a pause."""
-        refusals = 0
+        """Run `work`. Without `ends_on_refusal`, show a failure and run `work` again after a pause."""
+        failures = FailureCount(self.settings, self.clock)
         while True:
             try:
                 await work()
-            except ClusterError as error:
+            except (ClusterError, ConfigError) as error:
                 if self._ends_on_refusal:
                     raise
-                self._show_refusal(error)
-                await self.clock.sleep(pause_s(refusals, self.settings, self.clock.jitter(), error))
-                refusals += 1
+                self._show_failure(error)
+                await self.clock.sleep(failures.add(error))
 
     # -- the map --------------------------------------------------------------------------------------------------
 
     async def _follow_maps(self) -> None:
         if self._first_map is not None:
             self.follow(self._first_map)
-        await self.map_follower.find_first(None if self._ends_on_refusal else self._show_refusal)
+        await self.map_follower.find_first(None if self._ends_on_refusal else self._show_failure)
         await self.map_follower.run()
 
-    def _show_refusal(self, error: ClusterError) -> None:
+    def _show_failure(self, error: MirrorError) -> None:
         for vbucket in self.vbuckets.values():
             if vbucket.streaming and vbucket.observed_vbuuid is None:
                 continue  # it streams, and waits for no report of persistence
-            vbucket.report(VbucketStatus.REFUSED, str(error))
+            vbucket.report(_status_after(error), str(error))
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
         """Raise BucketChanged or NotSupported for a map with which mirroring cannot continue."""
@@ -239,7 +238,7 @@ class Consumer:
         self.map_follower.wake()
         for vbucket in self.vbuckets_at(keeper.address):
             if vbucket.session is None:
-                vbucket.report(VbucketStatus.WAITING if error.retryable else VbucketStatus.REFUSED, str(error))
+                vbucket.report(_status_after(error), str(error))
         if self._was_ready or not self._ends_on_refusal:
             return
         errors = [other.error for other in self.connections.keepers.values()]
@@ -298,3 +297,7 @@ class Consumer:
             for vbid, vbucket in self.vbuckets.items()
             if vbucket.source_high_seqno is not None
         }
+
+
+def _status_after(error: MirrorError) -> VbucketStatus:
+    return VbucketStatus.WAITING if error.retryable else VbucketStatus.REFUSED

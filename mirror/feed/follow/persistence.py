@@ -104,10 +104,10 @@ class PersistencePoller:
             raise
         except (ClusterError, ConfigError) as error:
             node.failed(error)
-            if node.failures & (node.failures - 1) == 0:
-                log.warning("persistence-unknown", node=str(address), error=str(error), failures=node.failures)
+            if node.failures.to_be_logged:
+                log.warning("persistence-unknown", node=str(address), error=str(error), failures=node.failures.count)
             return {}
-        node.failures = 0
+        node.failures.clear()
         found = {}
         for vbid, frame in frames.items():
             if (seqno := self._read(address, vbid, vbuuids[vbid], frame)) is not None:

@@ -102,7 +102,9 @@ class Reports:
         self._observer.fill_begins()
 
     def source_answered(self, error: str | None) -> None:
-        """Note the error of a look-up of the source; None if the source has answered."""
+        """Note the error of a look-up of the source; None if the source has answered the look-up or a worker."""
+        if any(row["node"] is not None or row["state"] == "refused" for row in self._rows.values()):
+            error = None
         self._source_error = error
         for event in self._observer.source_answers(error, self._context.now_ms()):
             self._event_log.add(event)
@@ -185,6 +187,8 @@ class Reports:
         self._trend.observe(rows, counters, now_ms)
         self._trend.fill(rows, now_ms)
         groups = [row for child in alive for row in child.status.get("groups") or ()]
+        if self._source_error is not None:
+            self.source_answered(self._source_error)
         self._judge(rows, groups)
         self._note_contact()
         for event in self._observer.observe(rows, groups, self._context.vbucket_count, now_ms):
