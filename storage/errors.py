@@ -99,6 +99,9 @@ class NoSuchBoundary(StorageError):
 class AnswerTooLarge(StorageError):
     """The requested documents are larger than the caller's `bytes_max`."""
 
+    byte_count = 0
+    """The memory that a single document takes; 0 for several documents."""
+
 
 class WriteLost(StorageError):
     """A failover of the source undid the write that a reader waits for."""

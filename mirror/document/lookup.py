@@ -63,12 +63,6 @@ class Content:
         xattrs, body = values.split(value, datatype)
         return Content(xattrs, body, about)
 
-    @staticmethod
-    def of_large(section: bytes, body: Buffer, about: About) -> Content:
-        """Return the content of an uncompressed value. `section` has its xattrs or is empty. Raises ValueError."""
-        xattrs, _ = values.split(section, values.XATTR) if section else ({}, b"")
-        return Content(xattrs, body, about)
-
     def lookup(self, opcode: int, path: str, flags: int) -> bytes:
         """Return the value of one path. Raises PathError."""
         steps = self.lookup_steps(opcode, path, flags)

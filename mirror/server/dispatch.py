@@ -44,13 +44,12 @@ def answer_at_once(session: SessionT, operations: Mapping[int, Operation[Session
     before: tuple[Reply, ...] = ()
     while isinstance(found, Later):
         reply = guarded(session, found.step)
-        if isinstance(reply, Reply) and reply.more:
+        if reply is not None and reply.more:
             before += reply.before
         else:
             found = reply or found
     if found is not None:
         found.before = before + found.before
-        found.joined()
     return found
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import struct
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import TypeVar
 
 from mirror.document import values
 from mirror.document.jsonpath import PathError
 from mirror.document.lookup import LOOKUPS, XATTR_PATH, About, Content
-from mirror.server.errors import Refused
-from mirror.server.session import META_READ, READ, Answer, Buffer, Handler, Later, Operation, Reply, Session
+from mirror.server.errors import NeedsMemory, Refused
+from mirror.server.session import META_READ, READ, Answer, Handler, Operation, Reply, Session
+from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_kv
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
@@ -26,22 +26,15 @@ from storage.model import Document
 
 SessionT = TypeVar("SessionT", bound=Session)
 
-LARGE_BYTES = 64 * 1024
-"""Limit in bytes of a lookup in one step (document size times paths), and of values sent in one piece. Larger ones are
-divided, and other clients' requests come between."""
-
-PIECE_BYTES = 256 * 1024
-"""The size of one piece of a large answer."""
-
+PATH_COST = 4
+"""A byte of a document in which a path is looked up takes as long as this many bytes that are only read."""
+LOOKUP_BYTES_MAX = 32 * 1024 * 1024
+"""Limit of the values in the answer to one lookup."""
 ACCESS_DELETED = 0x04
 REPLICA_READ = 0x20
 
 _META_WITH_DATATYPE = b"\x02"
 _U32 = struct.Struct(">I")
-
-
-LookupSteps = Iterator[Reply | None]
-"""None after each step of bounded work, then the answer."""
 
 
 class DocumentSession(Session):
@@ -68,18 +61,14 @@ class DocumentSession(Session):
             self.vbuuid_of(document.vbid),
         )
 
-    def whole(self, document: Document, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
-        """Convert a document's value to a form that this client can take. Return `reply_with(body, datatype)`."""
-        return reply_with(*outgoing(self, document.value, document.datatype))
-
-    def lookup(self, document: Document, steps: Callable[[Content], LookupSteps], path_count: int) -> Reply | Later:
-        """Return the last value of `steps`. For a large document, other clients' requests run between the steps."""
-        computed = steps(Content.of(document.value, document.datatype, self.about(document)))
-        if len(document.value) * path_count > LARGE_BYTES:
-            return Later(computed.__next__)
-        *_, reply = computed
-        assert reply is not None, "the last step is the answer"
-        return reply.joined()
+    def content(self, document: Document, path_count: int) -> Content:
+        """Return a document's content for lookups of some paths. Raises NeedsMemory for a large one, as each path may
+        read all of it.
+        """
+        size = len(document.value)
+        if size * path_count * PATH_COST > LARGE_BYTES >= self.granted_bytes:
+            raise NeedsMemory(LARGE_BYTES + 2 * size + min(size * path_count, LOOKUP_BYTES_MAX))
+        return Content.of(document.value, document.datatype, self.about(document))
 
 
 def wire_key(session: Session, frame: Frame) -> bytes:
@@ -103,16 +92,13 @@ def _find(session: DocumentSession, frame: Frame, *, deletions: bool = False) ->
     return session.find_document(frame, wire_key(session, frame), deletions=deletions)
 
 
-def got(session: DocumentSession, frame: Frame, document: Document) -> Reply | Later:
+def got(session: DocumentSession, frame: Frame, document: Document) -> Reply:
     key = frame.key if frame.opcode in (Opcode.GETK, Opcode.GETKQ) else b""
-
-    def reply_with(value: bytes, datatype: int) -> Reply:
-        return Reply(extras=_U32.pack(document.flags), key=key, value=value, datatype=datatype, cas=document.cas)
-
-    return session.whole(document, reply_with)
+    value, datatype = outgoing(session, document.value, document.datatype)
+    return Reply(extras=_U32.pack(document.flags), key=key, value=value, datatype=datatype, cas=document.cas)
 
 
-def _get(session: DocumentSession, frame: Frame) -> Reply | Later:
+def _get(session: DocumentSession, frame: Frame) -> Reply:
     return got(session, frame, _find(session, frame))
 
 
@@ -123,58 +109,44 @@ def _get_meta(session: DocumentSession, frame: Frame) -> Reply:
     return Reply(extras=codec_kv.encode_meta(meta), cas=document.cas)
 
 
-def _lookup_one(session: DocumentSession, frame: Frame) -> Reply | Later:
+def _lookup_one(session: DocumentSession, frame: Frame) -> Reply:
     path, rest, path_flags, _, flags = codec_kv.decode_subdoc(frame)
     if rest:
         raise Refused(Status.EINVAL, "a lookup has a path and no value")
     document = _find_for_lookup(session, frame, flags)
-
-    def steps(content: Content) -> LookupSteps:
-        try:
-            value = yield from content.lookup_steps(frame.opcode, path_text(path), path_flags)
-        except PathError as error:
-            yield Reply(error.status, cas=document.cas)
-            return
-        status = Status.SUBDOC_SUCCESS_DELETED if document.deleted else Status.SUCCESS
-        yield _with_values(Reply(status, cas=document.cas), [value])
-
-    return session.lookup(document, steps, 1)
+    content = session.content(document, 1)
+    try:
+        value = content.lookup(frame.opcode, path_text(path), path_flags)
+    except PathError as error:
+        return Reply(error.status, cas=document.cas)
+    status = Status.SUBDOC_SUCCESS_DELETED if document.deleted else Status.SUCCESS
+    return Reply(status, value=value, cas=document.cas)
 
 
-def _lookup_many(session: DocumentSession, frame: Frame) -> Reply | Later:
+def _lookup_many(session: DocumentSession, frame: Frame) -> Reply:
     specs = codec_kv.decode_lookup_specs(frame.value)
     check_path_order([spec.flags for spec in specs])
     if any(spec.opcode not in LOOKUPS for spec in specs):
         raise Refused(Status.SUBDOC_INVALID_COMBO)
     document = _find_for_lookup(session, frame, frame.extras[-1] if frame.extras else 0)
-    return session.lookup(document, partial(_lookup_steps, specs, document), len(specs))
-
-
-def _lookup_steps(specs: Sequence[codec_kv.LookupSpec], document: Document, content: Content) -> LookupSteps:
+    content = session.content(document, len(specs))
     failed = False
-    answer: list[Buffer] = []
+    answer: list[bytes] = []
+    left_bytes = LOOKUP_BYTES_MAX
     for spec in specs:
         try:
-            value = yield from content.lookup_steps(spec.opcode, path_text(spec.path), spec.flags)
+            value = content.lookup(spec.opcode, path_text(spec.path), spec.flags)
+            left_bytes -= len(value)
+            if left_bytes < 0:
+                raise Refused(Status.E2BIG, f"the values have more than {LOOKUP_BYTES_MAX} bytes: look up fewer paths")
             answer += (codec_kv.encode_lookup_head(Status.SUCCESS, len(value)), value)
         except PathError as error:
             failed = True
             answer.append(codec_kv.encode_lookup_head(error.status, 0))
-        yield None
     status = Status.SUBDOC_MULTI_PATH_FAILURE if failed else Status.SUCCESS
     if document.deleted:
         status = Status.SUBDOC_MULTI_PATH_FAILURE_DELETED if failed else Status.SUBDOC_SUCCESS_DELETED
-    yield _with_values(Reply(status, cas=document.cas), answer)
-
-
-def _with_values(reply: Reply, values: Sequence[Buffer]) -> Reply:
-    """Return `reply` with these values; large ones are not copied, but sent in pieces."""
-    if sum(map(len, values)) <= LARGE_BYTES:
-        reply.value = b"".join(values)
-    else:
-        views = [memoryview(each) for each in values]
-        reply.pieces = [each[at : at + PIECE_BYTES] for each in views for at in range(0, len(each), PIECE_BYTES)]
-    return reply
+    return Reply(status, value=b"".join(answer), cas=document.cas)
 
 
 def _find_for_lookup(session: DocumentSession, frame: Frame, flags: int) -> Document:

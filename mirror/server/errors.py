@@ -40,3 +40,11 @@ def unknown_collection(manifest_uid: int, status: int = Status.UNKNOWN_COLLECTIO
 def rolled_back(seqno: int) -> Refused:
     """Return the refusal of a stream request whose client must go back to `seqno` or below."""
     return Refused(Status.ROLLBACK, value=codec_dcp.encode_rollback_seqno(seqno))
+
+
+class NeedsMemory(Exception):
+    """A request needs more than `Session.granted_bytes`. Its handler has had no effect, and can run again."""
+
+    def __init__(self, byte_count: int) -> None:
+        super().__init__(byte_count)
+        self.byte_count = byte_count

@@ -174,7 +174,7 @@ def _accept(_session: Session, _frame: Frame) -> Reply:
 # Seqnos and histories.
 
 
-def _all_vb_seqnos(session: Session, frame: Frame) -> Reply | Later:
+def _all_vb_seqnos(session: Session, frame: Frame) -> Reply:
     state, collection_id = codec_dcp.decode_all_vb_seqnos_request(frame)
     if collection_id is not None and not session.collections:
         raise Refused(Status.EINVAL, "the client names a collection and did not negotiate collections")

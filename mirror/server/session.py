@@ -26,7 +26,6 @@ from storage.model import FailoverLog
 JSON = int(Datatype.JSON)
 
 T = TypeVar("T")
-Buffer = bytes | bytearray | memoryview
 
 Revision = tuple[int, int]
 """(epoch, revision) of a cluster map."""
@@ -58,32 +57,19 @@ class Reply:
     """True to send only `before`: more answers to this request follow. Only steps of a `Later` set it."""
     hang_up: bool = False
     """True to close the connection when everything was sent."""
-    pieces: list[Buffer] | tuple[()] = ()
-    """The rest of the value, in pieces that are sent when the client takes data. Only a `Later` has them."""
-
-    @property
-    def pieces_bytes(self) -> int:
-        return sum(map(len, self.pieces))
-
-    def joined(self) -> Reply:
-        if self.pieces:
-            self.value, self.pieces = b"".join((self.value, *self.pieces)), ()
-        return self
 
 
 @dataclass(frozen=True, slots=True)
 class Later:
     """An answer that takes time: computed in steps of bounded work, with other clients' requests between them."""
 
-    step: Callable[[], Reply | Later | None]
-    """Returns the answer, a `Later` to continue with, or None if more steps are needed. Raises Refused."""
+    step: Callable[[], Reply | None]
+    """Returns the answer, or None if more steps are needed. Raises Refused."""
     pause_s: float = 0.0
     wait: Callable[[], Awaitable[None]] | None = None
     """If set, used instead of `pause_s`: returns when the next step can run."""
     barrier: bool = False
     """True if the client's next requests wait for this answer, even with unordered execution."""
-    done: Callable[[], None] = lambda: None
-    """Called once, when the answer is complete or cancelled."""
 
 
 def certified_name(certificate: Mapping[str, Any]) -> str | None:
@@ -146,6 +132,8 @@ class Session(ABC):
     no_collections_status: int | None = None
     """The status with which a server without collections refuses requests for them, else None."""
     open_flags = 0
+    granted_bytes = 1 << 63
+    """Memory for the present request. A handler that needs more raises NeedsMemory."""
     hangs_up = False
     """True if a DCP request out of place ends the connection (6.0 and older, as recorded)."""
 
@@ -218,7 +206,7 @@ class Session(ABC):
         return None
 
     def encode(self, request: Frame, reply: Reply, duration_us: float) -> bytes:
-        """Return the bytes of the answers in `before` and of the answer itself, without its pieces."""
+        """Return the bytes of the answers in `before` and of the answer itself."""
         if reply.more:
             return b"".join([self.encode(request, each, duration_us) for each in reply.before])
         framing = b""
@@ -234,8 +222,7 @@ class Session(ABC):
                 extras=reply.extras,
                 key=reply.key,
                 value=reply.value,
-            ),
-            reply.pieces_bytes if reply.pieces else 0,
+            )
         )
         if not reply.before:
             return answer
@@ -312,7 +299,7 @@ class Session(ABC):
         """Return the id of a collection that the client may see; None: there is none."""
 
     @abstractmethod
-    def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply | Later: ...
+    def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply: ...
 
     @abstractmethod
     def vbucket_history(self, vbid: int) -> VbucketHistory:

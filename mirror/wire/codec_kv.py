@@ -381,13 +381,9 @@ def encode_scan_items(items: Iterable[ScanItem]) -> bytes:
         if item.value is None:
             parts += [encode_leb128(len(item.key)), item.key]
         else:
-            parts += [encode_scan_head(item, len(item.value)), item.value]
+            fields = _SCAN_ITEM.pack(item.flags, item.expiry, item.seqno, item.cas, item.datatype)
+            parts += [fields, encode_leb128(len(item.key)), item.key, encode_leb128(len(item.value)), item.value]
     return b"".join(parts)
-
-
-def encode_scan_head(item: ScanItem, value_bytes: int) -> bytes:
-    fields = _SCAN_ITEM.pack(item.flags, item.expiry, item.seqno, item.cas, item.datatype)
-    return b"".join((fields, encode_leb128(len(item.key)), item.key, encode_leb128(value_bytes)))
 
 
 # Server duration: framing extras of an answer (feature TRACING).

@@ -144,10 +144,8 @@ def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) ->
     return frame, end
 
 
-def encode(frame: Frame, following_bytes: int = 0) -> bytes:
-    """Return the bytes of a frame. If the frame has only a part of the value, the caller sends the other
-    `following_bytes`. Raises LocalProtocolError for a field that does not fit.
-    """
+def encode(frame: Frame) -> bytes:
+    """Return the bytes of a frame. Raises LocalProtocolError for a field that does not fit."""
     framing_length, extras_length, key_length = len(frame.framing), len(frame.extras), len(frame.key)
     kind = _KIND.get(frame.magic)
     if kind is None:
@@ -161,7 +159,7 @@ def encode(frame: Frame, following_bytes: int = 0) -> bytes:
         raise LocalProtocolError(f"magic 0x{frame.magic:02x} cannot carry framing extras", op=frame.opcode)
     else:
         key_field = key_length
-    body_length = framing_length + extras_length + key_length + len(frame.value) + following_bytes
+    body_length = framing_length + extras_length + key_length + len(frame.value)
     try:
         header = HEADER.pack(
             frame.magic,

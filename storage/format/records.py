@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from functools import wraps
-from mmap import mmap
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -41,6 +40,10 @@ HEADER = struct.Struct(">BBHBBHIIQ")
 MAGIC = 0x80
 DATATYPE_SNAPPY = 0x02
 DATATYPE_XATTR = 0x04
+HEAD_BYTES_MAX = 24 + 31 + 255
+"""Maximum length of a row's header, extras and key."""
+SNAPPY_RATIO_MAX = 32
+"""No value decompresses to more than this many times its length: three bytes become at most 64, a ratio of 21."""
 VALUE_LENGTH_MAX = 32 * 1024 * 1024
 """Largest decompressed value, bytes: a document of 20 MiB, its xattrs, and a reserve. A larger value is damage."""
 
@@ -111,6 +114,18 @@ def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
             start = 24 + frame[4]
             out.append((frame[start : start + (frame[2] << 8 | frame[3])], row_key + frame[1:2]))
     return out
+
+
+def bytes_to_read(stored: bytes | memoryview) -> int:
+    """Return the bytes of a row and, as it claims, of its decompressed value. Reads only the row's head."""
+    size = len(stored)
+    if size <= HEADER.size or not stored[5] & DATATYPE_SNAPPY:
+        return size
+    value_at = HEADER.size + stored[4] + (stored[2] << 8 | stored[3])
+    try:
+        return size + decompressed_bytes(bytes(stored[value_at : value_at + 5]))
+    except CorruptedError:  # a read of the value raises this error
+        return size
 
 
 def _split_key(wire_key: bytes, vbid: int) -> tuple[int, bytes]:
@@ -251,16 +266,6 @@ def decompress(value: bytes) -> bytes:
         return bytes(cramjam.snappy.decompress_raw(value))
     except Exception as error:
         raise CorruptedError(f"a compressed value cannot be decompressed: {error}") from error
-
-
-def decompress_into(value: bytes | mmap, found: bytes | mmap) -> None:
-    """Decompress Snappy into `found`, which has the claimed length, without holding the GIL. Raises CorruptedError."""
-    try:
-        byte_count = cramjam.snappy.decompress_raw_into(value, found)
-    except Exception as error:
-        raise CorruptedError(f"a compressed value cannot be decompressed: {error}") from error
-    if byte_count != len(found):
-        raise CorruptedError(f"a compressed value claims {len(found)} bytes and has {byte_count}")
 
 
 def encode_mutation(

@@ -21,13 +21,12 @@ from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.errors import AnswerTooLarge
 from storage.format import keys, records, seal
-from storage.format.records import KIND, MUTATION, ROW_KEY, SEQNO
+from storage.format.records import HEAD_BYTES_MAX, KIND, MUTATION, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
 from storage.format.tokens import AsOf, CollectionName, collection_id_of
 from storage.history import chain
 from storage.model import Branch, Document, Manifest
 from storage.read.groups import Groups
-from storage.read.large import HEAD_BYTES_MAX, LargeDocument, about, large_row
 from storage.read.vbucket_reader import VbucketReader, Visible, end_of_references
 
 _unpack_dup = keys.DUP.unpack
@@ -38,7 +37,7 @@ SEAL_BYTES = seal.SIZE
 class Found(NamedTuple):
     """The result of `PointReads.find`."""
 
-    document: Document | LargeDocument | None
+    document: Document | None
     collection_exists: bool
     """False if the key's collection is unknown, or was dropped."""
     manifest: Manifest
@@ -307,27 +306,28 @@ class PointReads:
             return None
         return wire_key, dup, time.time() if now is None else now
 
-    def get_or_large(
+    def get_within(
         self,
+        bytes_max: int,
         key: bytes,
         collection: CollectionName | None = None,
         *,
         as_of: AsOf = None,
         raw: bool = False,
-        bytes_max: int,
-    ) -> Document | LargeDocument | None:
-        """Return what `get` returns, but a LargeDocument if the stored or decompressed value exceeds `bytes_max`."""
+    ) -> Document | None:
+        """Return what `get` returns. Raises AnswerTooLarge, without reading the value, if the stored and the
+        decompressed document together have more than `bytes_max` bytes.
+        """
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
         options = _Options(collection, as_of, None, raw)
         with reader.environment.read() as txn:
             found = self._reference(reader, txn, key, options)
         if found is None:
             return None
-        document = document_or_large(reader, found[0], found[1], bytes_max, raw)
+        document = document_within(bytes_max, reader, found[0], found[1], raw)
         if document is None:  # the row was purged or moved to another branch meanwhile
             return self.get(key, collection, as_of=as_of, raw=raw)
-        expiry = about(document).expiry
-        return None if expiry and expiry <= found[2] else document
+        return None if document.expiry and document.expiry <= found[2] else document
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
         """Return True if `get` would return a document."""
@@ -348,16 +348,16 @@ class PointReads:
                     return records.key_of(head) if head and not records.is_system_event(head) else None
 
     def find(
-        self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, large_bytes: int | None = None
+        self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, bytes_max: int | None = None
     ) -> Found:
-        """Look up one document (raw) by its wire key. With `deletions` a tombstone counts as a document. A value of
-        more than `large_bytes`, stored or decompressed, is not read. Raises the errors of `get`.
+        """Look up one document (raw) by its wire key. With `deletions` a tombstone counts as a document. Raises the
+        errors of `get`, and AnswerTooLarge as `get_within` does.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:
             collection_id, key = keys.split_key(wire_key)
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
-        document: Document | LargeDocument | None = None
+        document: Document | None = None
         unread = None
         txn = Transaction(reader.environment, reader.begin_read())
         try:
@@ -368,7 +368,7 @@ class PointReads:
             if collection is not None and (dup := _newest(reader, txn, wire_key, branch, seqno)) is not None:
                 _, dup_seqno, kind = _unpack_dup(dup)
                 if (kind == MUTATION or deletions) and dup_seqno > collection.begin_seqno:
-                    if kind == MUTATION and large_bytes is not None:
+                    if kind == MUTATION and bytes_max is not None:
                         unread = dup
                     else:
                         document = reader.document(txn, wire_key, dup, True)
@@ -376,22 +376,22 @@ class PointReads:
             raise reader.damaged(error) from error
         finally:
             reader.environment.end(txn.raw)
-        if unread is not None and large_bytes is not None:
-            document = document_or_large(reader, wire_key, unread, large_bytes, True)
+        if unread is not None and bytes_max is not None:
+            document = document_within(bytes_max, reader, wire_key, unread, raw=True)
             if document is None:
                 return self.find(wire_key, deletions=deletions, now=now)
-        if document is not None and (expiry := about(document).expiry) and not about(document).deleted:
+        if document is not None and document.expiry and not document.deleted:
             now = time.time() if now is None else now
-            if expiry <= now:
+            if document.expiry <= now:
                 document = None
         return Found(document, collection is not None, manifest)
 
 
-def document_or_large(
-    reader: VbucketReader, wire_key: bytes, reference: bytes, large_bytes: int, raw: bool
-) -> Document | LargeDocument | None:
-    """Return the document of the row that a reference names, or None if the row was purged or moved. A value of more
-    than `large_bytes`, stored or decompressed, is not read. Reads in a new transaction.
+def document_within(
+    bytes_max: int, reader: VbucketReader, wire_key: bytes, reference: bytes, raw: bool
+) -> Document | None:
+    """Return the document of the row that a reference names, or None if the row was purged or moved. Reads in a new
+    transaction. Raises AnswerTooLarge as `PointReads.get_within` does.
     """
     row_key = reference[ROW_KEY]
     txn = reader.environment.begin(buffers=True)
@@ -399,17 +399,19 @@ def document_or_large(
         view = txn.get(row_key, None, reader.rows)
         if view is None:
             return None
-        large = large_row(reader, row_key, view, large_bytes)
-        stored = bytes(view[:HEAD_BYTES_MAX] if large is not None else view)
+        if (byte_count := records.bytes_to_read(view)) > bytes_max:
+            error = AnswerTooLarge(f"the document has more than {bytes_max} bytes", vbid=reader.vbid)
+            error.byte_count = byte_count
+            raise error
+        stored = bytes(view)
     except (struct.error, IndexError, lmdb.Error) as error:
         raise reader.damaged(error) from error
     finally:
+        view = None
         reader.environment.end(txn)
-    if large is None and reader.verify_reads and crc32c(stored) != RESIDUE:
+    if reader.verify_reads and crc32c(stored) != RESIDUE:
         raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
     reader.check_row(stored, wire_key, reference)
-    if large is not None:
-        return large
     return records.decode_row(reader.vbid, Branch(records.branch_of(reference)), stored, raw, False, SEAL_BYTES)
 
 

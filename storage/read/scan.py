@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from storage.env.transaction import Transaction
-from storage.errors import ViewInvalidated
+from storage.errors import AnswerTooLarge, ViewInvalidated
 from storage.format import keys
 from storage.format.records import MUTATION
 from storage.format.tokens import AsOf, CollectionName, Pin, collection_id_of
 from storage.model import SEQNO_MAX, Document, Manifest
 from storage.read import validity
-from storage.read.large import LargeDocument, about
-from storage.read.point_reads import document_or_large
+from storage.read.point_reads import document_within
 from storage.read.vbucket_reader import KINDS, Served, VbucketReader
 
 CHUNK_ROWS = 2_000
@@ -114,7 +113,8 @@ def count_keys(reader: VbucketReader, at: Pin, collection_id: int, *, start: byt
     return len(found), following[wire_range.skip :]
 
 
-def page_or_large(
+def page_within(
+    document_bytes_max: int,
     reader: VbucketReader,
     at: Pin,
     collection_id: int,
@@ -122,36 +122,35 @@ def page_or_large(
     start: bytes,
     end: bytes | None,
     limit: int,
-    bytes_max: int | None,
-    large_bytes: int,
-) -> tuple[list[Document], LargeDocument | None, bytes]:
-    """Return a page of documents as stored, or one large document unread, and the key to continue from (empty: the
-    end). A document is large if its value, stored or decompressed, has more than `large_bytes`. Raises ViewInvalidated.
+    bytes_max: int,
+) -> tuple[list[Document], bytes]:
+    """Return a page of documents as stored, and the key to continue from (empty: the end). A document that is larger
+    than `bytes_max` is a page by itself. Raises ViewInvalidated; AnswerTooLarge, as `PointReads.get_within` does, if
+    the page's first document has more than `document_bytes_max`.
     """
     served, wire_range = _pinned(reader, at, collection_id, KeySelection(start=start, end=end))
     if wire_range is None:
-        return [], None, b""
+        return [], b""
     with reader.environment.read() as txn:
         newest, following = references(reader, txn, served, wire_range, deletions=False, rows_max=limit)
-    bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
     skip = wire_range.skip
     found: list[Document] = []
     byte_count = 0
-    for number, (wire_key, reference) in enumerate(newest):
-        row = document_or_large(reader, wire_key, reference, large_bytes, True)
-        if row is None:
+    for wire_key, reference in newest:
+        try:
+            document = document_within(document_bytes_max, reader, wire_key, reference, raw=True)
+        except AnswerTooLarge:
+            if found:
+                return found, wire_key[skip:]
+            raise
+        if document is None:
             raise ViewInvalidated("the document was purged meanwhile", vbid=at.vbid, hint="start the read again")
-        document = about(row)
-        if document.expiry and document.expiry * 1000 <= at.now_ms:
-            continue
-        byte_count += len(document.value)
-        if found and (row is not document or byte_count > bytes_max):
-            return found, None, wire_key[skip:]
-        if isinstance(row, LargeDocument):
-            behind = newest[number + 1][0] if number + 1 < len(newest) else following
-            return [], row, behind[skip:]
-        found.append(document)
-    return found, None, following[skip:]
+        if not document.expiry or document.expiry * 1000 > at.now_ms:
+            byte_count += len(document.value)
+            if found and byte_count > bytes_max:
+                return found, wire_key[skip:]
+            found.append(document)
+    return found, following[skip:]
 
 
 def _pinned(

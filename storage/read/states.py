@@ -20,7 +20,6 @@ from storage.history import chain
 from storage.model import Boundary, Collection, Manifest
 from storage.read import validity
 from storage.read.groups import Groups
-from storage.read.large import HEAD_BYTES_MAX
 from storage.read.vbucket_reader import Served, VbucketReader
 
 KnownPositions = dict[
@@ -204,7 +203,7 @@ def _newest_row(
                 if not rows_max:
                     return collection.begin_seqno, seqno
                 rows_max -= 1
-                head = bytes(cursor.value()[:HEAD_BYTES_MAX])
+                head = bytes(cursor.value()[: records.HEAD_BYTES_MAX])
                 if not records.is_system_event(head) and records.key_of(head).startswith(prefix_of_key):
                     return seqno, 0
             more = cursor.prev()

@@ -17,7 +17,16 @@ from dataclasses import dataclass, replace
 from storage.env.transaction import Transaction, seek_before
 from storage.errors import CorruptedError
 from storage.format import keys, seal
-from storage.format.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
+from storage.format.records import (
+    BRANCH,
+    ROW_KEY,
+    SEQNO,
+    SNAPPY_RATIO_MAX,
+    SYSTEM_EVENT,
+    bytes_to_read,
+    row_key,
+    seqno_of,
+)
 from storage.history import branches, chain, index
 from storage.model import (
     SEQNO_MAX,
@@ -31,7 +40,6 @@ from storage.model import (
     purge_seqno_of,
 )
 from storage.read import changes, validity
-from storage.read.large import HEAD_BYTES_MAX, SNAPPY_RATIO_MAX, LargeDocument, large_row
 from storage.read.vbucket_reader import Served, VbucketReader
 
 PIECE_ROWS = 2_000
@@ -217,9 +225,9 @@ def rows(
     large_bytes: int = SEQNO_MAX,
     begins: Mapping[int, int] | None = None,
     tombstones_from: int | None = None,
-) -> tuple[list[Row], int, LargeDocument | None]:
-    """Return the next rows above `after_seqno`, and the seqno up to which rows were read. If the next selected row is a
-    mutation whose value has more than `large_bytes`, stored or decompressed, return no rows and this mutation, unread.
+) -> tuple[list[Row], int, int]:
+    """Return the next rows above `after_seqno`, and the seqno up to which rows were read. If the next row and its
+    decompressed value have more than `large_bytes`, return no rows and, third, these bytes (else 0).
 
     Looks at `rows_max` rows at most, and stops at the row that reaches `bytes_max`. `begins` maps each selected
     collection to the seqno above which its rows are selected; None: select the boundary's collections. Raises
@@ -227,14 +235,13 @@ def rows(
     seqno.
     """
 
-    def checked(txn: Transaction, found: list[Row], *, whole: bool) -> list[Row]:
+    def checked(txn: Transaction, found: list[Row]) -> list[Row]:
         validity.check(reader, txn, pinned)
         if tombstones_from is not None:
             validity.check_tombstones(reader, txn, pinned, tombstones_from)
-        if whole:
-            for row in found:  # verify all rows, also those that are left out below
-                reader.verify(*row)
-            found = [(key, stored[seal.FRAME]) for key, stored in found]
+        for row in found:  # verify all rows, also those that are left out below
+            reader.verify(*row)
+        found = [(key, stored[seal.FRAME]) for key, stored in found]
         selected = begins
         if selected is None and pinned.manifest.uid:
             selected = {number: int(entry.begin_seqno) for number, entry in pinned.manifest.collections.items()}
@@ -246,14 +253,11 @@ def rows(
         stat = txn.raw.stat(reader.rows)
         if stat["overflow_pages"] * stat["psize"] <= large_bytes // SNAPPY_RATIO_MAX:
             found, position, _ = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
-            return checked(txn, found, whole=True), position, None
+            return checked(txn, found), position, 0
     with reader.environment.read(buffers=True) as views:  # `checked` raises if these rows were purged
         found, position, large = _look(reader, views, pinned.links, after_seqno, rows_max, bytes_max, large_bytes)
     with reader.environment.read() as txn:
-        kept = checked(txn, found, whole=large is None)
-    if large is None:
-        return kept, position, None
-    return [], position, large if kept else None
+        return checked(txn, found), position, large
 
 
 def last_document_seqno(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
@@ -282,11 +286,11 @@ def _look(
     rows_max: int,
     bytes_max: int,
     large_bytes: int | None = None,
-) -> tuple[list[Row], int, LargeDocument | None]:
+) -> tuple[list[Row], int, int]:
     """Return the next rows of a chain (all versions of a key), and the seqno up to which rows were read.
 
-    With `large_bytes`, `txn` must return buffers. The result then ends before a large row, or is this row alone, cut to
-    its head.
+    With `large_bytes`, `txn` must return buffers. The rows then end before a larger row. If that row is the next one,
+    its bytes are returned, too.
     """
     found: list[Row] = []
     add = found.append
@@ -304,13 +308,8 @@ def _look(
             if large_bytes is not None:
                 key = bytes(key)
                 if previous < key <= end and len(key) == keys.ROW_KEY_SIZE:
-                    large = large_row(reader, key, stored, large_bytes) if stored[1] == MUTATION else None
-                    if large is not None and found:
-                        return found, seqno_of(key) - 1, None
-                    if large is not None:
-                        row = key, bytes(stored[:HEAD_BYTES_MAX])
-                        index.check_place(txn, reader.vbid, *row)
-                        return [row], seqno_of(key), large
+                    if (large := bytes_to_read(stored)) > large_bytes:
+                        return found, seqno_of(key) - 1, 0 if found else large
                     stored = bytes(stored)
                 row = key, stored
             if key <= previous:
@@ -323,10 +322,10 @@ def _look(
                 add(row)
                 left -= len(stored)
                 if left <= 0 or len(found) == rows_max:
-                    return found, seqno_of(key), None
+                    return found, seqno_of(key), 0
             elif key[keys.ROW_KEY_SIZE :] != keys.BOUNDARY_SUFFIX:
                 raise index.not_in_order(txn, reader.vbid)
-    return found, links[0].cut, None
+    return found, links[0].cut, 0
 
 
 def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:

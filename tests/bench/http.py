@@ -22,7 +22,7 @@ from mirror.serve.http.documents import JSON, entity_tag, headers_of
 from mirror.serve.http.protocol import BoundedProtocol, Gate, protocol_config
 from mirror.serve.http.server import HttpServer
 from mirror.serve.listener import Address, listening_socket, reserve
-from mirror.serve.turns import Turns
+from mirror.server.turns import Turns
 from storage.model import Branch, Document, Seqno
 from tests.bench import stores
 from tests.bench.children import child, wait_closed

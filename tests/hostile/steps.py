@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mirror.serve.turns import Turns
+from mirror.server.turns import Turns
 
 STEP_MAX_S = 0.005
 """On a core that adds up 100,000 numbers in `COUNTING_S`."""

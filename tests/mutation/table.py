@@ -38,10 +38,9 @@ _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/history/merge.py", "tests/storage/test_merge.py"
 _OF_KV_LARGE = "tests/serve/test_kv_large.py -k 'behind or bounded'"
 _OF_KV_BUCKET = "tests/serve/test_kv_bucket.py -k 'manifest or replaced'"
-_MEMORY = "tests/serve/test_large.py -k memory"
 _CHANGES, _OF_CHANGES = "storage/read/changes.py", "tests/storage/test_changes.py"
 _VALIDITY, _OF_SCAN = "storage/read/validity.py", "tests/storage/test_scan.py"
-_OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.py"
+_OF_OWNER = "tests/storage/test_owner.py"
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
 _STATUS, _OF_STATUS = "mirror/supervise/reports/progress.py", "tests/supervise/test_status.py"
 _OF_WATCH = "tests/feed/test_watch.py -k nothing_is_not_in_contact"
@@ -530,8 +529,8 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/serve/http/documents.py",
-        "return None if isinstance(found, LargeDocument) else parsed.answer(service, found)",
-        "return parsed.answer(service, found)",
+        "found = parsed.read(service, reader, BUDGETED_BYTES)",
+        "found = parsed.read(service, reader, 1 << 40)",
         "tests/serve/test_http_protocol.py -k in_pieces",
     ),
     Mutation("mirror/serve/http/protocol.py", "if left_s > 0:", "if False:", _OF_IDLE),
@@ -553,20 +552,22 @@ MUTATIONS = (
         "visible if visible[0] >= 0 else reader.look(known[0])",
         "tests/storage/test_view.py -k once_a_commit",
     ),
-    Mutation("storage/read/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
+    Mutation(
+        "storage/read/point_reads.py",
+        "if (byte_count := records.bytes_to_read(view)) > bytes_max:",
+        "if (byte_count := len(view)) > bytes_max:",
+        "tests/storage/test_large.py -k from_its_head",
+    ),
     Mutation("storage/read/states.py", "seen is None or seen[0] != at", "seen is None", _OF_KV_BUCKET),
     Mutation("storage/read/states.py", "known[first][0] is not environment", "False", _OF_KV_BUCKET),
     Mutation(
-        "mirror/serve/large.py",
-        "async with self._one:\n            await self._turns.turn()\n            return await",
-        "if True:\n            await self._turns.turn()\n            return await",
-        "tests/serve/test_large.py -k one_value",
+        "mirror/server/outgoing.py",
+        "if len(data) <= SLICE_BYTES and not self._waiting:",
+        "if len(data) <= SLICE_BYTES:",
+        _OF_KV_LARGE,
     ),
-    Mutation("mirror/serve/large.py", "if release():", "while release():\n        pass\n    if False:", _MEMORY),
-    Mutation("mirror/serve/kv/unsent.py", 'pieces[at] = b""  #', "pass  #", "tests/serve/test_kv_large.py -k between"),
-    Mutation("mirror/serve/kv/unsent.py", "self._deferred.append(data)", "self._transport.write(data)", _OF_KV_LARGE),
     Mutation("mirror/document/judge.py", "if len(inside) >= DEPTH_MAX:", "if False:", "tests/document/test_judge.py"),
-    Mutation("mirror/serve/kv/large.py", "await asyncio.wait({self._granted})", "pass", _OF_KV_LARGE),
+    Mutation("mirror/server/turns.py", "await asyncio.wait({granted})", "pass", _OF_KV_LARGE),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table
     Mutation(_DELTA, "if before and size <= total:", "if before:", _OF_DELTA),
     Mutation(_DELTA, "part.add_action(new_rows=False)", "part.add_action()", _OF_DELTA),

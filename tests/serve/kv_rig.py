@@ -20,12 +20,10 @@ from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.serve.access.auth import Reader, SourceUser, Users, entry_of
 from mirror.serve.access.logins import Logins
 from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.large import LargeAnswers
 from mirror.serve.kv.map import ServedMap, own_node
 from mirror.serve.kv.server import KvServer
 from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address, Reserved, listening_socket, reserve
-from mirror.serve.turns import Turns
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
@@ -77,8 +75,7 @@ def free_ports(count: int) -> list[int]:
 
 def session_of(bucket: KvBucket, reader: Reader | None = None) -> KvSession:
     cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
-    logins, large = Logins(users(), SystemClock()), LargeAnswers(Turns(), 1, bucket.failed)
-    return KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True, reader=reader)
+    return KvSession(bucket, users(), cluster_map, Logins(users(), SystemClock()), plain_allowed=True, reader=reader)
 
 
 class Store:

@@ -31,7 +31,7 @@ from mirror.serve.access.admission import (
 )
 from mirror.serve.access.tls import server_tls
 from mirror.serve.listener import Address
-from mirror.serve.turns import Turns
+from mirror.server.turns import Turns
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
 from tests.serve.http_site import make_certificate

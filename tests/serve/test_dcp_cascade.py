@@ -19,7 +19,7 @@ from mirror.inspection.verify import Verifier
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.serve.dcp.connection import SourceContact
 from mirror.serve.kv.session import KvSession
-from mirror.server.session import Later, Reply
+from mirror.server.session import Reply
 from storage.admin.check import check
 from storage.read.view import open_view
 from tests.feed.harness import Mirror
@@ -159,9 +159,10 @@ def seqno_queries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     queries: list[int] = []
     answer = KvSession.all_vb_seqnos
 
-    def all_vb_seqnos(self: KvSession, state: int, collection_id: int | None) -> Reply | Later:
+    def all_vb_seqnos(self: KvSession, state: int, collection_id: int | None) -> Reply:
+        reply = answer(self, state, collection_id)
         queries.append(state)
-        return answer(self, state, collection_id)
+        return reply
 
     monkeypatch.setattr(KvSession, "all_vb_seqnos", all_vb_seqnos)
     return queries

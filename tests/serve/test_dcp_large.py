@@ -1,4 +1,4 @@
-"""Large documents over DCP: sent in pieces, and byte for byte what they would be in one."""
+"""Large documents over DCP: made in the worker thread, and byte for byte what they would be elsewhere."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 import cramjam
 import pytest
 
-from mirror.serve.dcp import stream as dcp_stream
+from mirror.serve.dcp.stream import DcpStream
+from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_dcp, xattr
 from mirror.wire import events as ev
 from mirror.wire.constants import DcpOpenFlag, Feature, Opcode, StreamEndReason, StreamRequestFlag
 from mirror.wire.frame import Frame
-from storage.read.large import LargeDocument
+from storage.read.vbucket_reader import VbucketReader
 from tests.serve.dcp_rig import ALL, XATTRS, serving_dcp, until
 from tests.serve.kv_rig import Store
 
@@ -61,7 +62,7 @@ async def messages(store: Store, features: Sequence[int], flags: int, controls: 
             if b"connection_buffer_size" in controls:
                 await client.send(codec_dcp.to_frame(ev.BufferAck(client.counted)))
                 client.counted = 0
-        await until(lambda: endpoint.server.large.budget.out_bytes == 0)
+        await until(lambda: endpoint.server.worker.budget.out_bytes == 0)
         return found
 
 
@@ -83,7 +84,8 @@ async def test_a_large_document_is_sent_as_a_small_one_would_be(
     store: Store, monkeypatch: pytest.MonkeyPatch, features: Sequence[int], flags: int, controls: dict[bytes, bytes]
 ) -> None:
     found = await messages(store, features, flags, controls)
-    monkeypatch.setattr(dcp_stream, "LARGE_BYTES", 1 << 40)
+    take = DcpStream.take
+    monkeypatch.setattr(DcpStream, "take", lambda stream, bytes_max, *_: take(stream, bytes_max, 1 << 40))
     assert found == await messages(store, features, flags, controls)
     assert sum(each.opcode == Opcode.DCP_MUTATION for each in found) == len({key for key, _, _ in DOCUMENTS})
 
@@ -91,7 +93,7 @@ async def test_a_large_document_is_sent_as_a_small_one_would_be(
 async def test_a_stream_closed_while_its_large_document_is_read_says_nothing_more_of_it(store: Store) -> None:
     async with serving_dcp(store.path) as endpoint:
         client = await endpoint.client(controls={b"send_stream_end_on_client_close_stream": b"true"})
-        budget = endpoint.server.large.budget
+        budget = endpoint.server.worker.budget
         budget.out_bytes = 1 << 40  # no memory for it
         assert (await client.stream(0)).status == 0
         await until(lambda: budget.waiting_count == 1)
@@ -111,12 +113,16 @@ async def test_a_large_document_that_is_gone_ends_the_stream(store: Store, monke
     async with serving_dcp(store.path) as endpoint:
         client = await endpoint.client()
 
-        def gone(found: LargeDocument) -> object:
-            raise found._reader.damaged(OSError("gone"))
+        verify = VbucketReader.verify
 
-        monkeypatch.setattr(LargeDocument, "pieces", gone)
+        def gone(reader: VbucketReader, row_key: bytes, stored: bytes) -> None:
+            verify(reader, row_key, stored)
+            if len(stored) > LARGE_BYTES:
+                raise reader.damaged(IndexError("gone"))
+
+        monkeypatch.setattr(VbucketReader, "verify", gone)
         assert (await client.stream(0)).status == 0
         found = await client.events(3)
         assert isinstance(found[-1], ev.StreamEnd)
         assert found[-1].reason == StreamEndReason.BACKFILL_FAIL
-        assert endpoint.server.large.budget.out_bytes == 0
+        assert endpoint.server.worker.budget.out_bytes == 0

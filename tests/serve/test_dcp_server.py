@@ -13,7 +13,8 @@ from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.dcp import connection as dcp_connection
 from mirror.serve.dcp.connection import NOTED_S, SourceContact
 from mirror.serve.dcp.stream import PIECE_BYTES
-from mirror.serve.kv.connection import HIGH_WATER_BYTES, KvConnection
+from mirror.serve.kv.connection import KvConnection
+from mirror.server.outgoing import HIGH_WATER_BYTES
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
@@ -120,13 +121,13 @@ async def stalled(store: Store, dcp: DcpEndpoint, documents: int) -> tuple[DcpCl
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await client.send(STREAM)
     (connection,) = dcp.server.connections
-    await until(lambda: connection.paused_s is not None)
+    await until(lambda: connection.outgoing.paused_s is not None)
     return client, connection
 
 
 async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store: Store, dcp: DcpEndpoint) -> None:
     client, connection = await stalled(store, dcp, 600)
-    assert connection.unsent.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
+    assert connection.outgoing.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
     sent = dcp.server.dcp_counters.stream_bytes
     await client.send(kv_client.noop())
     await asyncio.sleep(0.1)
@@ -140,11 +141,11 @@ async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
 ) -> None:
     monkeypatch.setattr(dcp_connection, "ANSWERS_BYTES_MAX", 10_000)
     client, connection = await stalled(store, dcp, 300)
-    held = connection.unsent.unsent_bytes
+    held = connection.outgoing.unsent_bytes
     for _ in range(40):
         await client.send(*[fr.request(Opcode.GET_CLUSTER_CONFIG, opaque=9)] * 20)
         await asyncio.sleep(0.005)
-    assert connection.unsent.unsent_bytes < held + 10_000 + 200_000
+    assert connection.outgoing.unsent_bytes < held + 10_000 + 200_000
     client.writer.transport.resume_reading()  # type: ignore[attr-defined]
     answers = 0
     seqno = 0

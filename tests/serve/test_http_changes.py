@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mirror.serve.turns import Budget
+from mirror.server.turns import Budget
 from storage.errors import CorruptedError
 from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, events, request

@@ -20,7 +20,7 @@ from mirror.serve.http.problems import Problem
 from mirror.serve.http.server import HttpServer
 from mirror.serve.http.service import leaves_line
 from mirror.serve.listener import Address
-from mirror.serve.turns import Turns
+from mirror.server.turns import Turns
 from mirror.supervise.status import stored_status
 from storage.model import FailoverLog, Seqno, Vbuuid
 from storage.read.view import View
@@ -93,17 +93,18 @@ def test_no_document_is_read_for_a_client_that_is_gone(
     """Pages of 20 MiB documents, requested and abandoned, once took 2 GiB. They leave the line at once: thousands of
     them once made each garbage collection a step of 0.2 s."""
     site.source.put("a", b"1")
-    one_at_a_time, state = site.server.service._one_bulk_read, site.server.gate.state
+    worker, state, busy = site.server.service.worker, site.server.gate.state, threading.Event()
     reads: list[str] = []
     monkeypatch.setattr(View, read, lambda *_args, **_more: reads.append(read))
-    site.call(one_at_a_time.acquire())
+    blocked = asyncio.run_coroutine_threadsafe(worker.run(busy.wait), site.loop)
     with site.connect() as line:
         line.sendall(request(path, method=method, body='{"keys": ["a"]}'))
-        eventually_now(lambda: one_at_a_time._waiters)
+        eventually_now(lambda: worker._thread._work_queue.qsize() == 1)
     eventually_now(lambda: not state.connections)
     eventually_now(lambda: not state.tasks)
-    assert not one_at_a_time._waiters
-    site.loop.call_soon_threadsafe(one_at_a_time.release)
+    busy.set()
+    assert blocked.result(10)
+    site.call(worker.run(lambda: None))
     assert reads == []
 
 

@@ -14,15 +14,14 @@ import pytest
 
 from mirror.serve.access.auth import Reader
 from mirror.serve.kv.bucket import MANIFEST_FRESH_S, KvBucket
-from mirror.serve.large import LARGE_BYTES
 from mirror.server.cluster_config import render_manifest
 from mirror.server.errors import Refused
+from mirror.server.turns import LARGE_BYTES
 from mirror.wire.constants import Status
 from storage.env import directory
 from storage.errors import CorruptedError
 from storage.format import keys, records
 from storage.model import Collection, Document, Manifest, ManifestUid, Seqno
-from storage.read.large import LargeDocument
 from tests.manual_clock import ManualClock
 from tests.serve.kv_rig import DEFAULT, Store
 
@@ -147,16 +146,13 @@ def test_uids_of_a_file_that_was_replaced_are_read_again(bucket: KvBucket, store
 
 
 @pytest.mark.parametrize("size", [10, 2 * LARGE_BYTES])
-def test_no_value_is_read_to_see_whether_a_seqno_is_there(
-    bucket: KvBucket, store: Store, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_a_seqno_is_there_as_a_newest_version_alone(bucket: KvBucket, store: Store, size: int) -> None:
     key = b"k" * 250
     vbid = store.put(key, bytes(size), 7)
     store.put(key, bytes(size), 9)
     deleted = store.put(b"gone", b"{}", 8)
     store.delete(b"gone", 12)
     store.collections(20, {8: "s"}, DEFAULT)
-    monkeypatch.setattr(LargeDocument, "pieces", lambda _: pytest.fail("it was read"))
     assert [seqno for seqno in (0, 7, 9, 10, 20, 21) if bucket.holds_seqno(vbid, seqno)] == [9]
     assert [bucket.holds_seqno(deleted, seqno) for seqno in (8, 12)] == [False, True]
 

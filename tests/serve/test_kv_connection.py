@@ -8,7 +8,8 @@ import struct
 
 import pytest
 
-from mirror.serve.kv.connection import HIGH_WATER_BYTES, OPERATIONS, KvConnection
+from mirror.serve.kv.connection import OPERATIONS, KvConnection
+from mirror.server.outgoing import HIGH_WATER_BYTES
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
@@ -233,16 +234,16 @@ async def test_a_reader_who_takes_nothing_is_not_read_on_and_holds_little(store:
         slow.writer.write(b"".join(fr.encode(get(b"huge", opaque=number)) for number in range(200)))
         await slow.writer.drain()
         await other.ask(get())
-        await until(lambda: any(each.paused_s is not None for each in endpoint.server.connections))
-        (connection,) = [each for each in endpoint.server.connections if each.paused_s is not None]
-        assert connection.unsent.unsent_bytes < HIGH_WATER_BYTES + 2_000_000
+        await until(lambda: any(each.outgoing.paused_s is not None for each in endpoint.server.connections))
+        (connection,) = [each for each in endpoint.server.connections if each.outgoing.paused_s is not None]
+        assert connection.outgoing.unsent_bytes < HIGH_WATER_BYTES + 2_000_000
         served = endpoint.server.counters.requests
         await other.ask(get())
         assert endpoint.server.counters.requests == served + 1
         for number in range(200):
             answer = await slow.answer()
             assert (answer.opaque, len(answer.value)) == (number, 1_000_000)
-        assert connection.paused_s is None
+        assert connection.outgoing.paused_s is None
         assert (await slow.ask(get())).value == b"value"
 
 

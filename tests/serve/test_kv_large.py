@@ -1,10 +1,11 @@
-"""Large documents over KV: the same answers as for small ones, read and sent in pieces, with others in between."""
+"""Large documents over KV: the same answers as for small ones, made in the worker thread, within the budget."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable
+import threading
+from typing import Any
 
 import cramjam
 import pytest
@@ -12,14 +13,15 @@ import pytest
 from mirror.config import Settings
 from mirror.serve.kv.connection import KvConnection
 from mirror.serve.kv.server import CROWDED_SEND_TIMEOUT_S
-from mirror.serve.large import LARGE_BYTES, Pieces, drop
+from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
+from storage.format import records
 from storage.format.keys import vbid_of
-from storage.read.large import LargeDocument
+from storage.model import Document
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, get, serving
@@ -81,7 +83,7 @@ async def test_a_large_document_is_answered_as_a_small_one(
             assert answer.datatype == (datatype & 1 if features else 0) | (datatype & 2 if stored else 0)
             assert (answer.status, answer.cas, answer.extras) == (0, 99, (7).to_bytes(4, "big"))
             assert answer.key == (b"large" if opcode in (Opcode.GETK, Opcode.GETKQ) else b"")
-    assert endpoint.server.large.budget.out_bytes == 0
+    assert endpoint.server.worker.budget.out_bytes == 0
 
 
 @pytest.mark.parametrize(("value", "datatype", "body"), [VALUES[each] for each in JSON_VALUES], ids=JSON_VALUES)
@@ -111,16 +113,7 @@ async def test_paths_and_metadata_of_a_large_document_are_those_of_a_small_one(
         assert (await client.ask(one)).value == expected
     meta = kv_client.decode_meta((await client.ask(kv_client.get_meta(0, b"large"))).extras)
     assert (meta.deleted, meta.flags, meta.rev_seqno) == (False, 7, 5)
-    assert endpoint.server.large.budget.out_bytes == 0
-
-
-async def test_metadata_is_answered_without_reading_the_value(
-    endpoint: Endpoint, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.put(b"large", BODY, 2)
-    monkeypatch.setattr(LargeDocument, "pieces", lambda _: pytest.fail("it was read"))
-    client = await endpoint.connect()
-    assert (await client.ask(kv_client.get_meta(0, b"large"))).status == 0
+    assert endpoint.server.worker.budget.out_bytes == 0
 
 
 @pytest.mark.parametrize(("value", "datatype"), DAMAGED.values(), ids=DAMAGED)
@@ -132,7 +125,7 @@ async def test_one_that_cannot_be_taken_apart_is_an_error_of_its_request(
     for request in (get(b"large"), lookup(b"large", (Opcode.SUBDOC_GET, b"z", 0))):
         assert (await client.ask(request)).status == Status.EINTERNAL
     assert (await client.get(b"small")).value == b"{}"
-    assert endpoint.server.large.budget.out_bytes == 0
+    assert endpoint.server.worker.budget.out_bytes == 0
 
 
 async def test_a_damaged_row_is_a_temporary_failure_of_its_request(
@@ -140,82 +133,72 @@ async def test_a_damaged_row_is_a_temporary_failure_of_its_request(
 ) -> None:
     """As it is of a small document."""
     store.put(b"large", BODY, 2)
-    monkeypatch.setattr("storage.read.large.seal.RESIDUE", 1)
+    monkeypatch.setattr("storage.read.point_reads.RESIDUE", 1)
     client = await endpoint.connect()
     assert (await client.get(b"large")).status == Status.ETMPFAIL
-    assert endpoint.server.large.budget.out_bytes == 0
+    assert endpoint.server.worker.budget.out_bytes == 0
 
 
-async def test_a_document_is_sent_in_pieces_and_others_have_their_turn_between_two(
-    endpoint: Endpoint, store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("read", [get(b"large"), lookup(b"large", (Opcode.SUBDOC_GET, b"z", 0))], ids=["get", "lookup"])
+async def test_other_clients_are_answered_while_a_large_document_is_read(
+    endpoint: Endpoint, store: Store, monkeypatch: pytest.MonkeyPatch, read: Frame
 ) -> None:
     """A step of 20 MiB once made others wait 39 times as long as at rest."""
-    store.put(b"large", BODY, 2)
-    iteration, worked = 0, list[int]()
+    store.put(b"large", BODY, 2, datatype=1)
+    begun, go_on = threading.Event(), threading.Event()
+    decode = records.decode_row
 
-    class Counted:
-        """A transport that notes when it is written to, and how much."""
+    def slow(*args: Any) -> Document:
+        document = decode(*args)
+        if document.key == b"large":
+            begun.set()
+            assert go_on.wait(WAIT_S)
+        return document
 
-        def __init__(self, transport: asyncio.Transport) -> None:
-            self._transport = transport
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._transport, name)
-
-        def write(self, data: bytes) -> None:
-            assert len(data) <= LARGE_BYTES
-            worked.append(iteration)
-            self._transport.write(data)
-
-    plain = LargeDocument.pieces
-
-    def pieces(self: LargeDocument) -> object:
-        for piece in plain(self):
-            worked.append(iteration)
-            yield piece
-
-    left = []
-
-    def noted(pieces: Pieces) -> bool:
-        left.append(any(pieces))
-        return drop(pieces)
-
-    monkeypatch.setattr(LargeDocument, "pieces", pieces)
-    monkeypatch.setattr("mirror.serve.kv.large.drop", noted)
-    clients = [await endpoint.connect() for _ in range(4)]
-    for client in clients:
-        assert (await client.get(b"small")).value == b"{}"
-    for connection in endpoint.server.connections:
-        connection.unsent._transport = Counted(connection.transport)  # type: ignore[assignment]
-    answers = [asyncio.create_task(client.ask(get(b"large"))) for client in clients]
-    while not all(each.done() for each in answers):
-        iteration += 1
-        await asyncio.sleep(0)
-    assert all(each.result().value == BODY for each in answers)
-    pieces_of_one = -(-len(BODY) // LARGE_BYTES)
-    heads = len(clients)
-    assert len(worked) == heads + len(clients) * 2 * pieces_of_one
-    assert len(set(worked)) >= len(worked) - heads, "no two pieces in one turn of the loop"
-    assert left == [False] * len(clients), "each piece was let go of when it was sent"
+    monkeypatch.setattr(records, "decode_row", slow)
+    client, other = await endpoint.connect(), await endpoint.connect()
+    await client.send(read, get(b"small", 1))
+    await asyncio.to_thread(begun.wait, WAIT_S)
+    assert (await other.get(b"small")).value == b"{}"
+    go_on.set()
+    assert [(await client.answer()).opaque for _ in range(2)] == [0, 1], "its own next request waits"
 
 
 async def test_what_else_is_written_meanwhile_comes_behind(endpoint: Endpoint, store: Store) -> None:
     """Requests of a pipeline, also of a client that takes answers in any order, and a message of the server."""
-    store.put(b"large", BODY, 2)
-    client = await endpoint.connect()
+    body = bytes(40 * LARGE_BYTES)
+    store.put(b"large", body, 2)
+    client = await endpoint.connect(limit=1024)
     await client.hello(Feature.UNORDERED_EXECUTION)
     (connection,) = endpoint.server.connections
     await client.send(get(b"large", 1), lookup(b"large", (Opcode.GET, b"", 0), opaque=2), get(b"small", 3))
-    async with asyncio.timeout(WAIT_S):
-        while not connection.unsent.is_sending:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-    connection.push(kv_client.noop(opaque=77))
+    await until(lambda: connection.outgoing.paused_s is not None)
+    connection._flush([fr.encode(kv_client.noop(opaque=77))])
     opaques = []
     for _ in range(4):
         answer = await client.answer()
         opaques.append(answer.opaque)
-        assert len(answer.value) == {1: len(BODY), 2: len(BODY) + 6, 3: 2, 77: 0}[answer.opaque]
+        assert len(answer.value) == {1: len(body), 2: len(body) + 6, 3: 2, 77: 0}[answer.opaque]
     assert opaques == [1, 77, 2, 3]
+
+
+async def test_a_client_that_says_goodbye_gets_all_of_its_answer(endpoint: Endpoint, store: Store) -> None:
+    body = bytes(40 * LARGE_BYTES)
+    store.put(b"large", body, 2)
+    client = await endpoint.connect(limit=1024)
+    await client.send(get(b"large", 1), fr.request(Opcode.QUIT, opaque=2))
+    assert (await client.answer()).value == body
+    assert (await client.answer()).opaque == 2
+    assert await client.receive() is None
+
+
+async def test_an_answer_that_repeats_a_large_document_is_refused(endpoint: Endpoint, store: Store) -> None:
+    body = bytes(40 * LARGE_BYTES)
+    store.put(b"large", body, 2)
+    client = await endpoint.connect()
+    whole = (Opcode.GET, b"", 0)
+    assert len((await client.ask(lookup(b"large", *[whole] * 3))).value) > 3 * len(body)
+    assert (await client.ask(lookup(b"large", *[whole] * 4))).status == Status.E2BIG
 
 
 async def slow_reader(endpoint: Endpoint, key: bytes = b"large") -> tuple[Client, KvConnection]:
@@ -223,7 +206,7 @@ async def slow_reader(endpoint: Endpoint, key: bytes = b"large") -> tuple[Client
     before = set(endpoint.server.connections)
     client = await endpoint.connect(limit=1024)
     await client.send(get(key), get(key), get(key))
-    await until(lambda: any(each.paused_s is not None for each in endpoint.server.connections - before))
+    await until(lambda: any(each.outgoing.paused_s is not None for each in endpoint.server.connections - before))
     (connection,) = endpoint.server.connections - before
     return client, connection
 
@@ -234,26 +217,27 @@ async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_
     """Values that are not written yet count as well. Where others wait for the memory, they have seconds only."""
     body = bytes(40 * LARGE_BYTES)
     store.put(b"large", body, 2)
-    async with serving(store.path, reader_unsent_bytes_max=2 * len(body)) as endpoint:
+    async with serving(store.path, reader_unsent_bytes_max=2 * len(body) + 1000) as endpoint:
         server = endpoint.server
         assert server._sweeper is not None
         server._sweeper.cancel()
         reads = []
-        pieces = server.large.reads.pieces
+        decode = records.decode_row
 
-        def counted(found: LargeDocument, *, decompress: bool) -> Awaitable[tuple[Pieces, int]]:
-            reads.append(found)
-            return pieces(found, decompress=decompress)
+        def counted(*args: Any) -> Document:
+            reads.append(args)
+            return decode(*args)
 
-        monkeypatch.setattr(server.large.reads, "pieces", counted)
+        monkeypatch.setattr(records, "decode_row", counted)
         slow = [await slow_reader(endpoint) for _ in range(2)]
-        assert server.large.budget.out_bytes == 2 * len(body)
-        assert all(connection.unsent.unsent_bytes > 4 * LARGE_BYTES for _, connection in slow)
+        assert 2 * len(body) < server.worker.budget.out_bytes < 2 * (len(body) + 500)
+        assert all(connection.outgoing.unsent_bytes > 4 * LARGE_BYTES for _, connection in slow)
         other = await endpoint.connect()
         answer = asyncio.create_task(other.ask(get(b"large")))
-        await until(lambda: server.large.budget.waiting_count == 1)
-        assert (await (await endpoint.connect()).get(b"small")).value == b"{}", "small ones need none of it"
+        await until(lambda: server.worker.budget.waiting_count == 1)
+        await server.worker.run(lambda: None)
         assert len(reads) == 2, "a value is not read before there is memory for it"
+        assert (await (await endpoint.connect()).get(b"small")).value == b"{}", "small ones need none of it"
         begun_s = server.now_s
         server.now_s = begun_s + CROWDED_SEND_TIMEOUT_S - 1
         server.sweep()
@@ -266,7 +250,7 @@ async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_
         assert server.dropped_count
         for _, connection in slow:
             connection.abort()
-        await until(lambda: server.large.budget.out_bytes == 0)
+        await until(lambda: server.worker.budget.out_bytes == 0)
         assert server.now_s < begun_s + Settings().reader_idle_timeout_s
 
 
@@ -274,7 +258,7 @@ async def test_a_client_that_leaves_lets_go_of_what_it_held_or_waited_for(store:
     body = bytes(40 * LARGE_BYTES)
     store.put(b"large", body, 2)
     async with serving(store.path, reader_unsent_bytes_max=len(body)) as endpoint:
-        budget = endpoint.server.large.budget
+        budget = endpoint.server.worker.budget
         client, connection = await slow_reader(endpoint)
         waiting = await endpoint.connect()
         await waiting.send(get(b"large"))
@@ -314,4 +298,4 @@ async def test_a_scan_has_large_documents_as_pages_by_themselves(
             assert [each.value for each in found] == [b"{}", body, b"{}", body]
             assert {each.datatype for each in found} == {1}
             assert [each.flags for each in found] == [7] * 4
-    assert endpoint.server.large.budget.out_bytes == 0
+    assert endpoint.server.worker.budget.out_bytes == 0

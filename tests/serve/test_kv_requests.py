@@ -187,16 +187,14 @@ async def test_seqnos_are_those_that_can_be_read(store: Store, endpoint: Endpoin
     assert list(codec_dcp.decode_failover_log(log.value)) == [(88, 5), (77, 0)]
 
 
-async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint) -> None:
     store.collections(3, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(3)))
     store.put(KEYS[1], b"x", 5, cid=8)
     store.put(KEYS[1], b"x", 9)
     store.put(KEYS[2], b"x", 7)
     store.put(KEYS[1], b"x", 11, cid=8, publish=False)
     client = await endpoint.sdk()
-    for step_s in (1.0, 0.0):
-        monkeypatch.setattr("mirror.serve.kv.session.STEP_S", step_s)
-        assert await seqnos(client, 1, 8) == {0: 3, 1: 5, 2: 3, 3: 3}
+    assert await seqnos(client, 1, 8) == {0: 3, 1: 5, 2: 3, 3: 3}
     for state in (1, 2):
         assert await seqnos(client, state, 9) == Status.UNKNOWN_COLLECTION
     assert await seqnos(client, 1, 0) == {0: 0, 1: 9, 2: 7, 3: 0}

@@ -290,14 +290,26 @@ async def test_a_sample_is_counted_and_found_in_steps(client: Client, monkeypatc
     assert {item.key for item in found} <= set(KEYS)
 
 
-async def test_a_scan_that_is_being_continued_is_busy(client: Client) -> None:
-    name = await begin(client, {"sampling": {"samples": 0}, "key_only": True})
+async def test_continuing_a_scan_twice_at_once_gives_one_page_after_the_other(client: Client) -> None:
+    name = await begin(client, between())
+    await client.hello(Feature.UNORDERED_EXECUTION)
     await client.send(go_on(name, 1, opaque=1), go_on(name, 1, opaque=2))
-    answers = [await client.receive() for _ in "ab"]
-    assert sorted((each.opaque, each.status) for each in answers if each) == [
-        (1, Status.RANGE_SCAN_COMPLETE),
-        (2, Status.EBUSY),
-    ]
+    answers = [await client.answer() for _ in "ab"]
+    assert [each.opaque for each in answers] == [1, 2]
+    assert [kv_client.decode_scan_items(each.value, keys_only=False)[0].key for each in answers] == [b"k00", b"k01"]
+
+
+async def test_a_page_that_stays_empty_for_long_gives_the_worker_to_others(
+    store: Store, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(300):
+        store.put(b"x%03d" % number, b"", 1000 + 2 * number)
+        store.delete(b"x%03d" % number, 1001 + 2 * number)
+    store.put(b"y", b"", 2000)
+    monkeypatch.setattr(kv_scans, "PAGE_S", 0.0)
+    name = await begin(client, between(b"x"))
+    found, answers = await read(client, name, items=7)
+    assert ([item.key for item in found], answers) == ([b"y"], 1)
 
 
 async def test_a_scan_ends_at_a_document_that_cannot_be_unpacked(store: Store, client: Client) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from mirror.config import Settings
 from mirror.serve.access.auth import FileUsers, entry_of
-from mirror.serve.kv.connection import HIGH_WATER_BYTES
 from mirror.serve.kv.map import ServedMap, named_nodes
+from mirror.server.outgoing import HIGH_WATER_BYTES
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Magic, Opcode, Status
@@ -41,7 +41,7 @@ async def greedy(endpoint: Endpoint, count: int = 120) -> Client:
     await client.writer.drain()
     while True:
         made = endpoint.server.connections - before
-        if endpoint.server.dropped_count > dropped or any(each.paused_s is not None for each in made):
+        if endpoint.server.dropped_count > dropped or any(each.outgoing.paused_s is not None for each in made):
             return client
         await asyncio.sleep(0.005)
 
@@ -67,7 +67,7 @@ async def test_who_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> Non
         endpoint.server.now_s += 9
         endpoint.server.sweep()
         assert endpoint.server.dropped_count == 0
-        connection.unsent_seen += 1  # as if something had been taken since
+        connection.outgoing._unsent_seen += 1  # as if something had been taken since
         endpoint.server.sweep()
         endpoint.server.now_s += 9
         endpoint.server.sweep()
@@ -83,7 +83,7 @@ async def test_readers_together_hold_no_more_than_allowed(store: Store) -> None:
     async with serving(store.path, reader_unsent_bytes_max=unsent_bytes_max) as endpoint:
         for _ in range(8):
             await greedy(endpoint)
-            held = sum(each.unsent.unsent_bytes for each in endpoint.server.connections)
+            held = sum(each.outgoing.unsent_bytes for each in endpoint.server.connections)
             assert held <= unsent_bytes_max
         await asyncio.sleep(0.01)
         assert endpoint.server.dropped_count >= 4
@@ -164,7 +164,7 @@ async def test_what_waited_is_judged_by_the_rights_at_its_end(store: Store, tmp_
         for each in (client, reading):
             assert await each.login("ann", "pw") == 0
         await client.send(scans)
-        budget = endpoint.server.large.budget
+        budget = endpoint.server.worker.budget
         assert budget.try_take(Settings().reader_unsent_bytes_max)
         await reading.send(fr.request(Opcode.GET, key=b"huge"))
         await until(lambda: sum(len(each._later) for each in endpoint.server.connections) == 2)

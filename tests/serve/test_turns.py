@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mirror.serve.turns import Budget, Turns
+from mirror.server.turns import Budget, Turns
 
 
 async def test_one_step_is_granted_in_each_turn_of_the_loop() -> None:

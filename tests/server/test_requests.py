@@ -6,16 +6,12 @@ import json
 
 import pytest
 
-from mirror.document.walk import STEP_BYTES
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.node.node import OPERATIONS
-from mirror.server import dispatch, document_requests
-from mirror.server.document_requests import LARGE_BYTES
-from mirror.server.session import ALL_PRIVILEGES, DCP_STREAM, SYSTEM_COLLECTIONS, Later, Reply
+from mirror.server.session import ALL_PRIVILEGES, DCP_STREAM, SYSTEM_COLLECTIONS
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
 from tests.oracle import kv_client
@@ -158,30 +154,3 @@ async def test_each_operation_needs_its_privilege(cluster: SandboxCluster, privi
 def test_every_privilege_is_needed_somewhere() -> None:
     needed = {operation.privilege for operation in OPERATIONS.values()} - {""}
     assert needed | {DCP_STREAM, SYSTEM_COLLECTIONS} == ALL_PRIVILEGES  # those two are checked stream by stream
-
-
-async def test_other_clients_have_their_turn_between_the_paths_of_a_large_document(cluster: SandboxCluster) -> None:
-    cluster.set("small", {"a": 1})
-    cluster.set("large", {"a": 1, "text": "x" * LARGE_BYTES})
-    client = await Client.login(cluster)
-    (connection,) = cluster.nodes[0].connections
-    paths = [LookupSpec(int(Opcode.SUBDOC_GET), b"a"), LookupSpec(int(Opcode.SUBDOC_EXISTS), b"b")]
-    value = kv_client.encode_lookup_specs(paths)
-
-    def answered(key: bytes) -> Reply | Later | None:
-        frame = fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=value)
-        return dispatch.answer(connection.session, document_requests.OPERATIONS, frame)
-
-    small, large = answered(b"\0small"), answered(b"\0large")
-    assert isinstance(small, Reply)
-    assert isinstance(large, Later)
-    replies = [large.step()]
-    while replies[-1] is None:
-        replies.append(large.step())
-    last = replies[-1]
-    assert isinstance(last, Reply)
-    walked = 2 * (len('{"a": 1}') + LARGE_BYTES)
-    assert len(replies) > walked // STEP_BYTES // 2 > 0, "the second path is looked for to the end, in steps"
-    assert last.value == small.value
-    reply = await client.ask(fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=b"\0large", value=value))
-    assert reply.value == small.value

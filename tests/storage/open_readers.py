@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Set
 from dataclasses import dataclass
 from random import Random
 
-from storage.errors import Closed, Unavailable, ViewInvalidated
+from storage.errors import AnswerTooLarge, Closed, Unavailable, ViewInvalidated
 from storage.format import keys
 from storage.format.records import decode_row
 from storage.model import Branch, Document
@@ -23,7 +23,6 @@ Read = Generator[None, None, Contents]
 
 BYTES_MAX = 1
 """Of a page or a piece of changes: one document each."""
-LARGE_BYTES = 1
 REFUSALS = (ViewInvalidated, Unavailable, Closed)
 
 
@@ -115,30 +114,24 @@ def in_pages(get_view: Callable[[], View], pin: Pin) -> Read:
     return found
 
 
-def in_pages_or_large(get_view: Callable[[], View], pin: Pin) -> Read:
+def in_pages_within(get_view: Callable[[], View], pin: Pin) -> Read:
+    """Each document is refused first, and then read."""
     found: Contents = {}
     for collection_id in list(get_view().manifest_of(pin).collections):
-        start, more = b"", True
+        start, more, bytes_max = b"", True, 0
         while more:
-            page, large, start = scan.page_or_large(
-                get_view().reader(pin.vbid),
-                pin,
-                collection_id,
-                start=start,
-                end=None,
-                limit=2,
-                bytes_max=BYTES_MAX,
-                large_bytes=LARGE_BYTES,
-            )
+            reader = get_view().reader(pin.vbid)
+            try:
+                page, start = scan.page_within(
+                    bytes_max, reader, pin, collection_id, start=start, end=None, limit=2, bytes_max=BYTES_MAX
+                )
+            except AnswerTooLarge as error:
+                bytes_max = error.byte_count
+                yield
+                continue
             found |= {wire_key(document): (document.seqno, document.value) for document in page}
-            more = bool(start)
+            more, bytes_max = bool(start), 0
             yield
-            if large is not None:
-                pieces = []
-                for piece in large.pieces():
-                    pieces.append(piece)
-                    yield
-                found[wire_key(large.document)] = (large.document.seqno, b"".join(pieces))
     return found
 
 
@@ -191,7 +184,7 @@ def begin(get_view: Callable[[], View], now: Position, known: list[Position], rn
         (
             ("scan", now, scanned(view, now.pin)),
             ("pages", end, in_pages(get_view, end.pin)),
-            ("pages or large", end, in_pages_or_large(get_view, end.pin)),
+            ("pages within", end, in_pages_within(get_view, end.pin)),
             ("bulk", end, in_bulk(view, end.pin, rng)),
             ("seqnos", now, in_order_of_seqnos(view, now.pin)),
             ("changes", now, changed(view, now.pin, None)),

@@ -93,11 +93,12 @@ def put(
     cid: int = 0,
     expiry: int = 0,
     publish: bool = False,
+    datatype: int = 0,
 ) -> None:
     """Stage a mutation, or a deletion (value None)."""
     frame = encode_deletion(key, seqno, collection_id=cid)
     if value is not None:
-        frame = records.encode_mutation(key, value, seqno, collection_id=cid, expiry=expiry)
+        frame = records.encode_mutation(key, value, seqno, collection_id=cid, expiry=expiry, datatype=datatype)
     writer.vbuckets[0].stage([(writer.vbuckets[0].prefix + seqno.to_bytes(8, "big"), frame)], 0, span(seqno, seqno))
     if publish:
         commit(writer, seqno)

@@ -19,12 +19,12 @@ import pytest
 
 from storage.admin.check import check
 from storage.history import branches, chain, index, merge, purge, removal
-from storage.read import bulk, large, scan, vbucket_reader
+from storage.read import bulk, scan, vbucket_reader
 from tests.seeds import seed_from
 from tests.storage.test_writer import TO_THE_END, VBIDS, Store
 
 STEPS_OF_A_WORLD = 400
-KINDS = ("scan", "pages", "pages or large", "bulk", "seqnos", "changes", "changes since", "changes between")
+KINDS = ("scan", "pages", "pages within", "bulk", "seqnos", "changes", "changes since", "changes between")
 
 
 def shrink(patch: pytest.MonkeyPatch, rng: Random) -> None:
@@ -37,7 +37,6 @@ def shrink(patch: pytest.MonkeyPatch, rng: Random) -> None:
     patch.setattr("storage.write.pending.INLINE_INDEX_ROWS", rng.choice((0, 3, 20_000)))
     patch.setattr(index, "SLICE_ROWS", rng.choice((1, 2, 20_000)))
     patch.setattr(index, "RUN_ROWS", rng.choice((1, 5, 200_000)))
-    patch.setattr(large, "PIECE_BYTES", rng.choice((1, 7)))
     patch.setattr(merge, "LINKS_MAX", rng.choice((0, 0, 1, 16)))
     patch.setattr(merge, "ROLLBACKS_KEPT", rng.choice((0, 1, 16)))
     patch.setattr(purge, "STEP_ROWS", rng.choice((1, 2, 5)))

@@ -100,9 +100,7 @@ def test_a_page_of_a_moment_that_is_gone_is_no_empty_last_one(writer: GroupWrite
     purge(writer, Window(time_ms=0))
     reads: list[Callable[[], Any]] = [
         lambda: view.scan_page(pin, 8, start=start),
-        lambda: scan.page_or_large(
-            view.reader(0), pin, 8, start=start, end=None, limit=9, bytes_max=None, large_bytes=CHUNK_BYTES
-        ),
+        lambda: scan.page_within(99, view.reader(0), pin, 8, start=start, end=None, limit=9, bytes_max=99),
         lambda: view.manifest_of(pin),
         lambda: states.newest_of(view.reader(0), pin, 8),
     ]

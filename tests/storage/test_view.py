@@ -22,7 +22,7 @@ from tests.storage.rig import Clock, publish, purge, put, snapshots
 
 READS = {
     "boundaries", "changes", "changes_between", "check_readable", "check_since", "check_way", "close", "count",
-    "exists", "find", "get", "get_many", "get_or_large", "history", "key_at", "manifest", "manifest_of",
+    "exists", "find", "get", "get_many", "get_within", "history", "key_at", "manifest", "manifest_of",
     "manifest_uids", "pin", "published", "retracted_by", "rollbacks", "scan", "scan_page", "stale", "state", "states",
     "token", "unfilled", "vbid_of", "wait_for",
 }  # fmt: skip

@@ -14,7 +14,7 @@ from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.vbucket import Vbucket
 from mirror.sandbox.kv.session import SandboxHandler, SandboxSession, document_of
 from mirror.server.document_requests import got, quiet_miss, wire_key
-from mirror.server.session import READ, WRITE, Later, Operation, Reply
+from mirror.server.session import READ, WRITE, Answer, Operation, Reply
 from mirror.wire import codec_kv
 from mirror.wire.constants import Datatype, Feature, FrameInfoId, Opcode, Status
 from mirror.wire.frame import Frame, frame_infos
@@ -59,7 +59,7 @@ def frame_options(frame: Frame) -> tuple[int, bool]:
     return level, preserve
 
 
-def _got(session: SandboxSession, frame: Frame, vbucket: Vbucket, item: Item, cas: int | None = None) -> Reply | Later:
+def _got(session: SandboxSession, frame: Frame, vbucket: Vbucket, item: Item, cas: int | None = None) -> Reply:
     if cas is None:
         cas = session.bucket.documents.visible_cas(vbucket, item)
     return got(session, frame, document_of(frame.vbucket, item, cas))
@@ -70,7 +70,7 @@ def _touched(session: SandboxSession, frame: Frame) -> tuple[Vbucket, Item]:
     return vbucket, session.bucket.documents.touch(vbucket, key, codec_kv.decode_expiry(frame.extras))
 
 
-def _get_and_touch(session: SandboxSession, frame: Frame) -> Reply | Later:
+def _get_and_touch(session: SandboxSession, frame: Frame) -> Reply:
     return _got(session, frame, *_touched(session, frame))
 
 
@@ -78,7 +78,7 @@ def _touch(session: SandboxSession, frame: Frame) -> Reply:
     return Reply(cas=_touched(session, frame)[1].cas)
 
 
-def _get_locked(session: SandboxSession, frame: Frame) -> Reply | Later:
+def _get_locked(session: SandboxSession, frame: Frame) -> Reply:
     vbucket = session.active_vbucket(frame.vbucket)
     seconds = codec_kv.decode_expiry(frame.extras)
     item, cas = session.bucket.documents.lock(vbucket, wire_key(session, frame), seconds)
@@ -181,7 +181,7 @@ def _count(session: SandboxSession, frame: Frame) -> Reply:
 
 
 def _quiet(handle: SandboxHandler) -> SandboxHandler:
-    def handle_quietly(session: SandboxSession, frame: Frame) -> Reply | Later | None:
+    def handle_quietly(session: SandboxSession, frame: Frame) -> Answer:
         reply = handle(session, frame)
         return None if isinstance(reply, Reply) and reply.status == Status.SUCCESS else reply
 

@@ -30,7 +30,7 @@ from typing import Any
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.log import get_logger
-from mirror.serve.turns import Turns
+from mirror.server.turns import Turns
 
 ACCEPTS_PER_TURN = 4
 RETRY_S = 1.0

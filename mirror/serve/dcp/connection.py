@@ -23,9 +23,7 @@ from mirror.serve.dcp.watch import Watch
 from mirror.serve.kv import connection as kv_connection
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.connection import Host, KvConnection
-from mirror.serve.kv.large import LargeAnswers
 from mirror.serve.kv.session import KvSession
-from mirror.serve.large import Pieces
 from mirror.serve.listener import Address
 from mirror.server import dcp_requests, dispatch
 from mirror.server.controls import ALL_CONTROLS, ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION, Abilities, Controls
@@ -86,7 +84,6 @@ class DcpHost(Host, Protocol):
     watch: Watch
     dcp_counters: DcpCounters
     contact: SourceContact | None
-    large: LargeAnswers
 
     def named(self, connection: DcpConnection, name: str) -> None: ...
 
@@ -146,7 +143,7 @@ class DcpConnection(KvConnection):
     def open_producer(self, name: str, controls: Controls) -> DcpProducer:
         host = self._host
         host.named(self, name)
-        self.producer = DcpProducer(self, name, controls, host.bucket, host.watch, host.dcp_counters, host.large)
+        self.producer = DcpProducer(self, name, controls, host.bucket, host.watch, host.dcp_counters, host.worker)
         self.producer.reader = self.session.known_reader
         self.producer.start(self._sending_failed)
         return self.producer
@@ -165,8 +162,9 @@ class DcpConnection(KvConnection):
     def pause_writing(self) -> None:
         if self.producer is None:
             super().pause_writing()
-            return
-        self._takes_nothing()
+        else:
+            self.outgoing.pause(self._host.now_s)
+            self._host.paused(self)
 
     def resume_writing(self) -> None:
         self._answer_bytes = 0
@@ -176,20 +174,16 @@ class DcpConnection(KvConnection):
 
     def write(self, data: bytes) -> None:
         if not (self.ended or self.transport.is_closing()):
-            self.unsent.write(data)
+            self._host.counters.bytes_sent += len(data)
+            self.outgoing.write(data)
 
     async def writable(self) -> None:
-        await self.unsent.writable.wait()
-
-    async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:
-        await self.unsent.write_in_pieces(head, pieces)
-        if self._goodbye:
-            self.hang_up()
+        await self.outgoing.writable.wait()
 
     # -- work
 
     def _flush(self, out: list[bytes]) -> None:
-        if not self.unsent.takes.is_set() and self.producer is not None:
+        if not self.outgoing.writable.is_set() and self.producer is not None:
             self._answer_bytes += sum(map(len, out))
             if self._answer_bytes > ANSWERS_BYTES_MAX:
                 self._paused = True

@@ -12,10 +12,8 @@ from __future__ import annotations
 import struct
 from time import monotonic
 
-from mirror.document.values import JSON, XATTR
 from mirror.serve.access.admission import Periodic
 from mirror.serve.dcp.filter import ServedFilter, is_replaced
-from mirror.serve.large import LargeReads, Pieces, UnreadableValue, cut_xattrs
 from mirror.server.controls import TIME_UNKNOWN, Controls, DocumentShape
 from mirror.wire import codec_dcp
 from mirror.wire import frame as fr
@@ -24,7 +22,6 @@ from mirror.wire.events import CollectionModified, SystemEvent
 from mirror.wire.frame import HEADER, with_stream_id
 from mirror.wire.system_events import decode_system_event, encode_system_event
 from storage.model import Manifest
-from storage.read.large import LargeDocument
 
 MUTATION = int(Opcode.DCP_MUTATION)
 SYSTEM_EVENT = int(Opcode.DCP_SYSTEM_EVENT)
@@ -58,37 +55,6 @@ class RowEncoder:
     def encode(self, row: bytes) -> bytes:
         message = self._event(row) if row[1] == SYSTEM_EVENT else self._document(row)
         return message if self._stream_id is None or not message else with_stream_id(message, self._stream_id)
-
-    async def encode_large(self, found: LargeDocument, reads: LargeReads) -> tuple[bytes, Pieces]:
-        """Return a large mutation's message up to its value, and the value in pieces. Raises StorageError."""
-        document = found.document
-        try:
-            pieces, datatype = await self._large_value(found, reads)
-        except UnreadableValue as error:
-            _AS_STORED.note(monotonic(), vbid=document.vbid, key=document.key, error=str(error))
-            pieces, datatype = await reads.pieces(found, decompress=False)
-        stored = found.head
-        magic, opcode, _, extras_length, _, vbid, _, opaque, cas = HEADER.unpack_from(stored)
-        extras, key = stored[24 : 24 + extras_length], self._shape.key(stored[24 + extras_length :])
-        body_length = extras_length + len(key) + sum(map(len, pieces))
-        head = HEADER.pack(magic, opcode, len(key), extras_length, datatype, vbid, body_length, opaque, cas)
-        message = head + extras + key
-        return message if self._stream_id is None else with_stream_id(message, self._stream_id), pieces
-
-    async def _large_value(self, found: LargeDocument, reads: LargeReads) -> tuple[Pieces, int]:
-        controls, stored = self._controls, found.document.datatype
-        if controls.no_value_with_underlying_datatype:
-            return [], stored
-        if controls.no_value and not stored & XATTR:
-            return [], 0
-        cut = bool(stored & XATTR) and (controls.no_value or not controls.xattrs)
-        pieces, datatype = await reads.pieces(found, decompress=cut or not controls.snappy)
-        if not cut:
-            return pieces, datatype
-        section = cut_xattrs(pieces)
-        if not controls.no_value:
-            return pieces, datatype & JSON
-        return (section, XATTR) if controls.xattrs else ([], 0)
 
     def _event(self, row: bytes) -> bytes:
         """Return a system event's message in the client's version, or b"" if the client does not get the event."""

@@ -14,7 +14,6 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from mirror.serve.access.auth import Reader
 from mirror.serve.dcp import filter as dcp_filter
@@ -22,28 +21,21 @@ from mirror.serve.dcp.filter import ServedFilter
 from mirror.serve.dcp.stream import PIECE_BYTES, DcpStream
 from mirror.serve.dcp.watch import News, Watch
 from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.large import LargeAnswers
-from mirror.serve.large import Pieces, drop, held_bytes, let_go
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
 from mirror.server.producer import Producer, ProducerPort, StreamHistory
+from mirror.server.turns import Worker
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import StreamRequest
 from storage.errors import StorageError
 from storage.model import SEQNO_MAX, FailoverLog
 from storage.read import stream as store
-from storage.read.large import LargeDocument
 from storage.read.stream import ServedState
 from storage.read.view import View
 
 STREAMS_MAX = 16_384
 """Limit of streams of one connection; each takes 6 KiB."""
 PROCESS_STREAMS_MAX = 32_768
-
-
-class Port(ProducerPort, Protocol):
-    async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:
-        """Send `head`, then `pieces`. Before each piece, wait for a turn and until the client takes data."""
 
 
 @dataclass(slots=True)
@@ -94,17 +86,16 @@ def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory
 class DcpProducer(Producer[DcpStream, ServedFilter]):
     def __init__(
         self,
-        port: Port,
+        port: ProducerPort,
         name: str,
         controls: Controls,
         bucket: KvBucket,
         watch: Watch,
         counters: DcpCounters,
-        large: LargeAnswers,
+        worker: Worker,
     ) -> None:
         super().__init__(port, name, controls)
-        self._pieces_port = port
-        self._large = large
+        self._worker = worker
         self.reader: Reader | None = None
         self._bucket = bucket
         self._watch = watch
@@ -245,10 +236,10 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
             self._send_stream_ends()
             while self._is_ready and self.window.is_open:
                 stream = self._next()
-                if stream.large is None:
+                if not stream.large_bytes:
                     self._turn(stream)
                 else:
-                    await self._send_large(stream, stream.large)
+                    await self._turn_in_worker(stream, stream.large_bytes)
                 await self._port.writable()
                 await asyncio.sleep(0)
                 self._send_stream_ends()
@@ -261,37 +252,27 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         if window.window_bytes:
             free_bytes = min(free_bytes, window.window_bytes - window.outstanding)
         rows, snapshots = stream.row_count, stream.snapshot_count
-        data = stream.take(free_bytes)
+        self._send_taken(stream, stream.take(free_bytes), rows, snapshots)
+
+    async def _turn_in_worker(self, stream: DcpStream, byte_count: int) -> None:
+        """Send the large row that is next in a stream. Its memory counts until the client has taken it."""
+        if stream.ended:
+            return
+        async with self._worker.memory(byte_count):
+            if stream.ended:
+                return
+            rows, snapshots = stream.row_count, stream.snapshot_count
+            data = await self._worker.run(partial(stream.take, 1, byte_count))
+            if self.streams.get((stream.vbid, stream.stream_id)) is stream:  # not closed meanwhile
+                self._send_taken(stream, data, rows, snapshots)
+            del data
+            await self._port.writable()
+
+    def _send_taken(self, stream: DcpStream, data: bytes, rows: int, snapshots: int) -> None:
         if data:
             self._send(data)
         self._counters.documents += stream.row_count - rows
         self._counters.snapshots += stream.snapshot_count - snapshots
-        self._go_on(stream)
-
-    async def _send_large(self, stream: DcpStream, found: LargeDocument) -> None:
-        """Send the large document that is next in a stream, once the budget has memory for it."""
-        if stream.ended:
-            return
-        budget = self._large.budget
-        pieces: Pieces = []
-        byte_count = held_bytes(found, decompress=True)
-        granted = budget.request(byte_count)
-        try:
-            await asyncio.wait({granted})
-            head, pieces = await stream.encode_large(found, self._large.reads)
-            if stream.ended:
-                return
-            stream.sent_large(found)
-            sent_bytes = len(head) + sum(map(len, pieces))
-            self.window.sent(sent_bytes)
-            self._counters.documents += 1
-            self._counters.stream_bytes += sent_bytes
-            await self._pieces_port.write_in_pieces(head, pieces)
-        except StorageError as error:
-            if end := stream.end_by(error):
-                self._send(end)
-        finally:
-            let_go(self._large.turns, partial(drop, pieces), partial(budget.withdraw, byte_count, granted))
         self._go_on(stream)
 
     def _go_on(self, stream: DcpStream) -> None:

@@ -18,15 +18,14 @@ from collections.abc import Callable, Mapping
 from mirror.log import get_logger
 from mirror.serve.dcp.encoder import MUTATION, RowEncoder
 from mirror.serve.dcp.filter import ServedFilter
-from mirror.serve.large import LARGE_BYTES, LargeReads, Pieces
 from mirror.server.controls import Controls
+from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_dcp
 from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, StreamRequestFlag
 from mirror.wire.errors import ProtocolError
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
 from storage.errors import StorageError, ViewInvalidated
 from storage.read import stream as store
-from storage.read.large import LargeDocument
 from storage.read.stream import ServedState
 from storage.read.view import View
 
@@ -91,8 +90,8 @@ class DcpStream:
         self._served: ServedState | None = None
         self._ends: list[ServedState] = []
         """The served states at the ends of the next snapshots."""
-        self.large: LargeDocument | None = None
-        """The large mutation to send next; `take` returns no messages before `sent_large`."""
+        self.large_bytes = 0
+        """Bytes of the large row that is next. Then call `take` in the worker thread, with as much memory."""
         self._pinned: ServedState | None = None
         """The served state at the end of the snapshot that is being sent."""
         self._begins: Mapping[int, int] | None = None
@@ -104,38 +103,32 @@ class DcpStream:
         """True until the client has caught up or has the whole first snapshot."""
         return not self._level and (self.snapshot_count == 0 or (self.snapshot_count == 1 and self._pinned is not None))
 
-    def take(self, bytes_max: int) -> bytes:
-        """Return the next messages, up to the one that reaches the limit; empty if `waiting`, or if `large` is next."""
+    def take(self, bytes_max: int, row_bytes_max: int = LARGE_BYTES) -> bytes:
+        """Return the next messages, up to the one that reaches the limit; empty if `waiting`, or if the next row is
+        larger than `row_bytes_max` (`large_bytes`).
+        """
         out = bytearray()
-        self.waiting, self._served, self._ends = False, None, []
+        self.waiting, self._served, self._ends, self.large_bytes = False, None, [], 0
         pieces, snapshots_max = 0, self.snapshot_count + SNAPSHOTS_PER_TURN
         try:
-            while len(out) < bytes_max and pieces < PIECES_PER_TURN and not (self.ended or self.waiting or self.large):
+            while len(out) < bytes_max and pieces < PIECES_PER_TURN:
+                if self.ended or self.waiting or self.large_bytes:
+                    break
                 if self._pinned is None:
                     if self.snapshot_count == snapshots_max:
                         break
                     self._begin(out)
                 elif self.position_seqno < self._pinned.pub.seqno:
                     row_count = self.row_count
-                    self._fill(out, min(bytes_max - len(out), PIECE_BYTES))
+                    self._fill(out, min(bytes_max - len(out), PIECE_BYTES), row_bytes_max)
                     pieces += self.row_count == row_count
                 else:
                     self._finish(out)
         except (StorageError, ProtocolError, ValueError) as error:
-            out += self.end_by(error)
+            out += self._end_by(error)
         return bytes(out)
 
-    async def encode_large(self, found: LargeDocument, reads: LargeReads) -> tuple[bytes, Pieces]:
-        """Read a large mutation; return its message up to the value, and the value in pieces. Raises StorageError."""
-        head, pieces = await self._encoder.encode_large(found, reads)
-        return b"".join((head[:6], self.vbid.to_bytes(2), head[8:12], self.opaque.to_bytes(4), head[16:])), pieces
-
-    def sent_large(self, found: LargeDocument) -> None:
-        self.large = None
-        self.row_count += 1
-        self.position_seqno = self._last_sent_seqno = found.document.seqno
-
-    def end_by(self, error: Exception) -> bytes:
+    def _end_by(self, error: Exception) -> bytes:
         if isinstance(error, ViewInvalidated):
             log.info("stream-ended", vbid=self.vbid, why=error.message)
             return self.end(StreamEndReason.STATE_CHANGED if error.rolled_back else StreamEndReason.SLOW)
@@ -202,21 +195,18 @@ class DcpStream:
         )
         out += codec_dcp.encode(marker)
 
-    def _fill(self, out: bytearray, bytes_max: int) -> None:
+    def _fill(self, out: bytearray, bytes_max: int, row_bytes_max: int) -> None:
         assert self._pinned is not None
         minded = self._minds_tombstones and not self._holds_nothing
-        rows, position, large = store.rows(
+        rows, position, self.large_bytes = store.rows(
             self._view().reader(self.vbid),
             self._pinned,
             self.position_seqno,
             bytes_max=bytes_max,
-            large_bytes=LARGE_BYTES,
+            large_bytes=row_bytes_max,
             begins=self._begins,
             tombstones_from=self.position_seqno if minded else None,
         )
-        if large is not None:
-            self.large = large
-            return
         messages: list[bytes] = []
         add = messages.append
         encode = self._encoder.encode

@@ -27,7 +27,7 @@ from mirror.serve.http.documents import get_document, get_document_now, get_docu
 from mirror.serve.http.problems import MEDIA_TYPE, TITLES, TYPE_PREFIX, Problem, internal, of_http, of_storage
 from mirror.serve.http.query import post_query
 from mirror.serve.http.requests import Parameters, header, routed, vbucket
-from mirror.serve.http.service import Service, refuse_websites
+from mirror.serve.http.service import Memory, Service, refuse_websites
 from mirror.serve.http.status import Report, partly_shown, partly_shown_reasons, partly_shown_rows
 from mirror.serve.metrics import CONTENT_TYPE, STATES, exposition, own_exposition
 from mirror.serve.objects import dumps, rollback_object
@@ -272,7 +272,9 @@ class GuardedApp:
         status = byte_count = 0
         scope["path"] = routed(scope["raw_path"])
         scope["app"] = self._app  # else starlette itself would answer paths without a route
-        scope.setdefault("state", {})["service"] = self._service
+        state = scope.setdefault("state", {})
+        state["service"] = self._service
+        memory = state["memory"] = Memory(self._service.budget)
 
         async def counted(message: Message) -> None:
             nonlocal status, byte_count
@@ -294,6 +296,7 @@ class GuardedApp:
                 raise
             await problem.response()(scope, receive, counted)
         finally:
+            memory.hold(0)
             route = _route(scope)
             seconds = None if route == "get_changes" else self._service.clock.monotonic() - started
             self._service.requests.answered(route, status, seconds, byte_count)

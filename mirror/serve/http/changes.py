@@ -30,9 +30,7 @@ from mirror.serve.access.auth import Reader
 from mirror.serve.http.documents import collection_id
 from mirror.serve.http.problems import Problem, internal, of_storage
 from mirror.serve.http.requests import Parameters, collection_name, parse_position, position_text, vbucket
-from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service, leaves_line
-from mirror.serve.large import Pieces as LargePieces
-from mirror.serve.large import merged
+from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service, leaves_line, send_and_drain
 from mirror.serve.objects import change_parts, dumps
 from storage.errors import Closed, StorageError, Unavailable, ViewInvalidated
 from storage.read.states import Unreadable
@@ -95,17 +93,24 @@ async def get_changes(request: Request) -> Response:
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
     if request.method == "HEAD":
         return Response(None, 200, headers, "text/event-stream")
-    return EventStream(ChangeStream(service, vbids, position, keep, reader).run(follow=follow), headers, service, owner)
+    texts = ChangeStream(service, vbids, position, keep, reader).run(follow=follow)
+    return EventStream(texts, headers, service, owner, partial(service.rights_changed, reader))
 
 
 class EventStream(Response):
     def __init__(
-        self, texts: AsyncGenerator[bytes, None], headers: dict[str, str], service: Service, owner: str
+        self,
+        texts: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        service: Service,
+        owner: str,
+        has_lost_rights: Callable[[], object],
     ) -> None:
         """The answer counts as a stream of `owner` until it was sent, and closes `texts` in any case."""
         super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self._texts = texts
+        self._has_lost_rights = has_lost_rights
         self._streams, self._owner = service.requests.streams, owner
         self._streams[owner] += 1
 
@@ -115,7 +120,15 @@ class EventStream(Response):
                 with leaves_line(Request(scope)):
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     async for text in texts:
-                        await send({"type": "http.response.body", "body": text, "more_body": True})
+                        if len(text) <= BUDGETED_BYTES:
+                            await send({"type": "http.response.body", "body": text, "more_body": True})
+                            continue
+                        sending = asyncio.create_task(send_and_drain(send, text))
+                        del text
+                        while not (await asyncio.wait({sending}, timeout=RIGHTS_CHECK_S))[0]:
+                            if self._has_lost_rights():
+                                scope["state"]["transport"].abort()
+                        await sending
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._streams[self._owner] -= 1
@@ -174,12 +187,12 @@ def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
 class EventBatch:
     """Events of one vbucket, as text. No document is kept."""
 
-    events: list[tuple[LargePieces, Token]] = field(default_factory=list)
+    events: list[tuple[bytes, Token]] = field(default_factory=list)
     """The text and token of each event. The text is empty if the reader does not get the event."""
     size: int = 0
 
     def leave_last(self) -> int:
-        size = sum(map(len, self.events.pop()[0]))
+        size = len(self.events.pop()[0])
         self.size -= size
         return size
 
@@ -314,13 +327,11 @@ class ChangeStream:
                     held = requested
                     continue
                 finished = not batch.events
-                parts = self._text_of(batch)
+                text = self._text_of(batch)
                 del batch
-                for text in merged(parts, BUDGETED_BYTES):  # joins a text after the client took the previous one
-                    self._check_rights()
-                    if parts:
-                        await self._service.turns.turn()
+                if text:
                     yield text
+                del text
                 budget.give_back(held)
                 held = 0
                 if finished:
@@ -344,30 +355,28 @@ class ChangeStream:
         single = len(self._vbids) == 1
         batch = EventBatch()
         for change in islice(changes, BATCH_EVENTS_MAX):
-            event: LargePieces = []
+            event = b""
             if self._keep is None or self._keep(change):
                 name = b"id: " + str(change.token).encode() + b"\n" if single else b""
                 head = name + b"event: " + change.kind.encode() + b"\ndata: "
-                parts: LargePieces = [head, *change_parts(change), b"\n\n"]
-                is_small = sum(map(len, parts)) <= BUDGETED_BYTES
-                event = [b"".join(parts)] if is_small else list(merged(parts, BUDGETED_BYTES))
+                event = b"".join((head, *change_parts(change), b"\n\n"))
             batch.events.append((event, change.token))
-            batch.size += sum(map(len, event))
+            batch.size += len(event)
             if batch.size >= bytes_max:
                 break
         return batch
 
-    def _text_of(self, batch: EventBatch) -> LargePieces:
-        """Return a batch's text in parts, and set the position to its last event."""
+    def _text_of(self, batch: EventBatch) -> bytes:
+        """Return a batch's text, and set the position to its last event."""
         if not batch.events:
-            return []
+            return b""
         last = batch.events[-1][1]
         self._position[last.vbid] = last
         events = [event for event, _ in batch.events if event]
         self._service.requests.document_total += len(events)
         if len(self._vbids) > 1 or not events:
-            events.append([b"id: " + self._text().encode() + b"\n\n"])
-        return [piece for event in events for piece in event]
+            events.append(b"id: " + self._text().encode() + b"\n\n")
+        return b"".join(events)
 
     def _text(self) -> str:
         return position_text(self._position) if self._position else ""

@@ -38,16 +38,15 @@ from mirror.serve.http.service import (
     Budgeted,
     Credentials,
     Header,
-    LargeAnswer,
+    Memory,
     Plain,
     Service,
     refuse_gone,
-    take,
 )
-from mirror.serve.large import LARGE_BYTES, Pieces, merged
 from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
+from mirror.server.turns import LARGE_BYTES
+from storage.errors import AnswerTooLarge
 from storage.model import DOCUMENT_FIELDS, Document, Manifest
-from storage.read.large import LargeDocument
 from storage.read.view import AsOf, Pin, View
 from storage.read.wait import MutationToken
 
@@ -108,14 +107,14 @@ class DocumentRequest(NamedTuple):
         vbid = service.view.vbid_of(key)
         return DocumentRequest(collection, key, vbid, form, as_of, tokens, timeout_s, header(request, b"if-none-match"))
 
-    def read(self, service: Service, reader: Reader, bytes_max: int) -> Document | LargeDocument | None:
+    def read(self, service: Service, reader: Reader, bytes_max: int) -> Document | None:
+        """Raises AnswerTooLarge for a document of more than `bytes_max` bytes."""
         service.judge(reader, self.collection, (self.vbid,), self.as_of)
-        return service.view.get_or_large(
-            self.key, self.collection, as_of=self.as_of, raw=self.form == "stored", bytes_max=bytes_max
+        return service.view.get_within(
+            bytes_max, self.key, self.collection, as_of=self.as_of, raw=self.form == "stored"
         )
 
-    def answer(self, service: Service, found: Document | LargeDocument | None) -> Response:
-        document = found.document if isinstance(found, LargeDocument) else found
+    def answer(self, service: Service, memory: Memory, document: Document | None) -> Response:
         if document is None:
             raise Problem("no-document", "no such document", vbid=int(self.vbid))
         tag = entity_tag(document, self.form)
@@ -124,34 +123,39 @@ class DocumentRequest(NamedTuple):
         service.requests.document_total += 1
         plain = self.form == "body" and document.datatype & DATATYPE_JSON
         media_type = JSON if plain else b"application/octet-stream"
-        if isinstance(found, LargeDocument):
-            return LargeAnswer(
-                service,
-                found,
-                raw=self.form == "stored",
-                headers=lambda datatype: [*headers_of(document, tag, datatype), (b"content-type", media_type)],
-            )
-        return Budgeted(service, [document.value], headers_of(document, tag, document.datatype), media_type)
+        return Budgeted(memory, document.value, headers_of(document, tag, document.datatype), media_type)
 
 
 def get_document_now(service: Service, request: Request) -> Response | None:
-    """Answer like `get_document`. None: call `get_document`, because the answer must wait or is sent in pieces."""
+    """Answer like `get_document`. None: call `get_document`, because the answer must wait or is large."""
     reader = service.reader_or_login(request)
     if isinstance(reader, Credentials):
         return None
     parsed = DocumentRequest.of(service, request)
     if parsed.tokens:
         return None
-    found = parsed.read(service, reader, BUDGETED_BYTES)
-    return None if isinstance(found, LargeDocument) else parsed.answer(service, found)
+    try:
+        found = parsed.read(service, reader, BUDGETED_BYTES)
+    except AnswerTooLarge:
+        return None
+    return parsed.answer(service, Memory(service.budget), found)
 
 
 async def get_document(request: Request) -> Response:
     service: Service = request.state.service
+    memory: Memory = request.state.memory
     reader = await service.reader(request)
     parsed = DocumentRequest.of(service, request)
-    read = partial(parsed.read, service, reader, LARGE_BYTES)
-    return parsed.answer(service, await service.after(request, parsed.tokens, parsed.timeout_s, read))
+    bytes_max = LARGE_BYTES
+    while True:
+        read = partial(parsed.read, service, reader, bytes_max)
+        try:
+            found = await service.after(request, parsed.tokens, parsed.timeout_s, read, in_bulk=bytes_max > LARGE_BYTES)
+        except AnswerTooLarge as error:
+            bytes_max = error.byte_count
+            memory.hold(bytes_max)
+        else:
+            return parsed.answer(service, memory, found)
 
 
 async def get_documents(request: Request) -> Response:
@@ -170,7 +174,7 @@ async def get_documents(request: Request) -> Response:
 
     keys, vbids = await service.read_in_bulk(request, parse)
 
-    def read() -> tuple[Pieces, int]:
+    def read() -> tuple[bytes, int]:
         refuse_gone(request)
         service.judge(reader, collection, vbids, as_of)
         if not keys and isinstance(collection, str):  # without keys no read checks the name
@@ -183,7 +187,7 @@ async def get_documents(request: Request) -> Response:
 
     answer, count = await service.after(request, tokens, timeout_s, read, in_bulk=True)
     service.requests.document_total += count
-    return Budgeted(service, answer, PRIVATE, JSON)
+    return Budgeted(request.state.memory, answer, PRIVATE, JSON)
 
 
 async def scan_documents(request: Request) -> Response:
@@ -237,55 +241,45 @@ async def _first_page(
 
 async def _answer_page(service: Service, request: Request, reader: Reader, page: Page, limit: int) -> Response:
     view = service.view
+    memory: Memory = request.state.memory
     rows: list[bytes] = []
-    byte_count = taken_bytes = 0
+    byte_count = 0
     pin, start = page.pin, page.start
     last_vbid = pin.vbid if page.only_vbid else view.vbids[-1]
     more = True
-    try:
-        view.check_readable((pin.vbid,))
-        for _ in range(PAGE_STEPS_MAX):
-            service.judge_pin(reader, page.collection_id, pin, unknown=True)
-            found, start = await service.read_in_bulk(
-                request, partial(_read_page, request, view, pin, page, start, limit - len(rows))
-            )
-            rows += found
-            byte_count += sum(map(len, found))
-            if byte_count - taken_bytes > BUDGETED_BYTES:  # rows are held while other pages are read
-                take(service.budget, byte_count - taken_bytes)
-                taken_bytes = byte_count
-            if not start:
-                if pin.vbid >= last_vbid:
-                    more = False
-                    break
-                pin = view.pin(pin.vbid + 1, page.as_of)
-                if page.as_of is None:
-                    pin = replace(pin, now_ms=page.now_ms)
-            if len(rows) >= limit or byte_count >= PAGE_BYTES_MAX:
+    view.check_readable((pin.vbid,))
+    for _ in range(PAGE_STEPS_MAX):
+        service.judge_pin(reader, page.collection_id, pin, unknown=True)
+        found, start = await service.read_in_bulk(
+            request, partial(_read_page, request, view, pin, page, start, limit - len(rows))
+        )
+        rows += found
+        byte_count += sum(map(len, found))
+        if byte_count - memory.held_bytes > BUDGETED_BYTES:  # rows are held while other pages are read
+            memory.hold(byte_count)
+        if not start:
+            if pin.vbid >= last_vbid:
+                more = False
                 break
-        following = replace(page, pin=pin, start=start)
-        at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
-        tail = dumps({"next": following.text() if more else None, "at": at})
-        make = partial(_documents, rows, tail[1:])
-        service.requests.document_total += len(rows)
-        body = make() if byte_count <= LARGE_BYTES else await service.read_in_bulk(request, make)
-    except BaseException:
-        service.budget.give_back(taken_bytes)
-        raise
-    return Budgeted(service, body, PRIVATE, JSON, taken_bytes)
+            pin = view.pin(pin.vbid + 1, page.as_of)
+            if page.as_of is None:
+                pin = replace(pin, now_ms=page.now_ms)
+        if len(rows) >= limit or byte_count >= PAGE_BYTES_MAX:
+            break
+    following = replace(page, pin=pin, start=start)
+    at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
+    tail = dumps({"next": following.text() if more else None, "at": at})
+    make = partial(_documents, rows, tail[1:])
+    service.requests.document_total += len(rows)
+    body = make() if byte_count <= LARGE_BYTES else await service.read_in_bulk(request, make)
+    return Budgeted(memory, body, PRIVATE, JSON)
 
 
-def _documents(rows: list[bytes], tail: bytes) -> Pieces:
+def _documents(rows: list[bytes], tail: bytes) -> bytes:
     """Return the body of an answer with the documents `rows`, and clear `rows`."""
-    parts: Pieces = [b'{"documents":[']
-    if max(map(len, rows), default=0) <= BUDGETED_BYTES:
-        parts.append(b",".join(rows))
-    else:
-        for at, row in enumerate(rows):
-            parts += (b",", row) if at else (row,)
-    parts += (b"],", tail)
+    body = b"".join((b'{"documents":[', b",".join(rows), b"],", tail))
     rows.clear()
-    return list(merged(parts, BUDGETED_BYTES))
+    return body
 
 
 def _read_page(

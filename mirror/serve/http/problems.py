@@ -13,7 +13,6 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mirror.serve.large import UnreadableValue
 from mirror.serve.objects import dumps
 from storage.errors import (
     AnswerTooLarge,
@@ -95,7 +94,6 @@ _OF_STORAGE: dict[type[StorageError], str] = {
     NotPublished: "not-published-in-time",
     NotHeld: "not-held",
     CorruptedError: "damaged",
-    UnreadableValue: "damaged",
 }
 
 

@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 
 from mirror.serve.access.admission import Slot
 from mirror.serve.http.problems import Problem
-from mirror.serve.turns import Turns
+from mirror.server.turns import Turns
 
 HEAD_BYTES_MAX = 256 * 1024
 """Limit of request line and headers."""

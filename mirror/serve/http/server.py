@@ -101,6 +101,7 @@ class HttpServer:
         if self.service.queries is not None:
             await self.service.queries.close()
         self.service.logins.close()
+        self.service.worker.close()
         self.service.changes_thread.shutdown(wait=False, cancel_futures=True)
         self.service.mirror.close()
 

@@ -14,7 +14,7 @@ import contextlib
 import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -33,11 +33,8 @@ from mirror.serve.http.query_pool import Queries
 from mirror.serve.http.requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
 from mirror.serve.http.status import Report, StatusReporter
 from mirror.serve.http.view import Mirror, PublishWatch
-from mirror.serve.large import LargeReads, Pieces, cut_xattrs, drop, held_bytes, let_go, taken
 from mirror.serve.metrics import Requests
-from mirror.serve.turns import Budget, Turns
-from storage.format.records import DATATYPE_XATTR
-from storage.read.large import LargeDocument
+from mirror.server.turns import Budget, Turns, Worker
 from storage.read.view import AsOf, Pin, View
 from storage.read.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay_s, write_status
 
@@ -60,10 +57,20 @@ class Credentials(NamedTuple):
     password: str
 
 
-def take(budget: Budget, byte_count: int) -> None:
-    """Take bytes of a budget. Raises Problem if too few are left."""
-    if not budget.try_take(byte_count):
-        raise Problem("too-busy", "no memory for another answer: slow readers hold all of it")
+class Memory:
+    """Bytes of the budget that one request has taken. `GuardedApp` gives them back once the answer was taken."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.held_bytes = 0
+
+    def hold(self, byte_count: int) -> None:
+        """Hold this many bytes from now on. Raises Problem if too few are left."""
+        if byte_count > self.held_bytes and not self._budget.try_take(byte_count - self.held_bytes):
+            raise Problem("too-busy", "no memory for another request: slow clients hold all of it")
+        if byte_count < self.held_bytes:
+            self._budget.give_back(self.held_bytes - byte_count)
+        self.held_bytes = byte_count
 
 
 class Plain(Response):
@@ -75,72 +82,23 @@ class Plain(Response):
 class Budgeted(Plain):
     """An answer whose bytes count in the budget until the client has taken them."""
 
-    def __init__(
-        self, service: Service, body: Pieces, headers: Iterable[Header], media_type: bytes, taken_bytes: int = 0
-    ) -> None:
-        """`taken_bytes` of the body are counted already. Raises Problem if answers hold too much memory."""
-        size = sum(map(len, body))
-        typed = (b"content-length", b"%d" % size), (b"content-type", media_type)
-        super().__init__(200, (*headers, *typed))
-        self._turns = service.turns
-        self._budget = service.budget
-        self._pieces = body
-        if size <= BUDGETED_BYTES:
-            self.body = b"".join(body)
-            self._pieces = []
-        self._taken = size if self._pieces else 0
-        self._budget.give_back(taken_bytes)
-        try:
-            take(self._budget, self._taken)
-        except Problem:
-            let_go(self._turns, partial(drop, body))
-            raise
+    def __init__(self, memory: Memory, body: bytes, headers: Iterable[Header], media_type: bytes) -> None:
+        """Raises Problem if answers hold too much memory."""
+        typed = (b"content-length", b"%d" % len(body)), (b"content-type", media_type)
+        super().__init__(200, (*headers, *typed), body)
+        memory.hold(len(body) if len(body) > BUDGETED_BYTES else 0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send in pieces, to notice a client that takes none; then give the bytes back to the budget."""
-        try:
-            if not self._pieces or scope["method"] == "HEAD":
-                await super().__call__(scope, receive, send)
-            else:
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await send_pieces(send, self._pieces, self._turns)
-        finally:
-            let_go(self._turns, partial(drop, self._pieces), partial(self._budget.give_back, self._taken))
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send_and_drain(send, b"" if scope["method"] == "HEAD" else bytes(self.body))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def send_pieces(send: Send, pieces: Pieces, turns: Turns) -> None:
-    """Send a body. Each piece is sent in a turn of its own, and then released."""
-    for piece in taken(pieces):
-        await turns.turn()
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class LargeAnswer(Response):
-    """A large document; its bytes count from before it is read until the client has taken them."""
-
-    def __init__(
-        self, service: Service, found: LargeDocument, *, raw: bool, headers: Callable[[int], list[Header]]
-    ) -> None:
-        """`headers` makes the headers for the sent datatype. Raises Problem if answers hold too much memory."""
-        super().__init__(None, 200)
-        self._service, self._found, self._raw, self._headers_of = service, found, raw, headers
-        self._taken = held_bytes(found, decompress=not raw)
-        take(service.budget, self._taken)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._service
-        pieces: Pieces = []
-        try:
-            pieces, datatype = await service.large.pieces(self._found, decompress=not self._raw)
-            if not self._raw and datatype & DATATYPE_XATTR:
-                cut_xattrs(pieces)
-                datatype &= ~DATATYPE_XATTR
-            self.raw_headers = [*self._headers_of(datatype), (b"content-length", b"%d" % sum(map(len, pieces)))]
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send_pieces(send, [] if scope["method"] == "HEAD" else pieces, service.turns)
-        finally:
-            let_go(service.turns, partial(drop, pieces), partial(service.budget.give_back, self._taken))
+async def send_and_drain(send: Send, body: bytes) -> None:
+    """Send a part of a body; return when the client has taken it, except for what fits into buffers."""
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    if len(body) > BUDGETED_BYTES:
+        await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits until then
 
 
 class Service:
@@ -161,9 +119,8 @@ class Service:
         self.mirror = Mirror(required_data(settings), verify_reads=settings.verify_reads)
         self.status = StatusReporter(self.mirror, stored, clock, lag_limit_s=settings.ready_lag_limit_s)
         self.turns = Turns()
-        self.budget = Budget(settings.reader_unsent_bytes_max)
-        self.large = LargeReads(self.turns)
-        self._one_bulk_read = asyncio.Lock()
+        self.worker = Worker(settings.reader_unsent_bytes_max)
+        self.budget = self.worker.budget
         self.queries = Queries(settings) if settings.sql else None
         """The processes that answer SQL; None without the setting `sql`."""
         self.watch = PublishWatch(self.mirror, clock)
@@ -281,15 +238,9 @@ class Service:
         return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
 
     async def read_in_bulk(self, request: Request, read: Callable[[], T]) -> T:
-        """Call `read` in a thread, so the event loop goes on; one call at a time, to bound memory. Raises Problem if
-        the client hangs up before the call.
-        """
+        """Call `read` in the worker thread. Raises Problem if the client hangs up before the end of the call."""
         with leaves_line(request):
-            await self._one_bulk_read.acquire()
-        try:
-            return await asyncio.to_thread(read)
-        finally:
-            self._one_bulk_read.release()
+            return await self.worker.run(read)
 
     async def after(
         self,

@@ -18,15 +18,13 @@ from typing import TypeVar
 from mirror.clock import Clock
 from mirror.log import get_logger
 from mirror.serve.access.auth import Reader
-from mirror.serve.large import LARGE_BYTES
 from mirror.server.cluster_config import render_manifest
-from mirror.server.errors import Refused, unknown_collection
+from mirror.server.errors import NeedsMemory, Refused, unknown_collection
 from mirror.wire.constants import Status
 from storage.env import directory
-from storage.errors import NotHeld, StorageError, Unavailable, UnknownCollection, ViewInvalidated
+from storage.errors import AnswerTooLarge, NotHeld, StorageError, Unavailable, UnknownCollection, ViewInvalidated
 from storage.model import Document, Manifest, VbucketState
 from storage.read import scan, states, stream
-from storage.read.large import LargeDocument, about
 from storage.read.states import Unreadable
 from storage.read.stream import ServedState
 from storage.read.view import Pin, Served, View, open_view
@@ -94,11 +92,21 @@ class KvBucket:
     # -- documents
 
     def find(
-        self, wire_key: bytes, vbid: int | None, reader: Reader, *, deletions: bool = False
-    ) -> Document | LargeDocument | None:
-        """Return a document by its wire key; None if there is none, or not in the client's `vbid`. Raises Refused."""
+        self,
+        wire_key: bytes,
+        vbid: int | None,
+        reader: Reader,
+        *,
+        deletions: bool = False,
+        bytes_max: int | None = None,
+    ) -> Document | None:
+        """Return a document by its wire key; None if there is none, or not in the client's `vbid`. Raises Refused, and
+        NeedsMemory if the document has more than `bytes_max` bytes.
+        """
         try:
-            found = self.view.find(wire_key, deletions=deletions, large_bytes=LARGE_BYTES)
+            found = self.view.find(wire_key, deletions=deletions, bytes_max=bytes_max)
+        except AnswerTooLarge as error:
+            raise NeedsMemory(error.byte_count) from error
         except NotHeld as error:
             raise Refused(Status.NOT_MY_VBUCKET) from error
         except StorageError as error:
@@ -107,7 +115,7 @@ class KvBucket:
             _check_collection(_collection_of(wire_key), found.manifest, reader)
         if found.document is None:
             return None
-        return found.document if vbid is None or vbid == about(found.document).vbid else None
+        return found.document if vbid is None or vbid == found.document.vbid else None
 
     # -- scans
 
@@ -127,21 +135,29 @@ class KvBucket:
             return self.view.pin(vbid)
 
     def page(
-        self, pin: Pin, collection_id: int, start: bytes, end: bytes | None, items_max: int, bytes_max: int | None
-    ) -> tuple[list[Document], LargeDocument | None, bytes]:
-        """Return documents from `start` on, or a single large one, and the key to continue at (empty: the end). Raises
-        Refused.
+        self,
+        pin: Pin,
+        collection_id: int,
+        start: bytes,
+        end: bytes | None,
+        items_max: int,
+        bytes_max: int,
+        document_bytes_max: int,
+    ) -> tuple[list[Document], bytes]:
+        """Return documents from `start` on, and the key to continue at (empty: the end). Raises Refused, and
+        NeedsMemory if the first document has more than `document_bytes_max` bytes.
         """
+        reader = self.view.reader(pin.vbid)
         with self._reading(Status.RANGE_SCAN_CANCELLED):
-            return scan.page_or_large(
-                self.view.reader(pin.vbid),
+            return scan.page_within(
+                document_bytes_max,
+                reader,
                 pin,
                 collection_id,
                 start=start,
                 end=end,
                 limit=items_max,
                 bytes_max=bytes_max,
-                large_bytes=LARGE_BYTES,
             )
 
     def count_keys(self, pin: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
@@ -157,15 +173,18 @@ class KvBucket:
             wire_key = self.view.key_at(vbid, seqno)
             if wire_key is None:
                 return False
-            found = self.view.find(wire_key, deletions=True, large_bytes=LARGE_BYTES)
-        return found.document is not None and about(found.document).seqno == seqno
+            found = self.view.find(wire_key, deletions=True)
+        return found.document is not None and found.document.seqno == seqno
 
-    def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int] | None:
-        """Search one step further for a collection's newest document event. Return its seqno, and `below` for the next
-        step (0: done); None if the vbucket lacks the collection. Raises Refused.
+    def newest_of(self, pin: Pin, collection_id: int) -> int | None:
+        """Return the seqno of a collection's newest document event; None if the vbucket lacks the collection. Raises
+        Refused.
         """
+        seqno, below = 0, None
         with self._reading(Status.ETMPFAIL), contextlib.suppress(UnknownCollection):
-            return states.newest_of(self.view.reader(pin.vbid), pin, collection_id, below=below)
+            while below != 0:
+                seqno, below = states.newest_of(self.view.reader(pin.vbid), pin, collection_id, below=below)
+            return seqno
         return None
 
     # -- vbuckets
@@ -242,6 +261,8 @@ class KvBucket:
         """Raise Refused if the store cannot be read. `invalidated`: the status if a Pin's rows are gone or withheld."""
         try:
             yield
+        except AnswerTooLarge as error:
+            raise NeedsMemory(error.byte_count) from error
         except StorageError as error:
             if invalidated is not None and isinstance(error, ViewInvalidated | Unavailable):
                 raise Refused(invalidated, error.message) from error
@@ -251,7 +272,6 @@ class KvBucket:
         if isinstance(error, Unavailable):
             return Refused(Status.ETMPFAIL, error.message)
         log.error("read-failed", error=str(error))
-        self.reopen_if_replaced()
         return Refused(Status.ETMPFAIL, "the store cannot be read")
 
     def reopen_if_replaced(self) -> bool:

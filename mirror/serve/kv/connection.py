@@ -7,9 +7,11 @@ answer takes time (`Later`), the client's further requests wait, unless the clie
 - if an operation cannot decode its request, the client gets the codec's status and the connection stays;
 - at most one incomplete request and one received piece of data are held. A request above the size limit is refused
   after its header, and its body is skipped;
-- while the client takes no answers, its requests wait: at most `HIGH_WATER_BYTES` and one answer are unsent;
+- while the client takes no answers, its requests wait: at most one answer is unsent (`Outgoing`);
 - a client's turn ends after `requests_per_turn` answers or `TURN_S`. Its further requests then wait in the queue of
   `turns`, as steps of slow requests do. So a small request of another client waits for one entry of the queue;
+- a request that needs more than `LARGE_BYTES` runs in the worker thread, once there is memory for it; meanwhile the
+  client's other requests wait;
 - at most `LATER_MAX` slow requests are in progress. They end with the connection, and are refused if the rights of the
   reader changed meanwhile.
 """
@@ -17,10 +19,10 @@ answer takes time (`Later`), the client's further requests wait, unless the clie
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mirror.log import get_logger
 from mirror.serve.access.admission import Slot
@@ -30,12 +32,13 @@ from mirror.serve.kv import scans as kv_scans
 from mirror.serve.kv import session as kv_session
 from mirror.serve.kv.fast import BYTES_MAX, Counters, answer_gets
 from mirror.serve.kv.session import KvSession
-from mirror.serve.kv.unsent import Unsent
 from mirror.serve.listener import Address
-from mirror.serve.turns import Turns
 from mirror.server import dispatch, document_requests, requests
 from mirror.server.cluster_config import NO_MANAGEMENT, is_http
+from mirror.server.errors import NeedsMemory
+from mirror.server.outgoing import Outgoing
 from mirror.server.session import Later, Operation, Reply
+from mirror.server.turns import LARGE_BYTES, Turns, Worker
 from mirror.wire import frame as fr
 from mirror.wire.constants import HEADER_SIZE, Feature, Magic, Opcode, Status
 from mirror.wire.errors import ProtocolError, RemoteProtocolError
@@ -47,9 +50,6 @@ OPERATIONS: dict[int, Operation[KvSession]] = {
     **kv_session.OPERATIONS,
     **kv_scans.OPERATIONS,
 }
-
-HIGH_WATER_BYTES = 256 * 1024
-"""Unsent bytes above which a client's requests wait."""
 
 TURN_S = 0.001
 """A client's turn ends with the request that reaches this time, or `requests_per_turn`."""
@@ -73,6 +73,7 @@ class Host(Protocol):
     requests_per_turn: int
     request_bytes_max: int
     turns: Turns
+    worker: Worker
 
     def opened(self, connection: KvConnection) -> None: ...
 
@@ -88,12 +89,8 @@ class KvConnection(asyncio.Protocol):
         self.address = address
         self.slot = slot
         self.last_received_s = host.now_s
-        self.paused_s: float | None = None
-        """The time since which a paused client has taken no answers; None if it is not paused."""
-        self.unsent_seen = 0
-        """Unsent bytes at `paused_s`."""
         self.transport: asyncio.Transport
-        self.unsent: Unsent
+        self.outgoing: Outgoing
         self.session = host.new_session(self)
         self._host = host
         self._loop = asyncio.get_running_loop()
@@ -119,11 +116,10 @@ class KvConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        self.unsent = Unsent(transport, self._host.turns, self._host.counters)
+        self.outgoing = Outgoing(transport)
         self.session.reader = certified_reader(self.session.users, transport) or self.session.reader
         self.slot.abort = self.abort
         self._host.opened(self)
-        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.ended = True
@@ -149,18 +145,12 @@ class KvConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._paused = True
         self.transport.pause_reading()
-        self._takes_nothing()
-
-    def _takes_nothing(self) -> None:
-        self.unsent.pause()
-        self.paused_s = self._host.now_s
-        self.unsent_seen = self.unsent.unsent_bytes
+        self.outgoing.pause(self._host.now_s)
         self._host.paused(self)
 
     def resume_writing(self) -> None:
         self._paused = False
-        self.paused_s = None
-        self.unsent.resume()
+        self.outgoing.resume()
         if not (self.ended or self._waiting or self._held):
             self._work()
             self._read_on()
@@ -173,13 +163,9 @@ class KvConnection(asyncio.Protocol):
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Close once everything written is sent, including the rest of an answer in pieces."""
-        if self.unsent.is_sending and not self.transport.is_closing():
-            self._goodbye = True
-            self.transport.pause_reading()
-            return
+        """Close once everything is sent."""
         self.ended = True
-        self.transport.close()
+        self.outgoing.close()
 
     def abort(self) -> None:
         self.ended = True
@@ -249,7 +235,8 @@ class KvConnection(asyncio.Protocol):
         if out:
             sent = out[0] if len(out) == 1 else b"".join(out)
             out.clear()
-            self.unsent.write(sent)
+            self._host.counters.bytes_sent += len(sent)
+            self.outgoing.write(sent)
 
     def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
         """Answer requests from `pos` on. Return the position of the next request, and set the bytes needed for it."""
@@ -328,84 +315,108 @@ class KvConnection(asyncio.Protocol):
         if opcode == _QUITQ:
             self._goodbye = True
             return b""
-        reply = self._reply(frame)
+        is_full = len(self._later) >= LATER_MAX
+        try:
+            reply = self._reply(frame)
+        except NeedsMemory as error:
+            if not is_full:
+                return self._begin(self._go_on_in_worker(frame, error.byte_count, began), holds=True)
+            reply = self._too_many()
         if isinstance(reply, Later):
-            if len(self._later) < LATER_MAX:
-                return self._begin(frame, reply, began)
-            reply = self.session.refuse(Status.EBUSY, "too many requests are under way")
+            later, reply = reply, self._too_many() if is_full else self._guarded(frame, reply.step)
+            if reply is None or reply.more:
+                holds = later.barrier or Feature.UNORDERED_EXECUTION not in self.session.features or reply is not None
+                return self._begin(self._go_on(frame, later, began, reply), holds=holds)
         return self._count(frame, reply, began)
 
+    def _too_many(self) -> Reply:
+        return self.session.refuse(Status.EBUSY, "too many requests are under way")
+
     def _count(self, frame: Frame, reply: Reply | None, began: float) -> bytes:
+        self._tally(reply)
+        return b"" if reply is None else self._encode(frame, reply, began)
+
+    def _tally(self, reply: Reply | None) -> None:
         counters = self._host.counters
-        if reply is None:
+        if reply is None or reply.status == Status.KEY_ENOENT:
             counters.misses += 1
-            return b""
-        status = reply.status
-        if status in _GOOD:
+        elif reply.status in _GOOD:
             counters.hits += 1
-        elif status == Status.KEY_ENOENT:
-            counters.misses += 1
-        elif status != Status.AUTH_CONTINUE:
+        elif reply.status != Status.AUTH_CONTINUE:
             counters.refused += 1
-        self._goodbye = self._goodbye or reply.hang_up
-        return self._encode(frame, reply, began)
+        self._goodbye = self._goodbye or (reply is not None and reply.hang_up)
 
     # -- answers that take time
 
-    def _begin(self, frame: Frame, later: Later, began: float) -> bytes:
-        """Return the answer if the first step completes it, else b"": a task sends the answer when it is ready."""
-        reply = self._guarded(frame, later.step)
-        if isinstance(reply, Later):
-            later, reply = reply, None
-        elif reply is not None and not reply.pieces and not reply.more:
-            later.done()
-            return self._count(frame, reply, began)
+    def _begin(self, answering: Coroutine[Any, Any, None], *, holds: bool) -> bytes:
+        """Answer in a task; return no bytes yet. `holds`: the client's further requests wait for it."""
         self.slot.logging_in = self.slot.pending  # before a login only the login itself takes time
-        task = self._loop.create_task(self._go_on(frame, later, began, reply, self.session.reader))
-        if later.barrier or Feature.UNORDERED_EXECUTION not in self.session.features or reply is not None:
+        task = self._loop.create_task(answering)
+        if holds:
             self._held = task
         self._later.add(task)
         task.add_done_callback(self._later_done)
         return b""
 
-    async def _go_on(
-        self, frame: Frame, later: Later, began: float, reply: Reply | None, reader: Reader | None
-    ) -> None:
-        try:
-            while reply is None or reply.more:
-                if reply is not None and not self.ended:
-                    self._flush([self._encode(frame, reply, began)])
-                if later.wait is not None:
-                    await later.wait()
-                else:
-                    if later.pause_s:
-                        await asyncio.sleep(later.pause_s)
-                    await self._host.turns.turn()
-                await self.unsent.writable.wait()
-                if self.session.reader != reader:
-                    found: Reply | Later | None = self.session.refuse(Status.EACCESS, RIGHTS_CHANGED)
-                else:
-                    found = self._guarded(frame, later.step)
-                if isinstance(found, Later):
-                    later, reply = found, None
-                else:
-                    reply = found
-            if reply.pieces:
-                assert isinstance(reply.pieces, list)
-                await self.unsent.write_in_pieces(self._count(frame, reply, began), reply.pieces)
-            elif not self.ended:
-                self._flush([self._count(frame, reply, began)])
-            if not self.ended:
-                if self.session.logged_in:
-                    self.slot.establish()
-                if self._goodbye:
-                    self.hang_up()
-        finally:
-            self.slot.logging_in = False
-            later.done()
+    async def _go_on(self, frame: Frame, later: Later, began: float, reply: Reply | None) -> None:
+        reader = self.session.reader
+        while reply is None or reply.more:
+            if reply is not None and not self.ended:
+                self._flush([self._encode(frame, reply, began)])
+            if later.wait is not None:
+                await later.wait()
+            else:
+                if later.pause_s:
+                    await asyncio.sleep(later.pause_s)
+                await self._host.turns.turn()
+            await self.outgoing.writable.wait()
+            reply = self._guarded(frame, later.step) if self.session.reader == reader else self._rights_changed()
+        self._answered_later(self._count(frame, reply, began))
+
+    async def _go_on_in_worker(self, frame: Frame, byte_count: int, began: float) -> None:
+        """Answer a request in the worker thread. Its memory counts until the client has taken the answer."""
+        worker, session, reader = self._host.worker, self.session, self.session.reader
+
+        def work() -> tuple[Reply | None, bytes]:
+            session.granted_bytes = byte_count
+            try:
+                reply = self._reply(frame)
+                assert not isinstance(reply, Later), "it does not need the worker"
+                return reply, b"" if reply is None else self._encode(frame, reply, began)
+            finally:
+                session.granted_bytes = LARGE_BYTES
+
+        while True:
+            async with worker.memory(byte_count):
+                try:
+                    reply, answer = await worker.run(work)
+                except NeedsMemory as error:
+                    byte_count = error.byte_count
+                    continue
+                await self.outgoing.writable.wait()
+                if session.reader != reader:
+                    reply = self._rights_changed()
+                    answer = self._encode(frame, reply, began)
+                self._tally(reply)
+                self._answered_later(answer)
+                reply = None  # its value was copied
+                await self.outgoing.writable.wait()
+                return
+
+    def _rights_changed(self) -> Reply:
+        return self.session.refuse(Status.EACCESS, RIGHTS_CHANGED)
+
+    def _answered_later(self, answer: bytes) -> None:
+        if not self.ended:
+            self._flush([answer] if answer else [])
+            if self.session.logged_in:
+                self.slot.establish()
+            if self._goodbye:
+                self.hang_up()
 
     def _later_done(self, task: asyncio.Task[None]) -> None:
         self._later.discard(task)
+        self.slot.logging_in = False
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("answer-failed", error=repr(error))
             self.abort()

@@ -12,8 +12,8 @@ from time import perf_counter, time
 from zlib import crc32
 
 from mirror.serve.kv.session import KvSession
-from mirror.serve.large import LARGE_BYTES
 from mirror.serve.latency import Latencies
+from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_kv
 from mirror.wire.constants import HEADER_SIZE, Datatype, Magic, Opcode
 from mirror.wire.frame import HEADER

@@ -10,13 +10,12 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from mirror.serve.access.auth import Reader
 from mirror.server.errors import Refused
-from mirror.server.session import Later, Reply
 from mirror.wire.constants import Status
 from mirror.wire.keys import KEY_BYTES_MAX
 from storage.read.view import Pin
@@ -57,7 +56,6 @@ class Scan:
     ends_s: float
     position: bytes
     chosen: Callable[[bytes], bool] | None = None
-    page: Iterator[Reply | Later | None] | None = None
     """The page that is being read for a client."""
 
 

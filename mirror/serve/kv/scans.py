@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from hashlib import blake2b
+from time import perf_counter
 
 from mirror.document import values
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.scan_request import Scan, ScanBounds, parse
 from mirror.serve.kv.session import KvSession
-from mirror.serve.large import Pieces
 from mirror.server.document_requests import outgoing
-from mirror.server.errors import Refused
+from mirror.server.errors import NeedsMemory, Refused
 from mirror.server.session import JSON, Later, Operation, Reply
+from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_kv
 from mirror.wire.codec_kv import ScanItem
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
 from storage.model import Document
-from storage.read.large import LargeDocument
 
 SCANS_MAX = 64
 """Limit of open scans of one connection, a kilobyte each. More are answered `busy`; SDKs then wait."""
@@ -37,9 +38,8 @@ LIFETIME_S = 180.0
 PAGE_ITEMS = 1000
 PAGE_BYTES = 256 * 1024
 """Limit of one answer, unless its first document is larger. SDKs request less."""
-STEP_ITEMS = 128
-STEP_BYTES = 64 * 1024
-"""Bytes of a page read in one turn."""
+PAGE_S = 0.05
+"""Time after which a page that is still empty waits for the worker's next turn. Tombstones may precede a document."""
 COUNT_ITEMS = 2000
 """Keys counted for a sample in one turn: 1 ms."""
 PEEKS = (1, 16, 256)
@@ -58,11 +58,13 @@ def _creation(session: KvSession, vbid: int, bounds: ScanBounds) -> Iterator[Rep
     if bounds.samples is None:
         _peek(bucket, scan)
     else:
-        counted, scan.position = bucket.count_keys(scan.pin, bounds.collection_id, scan.position, COUNT_ITEMS)
-        while scan.position:
-            yield None
-            more, scan.position = bucket.count_keys(scan.pin, bounds.collection_id, scan.position, COUNT_ITEMS)
+        counted, position = 0, bounds.start
+        while True:
+            more, position = bucket.count_keys(scan.pin, bounds.collection_id, position, COUNT_ITEMS)
             counted += more
+            if not position:
+                break
+            yield None
         if not counted:
             raise Refused(Status.KEY_ENOENT)
         if counted > bounds.samples:
@@ -103,11 +105,15 @@ def _peek(bucket: KvBucket, scan: Scan) -> None:
     """Raise Refused if the range ends within `PEEKS` without a document."""
     position, bounds = scan.position, scan.bounds
     for limit in PEEKS:
-        found, large, position = bucket.page(scan.pin, bounds.collection_id, position, bounds.end, limit, PAGE_BYTES)
-        if found or large:
-            return
-        if not position:
-            raise Refused(Status.KEY_ENOENT)
+        with suppress(NeedsMemory):
+            found, position = bucket.page(
+                scan.pin, bounds.collection_id, position, bounds.end, limit, PAGE_BYTES, LARGE_BYTES
+            )
+            if not (found or position):
+                raise Refused(Status.KEY_ENOENT)
+            if not found:
+                continue
+        return
 
 
 def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
@@ -125,34 +131,24 @@ def _create(session: KvSession, frame: Frame) -> Later:
     return Later(_creation(session, frame.vbucket, bounds).__next__, POLL_S if bounds.requirements else 0)
 
 
-def _continue(session: KvSession, frame: Frame) -> Later:
+def _continue(session: KvSession, frame: Frame) -> Reply:
     limits = codec_kv.decode_scan_continue(frame.extras)
     scan = _open_scan(session, limits.uuid, frame.vbucket)
-    page = _page(
-        session,
-        scan,
-        min(limits.item_limit or PAGE_ITEMS, PAGE_ITEMS),
-        min(limits.byte_limit or PAGE_BYTES, PAGE_BYTES),
-    )
-
-    def step() -> Reply | Later | None:
-        if session.scans.get(limits.uuid) is not scan:
-            raise Refused(Status.RANGE_SCAN_CANCELLED)
-        if scan.page not in (None, page):
-            raise Refused(Status.EBUSY, "the scan is being continued")
-        scan.page = page
-        try:
-            reply = next(page)
-        except Exception:
-            del session.scans[limits.uuid]
-            raise
-        if reply is not None:
-            scan.page = None
-            if not scan.position:
-                del session.scans[limits.uuid]
-        return reply
-
-    return Later(step)
+    if session.granted_bytes <= LARGE_BYTES:
+        raise NeedsMemory(LARGE_BYTES + PAGE_BYTES)
+    items_max = min(limits.item_limit or PAGE_ITEMS, PAGE_ITEMS)
+    bytes_max = min(limits.byte_limit or PAGE_BYTES, PAGE_BYTES)
+    try:
+        session.bucket.check_readable(scan.pin.vbid, Status.RANGE_SCAN_CANCELLED)
+        reply = _page(session, scan, items_max, bytes_max)
+    except NeedsMemory:
+        raise
+    except Exception:
+        session.scans.pop(limits.uuid, None)
+        raise
+    if not scan.position:
+        session.scans.pop(limits.uuid, None)
+    return reply
 
 
 def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
@@ -165,59 +161,41 @@ def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
     return scan
 
 
-def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Iterator[Reply | Later | None]:
-    """Yield None after each step of reading; then yield the page, which is full or ends the scan."""
-    bounds = scan.bounds
+def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Reply:
+    bounds, position = scan.bounds, scan.position
     items: list[ScanItem] = []
     byte_count = 0
+    ends_s = perf_counter() + PAGE_S
     while True:
-        session.bucket.check_readable(scan.pin.vbid, Status.RANGE_SCAN_CANCELLED)
-        documents, large, following = session.bucket.page(
-            scan.pin,
-            bounds.collection_id,
-            scan.position,
-            bounds.end,
-            min(items_max - len(items), STEP_ITEMS),
-            min(bytes_max - byte_count, STEP_BYTES),
-        )
+        left = items_max - len(items), bytes_max - byte_count
+        try:
+            documents, following = session.bucket.page(
+                scan.pin, bounds.collection_id, position, bounds.end, *left, session.granted_bytes
+            )
+        except NeedsMemory:
+            if not items:
+                raise
+            break  # the large document begins the next page
         if scan.chosen is not None:
             documents = [each for each in documents if scan.chosen(each.key)]
-            large = large if large is not None and scan.chosen(large.document.key) else None
-        if large is not None and not bounds.keys_only:
-            if items:
-                break  # the large document begins the next page
-            scan.position = following
-            yield _large_item(session, bounds, large, has_more=bool(following))
-            return
-        if large is not None:
-            documents.append(large.document)
-        total = byte_count + sum(len(each.value) for each in documents)
-        if items and total > bytes_max:
+        byte_count += sum(len(each.value) for each in documents)
+        if items and byte_count > bytes_max:
             break  # these documents begin the next page
-        scan.position, byte_count = following, total
         items += [ScanItem(each.key) if bounds.keys_only else _item(session, bounds, each) for each in documents]
-        if len(items) >= items_max or byte_count >= bytes_max or not following:
+        position = following
+        if not position or len(items) >= items_max or byte_count >= bytes_max:
             break
-        yield None
-    yield Reply(
-        Status.RANGE_SCAN_MORE if scan.position else Status.RANGE_SCAN_COMPLETE,
+        if perf_counter() > ends_s:
+            if items:
+                break
+            scan.position = position
+            raise NeedsMemory(session.granted_bytes)
+    scan.position = position
+    return Reply(
+        Status.RANGE_SCAN_MORE if position else Status.RANGE_SCAN_COMPLETE,
         extras=_KEYS if bounds.keys_only else _DOCUMENTS,
         value=codec_kv.encode_scan_items(items),
     )
-
-
-def _large_item(session: KvSession, bounds: ScanBounds, large: LargeDocument, *, has_more: bool) -> Later:
-    def reply_with(body: Pieces, datatype: int) -> Reply:
-        found = large.document
-        item = ScanItem(found.key, b"", found.flags, found.expiry, found.seqno, found.cas, datatype)
-        return Reply(
-            Status.RANGE_SCAN_MORE if has_more else Status.RANGE_SCAN_COMPLETE,
-            extras=_DOCUMENTS,
-            value=codec_kv.encode_scan_head(item, sum(map(len, body))),
-            pieces=body,
-        )
-
-    return session.large_body(large, reply_with, with_xattrs=bounds.xattrs)
 
 
 def _item(session: KvSession, bounds: ScanBounds, document: Document) -> ScanItem:

@@ -25,18 +25,17 @@ from mirror.serve.access.logins import Logins
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.connection import KvConnection
 from mirror.serve.kv.fast import Counters
-from mirror.serve.kv.large import LargeAnswers
 from mirror.serve.kv.map import ServedMap
 from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address
-from mirror.serve.turns import Turns
+from mirror.server.turns import Turns, Worker
 
 SWEEP_S = 0.5
 """Seconds between sweeps. A changed users file takes effect within three of them: one starts to read it, one applies
 it, one drops removed users."""
 CROWDED_SEND_TIMEOUT_S = 3.0
 """A client that takes no answers for this long is dropped while others wait for memory."""
-REPLACED_CHECK_S = 5.0
+REPLACED_CHECK_S = 1.0
 
 log = get_logger("kv")
 
@@ -67,7 +66,7 @@ class KvServer:
         self._clock = clock
         self._settings = settings
         self.admission = Admission(settings, self.turns)
-        self.large = LargeAnswers(self.turns, settings.reader_unsent_bytes_max, bucket.failed)
+        self.worker = Worker(settings.reader_unsent_bytes_max)
         self._logins = Logins(users, clock)
         self._acceptors: list[Acceptor] = []
         self._sweeper: asyncio.Task[None] | None = None
@@ -97,6 +96,7 @@ class KvServer:
         for connection in list(self.connections):
             connection.abort()
         self._logins.close()
+        self.worker.close()
 
     def status(self) -> dict[str, int]:
         counters = self.counters
@@ -137,7 +137,6 @@ class KvServer:
             self._users,
             self._map,
             self._logins,
-            self.large,
             plain_allowed=address.local or address.tls,
             reader=self._users.anonymous if address.local else None,
             peer=connection.slot.peer,
@@ -150,12 +149,12 @@ class KvServer:
 
     def paused(self, connection: KvConnection) -> None:
         """Drop the clients with most unsent bytes if all paused clients together have too many."""
-        paused = [each for each in self.connections if each.paused_s is not None]
-        total = sum(each.unsent.unsent_bytes for each in paused)
+        paused = [each for each in self.connections if each.outgoing.paused_s is not None]
+        total = sum(each.outgoing.unsent_bytes for each in paused)
         while total > self._settings.reader_unsent_bytes_max and paused:
-            worst = max(paused, key=lambda each: each.unsent.unsent_bytes)
+            worst = max(paused, key=lambda each: each.outgoing.unsent_bytes)
             paused.remove(worst)
-            total -= worst.unsent.unsent_bytes
+            total -= worst.outgoing.unsent_bytes
             self._drop(worst, "readers take too little, and it has most to take")
 
     # -- the sweep
@@ -172,20 +171,17 @@ class KvServer:
 
     def sweep(self) -> None:
         send_timeout_s = self._settings.reader_send_timeout_s
-        if self.large.budget.waiting_count:
+        if self.worker.budget.waiting_count:
             send_timeout_s = min(send_timeout_s, CROWDED_SEND_TIMEOUT_S)
         for connection in list(self.connections):
             if not connection.ended:
                 self._check_rights(connection)
-            if connection.paused_s is None:
-                if self.now_s - connection.last_received_s > self._settings.reader_idle_timeout_s:
-                    self._drop(connection, "silent for too long")
-                continue
-            unsent = connection.unsent.unsent_bytes
-            if unsent < connection.unsent_seen:
-                connection.paused_s, connection.unsent_seen = self.now_s, unsent
-            elif self.now_s - connection.paused_s > send_timeout_s:
+            if connection.outgoing.took_nothing_for_s(self.now_s) > send_timeout_s:
                 self._drop(connection, "takes nothing of its answers")
+            elif connection.outgoing.paused_s is not None:
+                continue
+            elif self.now_s - connection.last_received_s > self._settings.reader_idle_timeout_s:
+                self._drop(connection, "silent for too long")
 
     def _check_rights(self, connection: KvConnection) -> None:
         """Give a client its user's present rights. The next sweep drops a removed user."""

@@ -9,35 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from time import perf_counter
 from typing import TypeVar
 
-from mirror.document import values
-from mirror.document.lookup import Content
-from mirror.document.walk import Buffer
 from mirror.serve.access.admission import LOCAL
 from mirror.serve.access.auth import Reader, Users
 from mirror.serve.access.logins import Logins
 from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.large import LargeAnswers, UnreadDocument
 from mirror.serve.kv.map import ServedMap
 from mirror.serve.kv.scan_request import Scan
-from mirror.serve.large import Pieces, cut_xattrs
-from mirror.server.document_requests import (
-    ACCESS_DELETED,
-    REPLICA_READ,
-    DocumentSession,
-    LookupSteps,
-)
-from mirror.server.errors import Refused
-from mirror.server.session import Later, LoginAttempt, Operation, Reply, Revision, VbucketHistory, failover_statistics
+from mirror.server.document_requests import ACCESS_DELETED, REPLICA_READ, DocumentSession
+from mirror.server.errors import NeedsMemory, Refused
+from mirror.server.session import LoginAttempt, Operation, Reply, Revision, VbucketHistory, failover_statistics
+from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_dcp
 from mirror.wire.constants import SUBDOC_CHANGES, Feature, Opcode, Status, VbucketRole
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import ScramServer
 from storage.model import Document
 from storage.model import VbucketState as StoredState
-from storage.read.large import LargeDocument
 
 T = TypeVar("T")
 
@@ -48,9 +37,6 @@ VERSION = b"7.2.0"
 
 FAILED_LOGINS_MAX = 3
 """Wrong passwords on one connection before it is closed."""
-
-STEP_S = 0.001
-"""Time for reading vbuckets in one step of GET_ALL_VB_SEQNOS. Other clients' requests run between the steps."""
 
 DESCRIBED_PER_STEP = 8
 """Vbuckets in a step of statistics."""
@@ -81,6 +67,7 @@ class KvSession(DocumentSession):
     version = VERSION
     needs_bucket = False  # plain memcached clients select no bucket
     lookup_flags = ACCESS_DELETED | REPLICA_READ
+    granted_bytes = LARGE_BYTES
 
     def __init__(
         self,
@@ -88,7 +75,6 @@ class KvSession(DocumentSession):
         users: Users,
         cluster_map: ServedMap,
         logins: Logins,
-        large: LargeAnswers,
         *,
         plain_allowed: bool,
         reader: Reader | None = None,
@@ -109,7 +95,6 @@ class KvSession(DocumentSession):
         """True if the user was removed or has another password; the connection then closes."""
         self.scans: dict[bytes, Scan] = {}
         self._logins = logins
-        self._large = large
         self._peer = peer
 
     # -- login
@@ -169,12 +154,14 @@ class KvSession(DocumentSession):
 
     # -- vbuckets
 
-    def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply | Later:
+    def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply:
+        if self.granted_bytes <= LARGE_BYTES:  # may read in every vbucket
+            raise NeedsMemory(LARGE_BYTES + 1)
         if collection_id is not None:
             self.bucket.check_newest_collection(collection_id, self.known_reader)
         if state not in (VbucketRole.ALIVE, VbucketRole.ACTIVE):
             return Reply()
-        return Later(_all_vb_seqnos(self.bucket, collection_id).__next__)
+        return Reply(value=codec_dcp.encode_all_vb_seqnos(_all_vb_seqnos(self.bucket, collection_id)))
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         self.bucket.check_readable(vbid)
@@ -206,82 +193,33 @@ class KvSession(DocumentSession):
             vbid = frame.vbucket
             if vbid not in self.bucket.view.vbids:
                 raise Refused(Status.NOT_MY_VBUCKET)
-        document = self.bucket.find(wire_key, vbid, self.known_reader, deletions=deletions)
+        document = self.bucket.find(
+            wire_key, vbid, self.known_reader, deletions=deletions, bytes_max=self.granted_bytes
+        )
         if document is None:
             raise Refused(Status.KEY_ENOENT)
-        return UnreadDocument.of(document) if isinstance(document, LargeDocument) else document
+        return document
 
     def vbuuid_of(self, vbid: int) -> int:
         return self.bucket.state(vbid).failover_log.newest_vbuuid
 
-    def whole(self, document: Document, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
-        if not isinstance(document, UnreadDocument):
-            return super().whole(document, reply_with)
 
-        def in_pieces(body: Pieces, datatype: int) -> Reply:
-            reply = reply_with(b"", datatype)
-            reply.pieces = body
-            return reply
-
-        return self.large_body(document.large, in_pieces)
-
-    def large_body(
-        self, large: LargeDocument, reply_with: Callable[[Pieces, int], Reply], *, with_xattrs: bool = False
-    ) -> Later:
-        """Read a large document's body (`with_xattrs`: its whole value) in a form that this client can take. The answer
-        is `reply_with(pieces, datatype)`.
-        """
-
-        def reply(pieces: Pieces, datatype: int) -> Reply:
-            if not with_xattrs:
-                if datatype & values.XATTR:
-                    cut_xattrs(pieces)
-                datatype &= ~values.XATTR if self.json else ~(values.XATTR | values.JSON)
-            return reply_with(pieces, datatype)
-
-        strips = bool(large.document.datatype & values.XATTR) and not with_xattrs
-        return self._large.whole(large, reply, decompress=strips or not self.snappy)
-
-    def lookup(self, document: Document, steps: Callable[[Content], LookupSteps], path_count: int) -> Reply | Later:
-        if not isinstance(document, UnreadDocument):
-            return super().lookup(document, steps, path_count)
-        about = self.about(document)
-
-        def of_body(section: bytes, body: Buffer) -> LookupSteps:
-            return steps(Content.of_large(section, body, about))
-
-        return self._large.lookup(document.large, of_body)
-
-
-def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:
-    """Yield None after each step of bounded work, then the answer. A server leaves out vbuckets that are not active
-    (kv_engine, getAllVBucketSequenceNumbers). A mirror leaves out those without a complete first snapshot, those being
-    resynced, and those without the collection. With seqno 0 they would look empty, and a client that reads up to the
-    present would miss them.
+def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> list[tuple[int, int]]:
+    """Return vbuckets with their seqnos. A server leaves out vbuckets that are not active (kv_engine,
+    getAllVBucketSequenceNumbers). A mirror leaves out those without a complete first snapshot, those being resynced,
+    and those without the collection. With seqno 0 they would look empty, and a client that reads up to the present
+    would miss them.
     """
     seqnos = []
-    ends_s = perf_counter() + STEP_S
     for vbid, published in bucket.published().items():
-        if published.pub.is_stale:
+        newest: int | None = int(published.pub.seqno)
+        if published.pub.is_stale or (not newest and not bucket.state(vbid).is_whole):
             continue
-        newest = int(published.pub.seqno)
-        if collection_id is not None or not newest:  # only these cases read the vbucket
-            if perf_counter() > ends_s:
-                yield None
-                ends_s = perf_counter() + STEP_S
-            if not newest and not bucket.state(vbid).is_whole:
-                continue
         if collection_id is not None:
-            pin = bucket.pin(vbid)
-            found = bucket.newest_of(pin, collection_id, None)
-            while found is not None and found[1]:
-                yield None
-                found = bucket.newest_of(pin, collection_id, found[1])
-            if found is None:
-                continue
-            newest = found[0]
-        seqnos.append((vbid, newest))
-    yield Reply(value=codec_dcp.encode_all_vb_seqnos(seqnos))
+            newest = bucket.newest_of(bucket.pin(vbid), collection_id)
+        if newest is not None:
+            seqnos.append((vbid, newest))
+    return seqnos
 
 
 def _state_statistics(vbid: int, _state: StoredState) -> dict[str, str]:

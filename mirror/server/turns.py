@@ -1,16 +1,24 @@
-"""Bounds on large work, to protect other clients: turns of the event loop, and a budget for the memory of answers.
+"""Bounds on large work, to protect other clients: turns of the event loop, a worker thread, and a budget for memory.
 
-Knows callbacks and numbers of bytes; never a client or its work. In a turn, the event loop runs one step of large work;
+Knows callbacks and numbers of bytes; never a client or its work. In a turn, the event loop runs one step of work;
 between two turns it looks at its sockets. So a fast request waits for one step at most, whatever the number of clients.
-Invariants: steps, and requests for memory, are granted in order; answers together hold at most the budget's bound,
-except for a single larger answer.
+Work that is too large for a step runs in the worker thread, one piece after the other. Invariants: steps, and requests
+for memory, are granted in order; answers together hold at most the budget's bound, except for a single larger answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+LARGE_BYTES = 256 * 1024
+"""Answers from larger documents are made in the worker thread."""
+
+T = TypeVar("T")
 
 
 class Turns:
@@ -85,3 +93,29 @@ class Budget:
     def _grant(self) -> None:
         while self._requests and self.try_take(self._requests[0][0]):
             self._requests.popleft()[1].set_result(None)
+
+
+class Worker:
+    """A thread for large work, and the budget for its memory. A single thread, because each busy one takes the
+    interpreter's lock from the event loop for a while.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.budget = Budget(bytes_max)
+        self._thread = ThreadPoolExecutor(1, "large work")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    @asynccontextmanager
+    async def memory(self, byte_count: int) -> AsyncIterator[None]:
+        """Wait for memory; give it back at the end of the block."""
+        granted = self.budget.request(byte_count)
+        try:
+            await asyncio.wait({granted})
+            yield
+        finally:
+            self.budget.withdraw(byte_count, granted)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
