@@ -8,7 +8,7 @@ at most one trouble, its worst.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -36,7 +36,13 @@ WITHOUT_WORKER = "without a worker"
 REPORTED = (BROKEN["damaged"], WITHOUT_CONTACT, WITHOUT_WORKER)
 """Troubles without a `Degraded` event, because other events report them."""
 UNHEARD = "servers do not report"
+UNCONNECTED = "being connected to their node"
 MISLED = "clients are led to a mirror that does not answer for its vbuckets"
+
+CONNECTING = ("starting", "requesting", "no-active-node")
+"""States of a vbucket that moves to another node, or whose first connection is being opened, if it has no node."""
+CONNECTING_S = 10.0
+"""A vbucket without a node is a trouble after this time in such a state. An ordinary move takes less."""
 
 HELD_UP_S = 1.0
 """A vbucket that waits after an error is a trouble if its lag is above this; shorter waits are normal retries."""
@@ -132,47 +138,62 @@ def assess(
     source_error: str | None = None,
     servers: Sequence[str] = (),
     mirrors: Sequence[str] = (),
-    report_errors: Mapping[int, str] | None = None,
+    closed: Mapping[str, str | None] | None = None,
+    process_errors: Mapping[int, str] | None = None,
 ) -> Health:
     """Compute the health from the vbuckets' rows (cli/JSON.md) and `groups`, the workers' reports of their groups.
 
     `held_count` is the number of vbuckets that the mirror holds, None while unknown. `source_error` is the error of
     the last look-up of the source; None if the source answered, or before the first look-up. `servers` names the server
     processes that are silent for `SILENT_S`. `mirrors` has a sentence for each mirror that contradicts `kv_nodes`.
-    `report_errors` has the error of each worker whose last report failed.
+    `closed` has the kind of each listener that no process serves, with the error that ended the last process, or None
+    while the first one starts. `process_errors` has the error of each worker that could not start or report.
     """
-    errors = report_errors or {}
+    errors = process_errors or {}
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)
     if held_count is None:
         return of_mirror(STARTING, "the source has not answered yet")
     if len(rows) < held_count:
-        return of_mirror(STARTING, f"{len(rows)} of {held_count} vbuckets reported", next(iter(errors.values()), None))
+        state = DEGRADED if errors else STARTING
+        return of_mirror(state, f"{len(rows)} of {held_count} vbuckets reported", next(iter(errors.values()), None))
     failed = {row["group"]: bool(row.get("full")) for row in groups if row.get("error")}
     """Groups whose store failed -> True if the disk is full. Their vbuckets have no streams."""
     worked = [row for row in rows if row["worker"] is not None]
     going = [row for row in worked if row["state"] not in BROKEN and row["group"] not in failed]
     away = [row for row in going if row["node"] is None and heard(row)]
     if away and len(away) == len(going):
-        error = next((row["last_error"] for row in away if row["last_error"]), None)
-        if error is None and all(row["lag_s"] is None for row in away):
+        lost = [row for row in away if not connects(row)]
+        if lost:
+            return of_mirror(UNREACHABLE, "no contact with the source", _error_away(lost))
+        if all(row["lag_s"] is None for row in away):
             return of_mirror(STARTING, "no contact with the source yet")
-        return of_mirror(UNREACHABLE, "no contact with the source", error)
     found = [(row, _trouble(row, failed, lag_limit_s)) for row in rows]
     own = [Trouble(DEGRADED, UNHEARD, ", ".join(servers))] if servers else []
     own += [Trouble(DEGRADED, MISLED, text) for text in mirrors]
-    troubles = (*own, *_collected(rows, found, errors))
+    for kind, error in (closed or {}).items():
+        own.append(Trouble(STARTING if error is None else DEGRADED, f"{kind} does not listen", error))
+    troubles = _sorted([*own, *_collected(rows, found, errors)])
     return Health(troubles[0].state if troubles else FOLLOWING, troubles)
 
 
 def assess_stored(rows: Sequence[Row]) -> Health:
     damage = (DEGRADED, "damaged")
-    damaged = _collected(rows, [(row, damage if row["state"] == "damaged" else None) for row in rows], {})
+    damaged = _collected(rows, ((row, damage if row["state"] == "damaged" else None) for row in rows), {})
     return Health(STORED, (Trouble(STORED, "no service runs: nothing follows the source"), *damaged))
 
 
 def of_mirror(state: str, what: str, error: str | None = None) -> Health:
     return Health(state, (Trouble(state, what, error),))
+
+
+def connects(row: Row) -> bool:
+    """Return True while a vbucket without a node moves to another one, or its first connection is being opened."""
+    return row["state"] in CONNECTING and (row["silent_ms"] or 0) <= CONNECTING_S * 1000
+
+
+def _error_away(rows: Sequence[Row]) -> str | None:
+    return next((error for row in rows if (error := row["last_error"] or row["detail"])), None)
 
 
 def _trouble(row: Row, failed: Mapping[int, bool], lag_limit_s: float) -> tuple[str, str] | None:
@@ -181,13 +202,14 @@ def _trouble(row: Row, failed: Mapping[int, bool], lag_limit_s: float) -> tuple[
         return DEGRADED, WITHOUT_WORKER
     if _silent(row):
         return DEGRADED, f"of worker {row['worker']}, silent for {row['report_age_s']:.0f} s"
-    if row["state"] in BROKEN:
+    is_away = row["node"] is None and heard(row)
+    if row["state"] in BROKEN and not (is_away and connects(row)):
         return DEGRADED, BROKEN[row["state"]]
     if row["group"] in failed:
         full = failed[row["group"]]
         return (DISK_FULL, "cannot be written, the disk is full") if full else (DEGRADED, "whose store failed")
-    if row["node"] is None and heard(row):
-        return DEGRADED, WITHOUT_CONTACT
+    if is_away:
+        return (CATCHING_UP, UNCONNECTED) if connects(row) else (DEGRADED, WITHOUT_CONTACT)
     if row["state"] == "waiting" and row["last_error"] and _late(row, HELD_UP_S):
         return DEGRADED, "waiting after an error"
     if not row["published_seqno"] and row["lag_seqnos"] != 0:
@@ -209,26 +231,32 @@ def _late(row: Row, limit_s: float) -> bool:
     return row["lag_s"] is not None and row["lag_s"] > limit_s
 
 
+def _sorted(troubles: Sequence[Trouble]) -> tuple[Trouble, ...]:
+    """Sort troubles by state, worst first; in a state those of the whole mirror come first, then most vbuckets."""
+    rank = (DEGRADED, DISK_FULL, STARTING, CATCHING_UP).index
+    return tuple(sorted(troubles, key=lambda each: (rank(each.state), bool(each.rows), -len(each.rows))))
+
+
 def _collected(
-    rows: Sequence[Row], found: Sequence[tuple[Row, tuple[str, str] | None]], report_errors: Mapping[int, str]
-) -> tuple[Trouble, ...]:
-    """Join vbuckets with the same trouble. Sort troubles by state, worst first, then by number of vbuckets."""
+    rows: Sequence[Row], found: Iterable[tuple[Row, tuple[str, str] | None]], process_errors: Mapping[int, str]
+) -> list[Trouble]:
+    """Join vbuckets with the same trouble."""
     together: dict[tuple[str, str], list[Row]] = {}
     for row, trouble in found:
         if trouble is not None:
             together.setdefault(trouble, []).append(row)
-    troubles = [
-        Trouble(state, what, _error_of(concerned, report_errors), tuple(concerned), len(rows), _places(rows, concerned))
+    return [
+        Trouble(
+            state, what, _error_of(concerned, process_errors), tuple(concerned), len(rows), _places(rows, concerned)
+        )
         for (state, what), concerned in together.items()
     ]
-    rank = (DEGRADED, DISK_FULL, CATCHING_UP).index
-    return tuple(sorted(troubles, key=lambda each: (rank(each.state), -len(each.rows))))
 
 
-def _error_of(rows: Sequence[Row], report_errors: Mapping[int, str]) -> str | None:
+def _error_of(rows: Sequence[Row], process_errors: Mapping[int, str]) -> str | None:
     """Return the error to show for vbuckets with the same trouble."""
     if _silent(rows[0]):
-        return report_errors.get(rows[0]["worker"])
+        return process_errors.get(rows[0]["worker"])
     with_error = (*BROKEN, "waiting", "starting")
     return next((row["detail"] or row["last_error"] for row in rows if row["state"] in with_error), None)
 

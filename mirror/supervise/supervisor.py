@@ -329,6 +329,7 @@ class Supervisor:
     def _exited(self, event: ChildExited) -> None:
         self._processes.exited(event)
         self._reports.worker_exited(event.child)
+        self._reports.look_soon()
         report = event.child.exit_report
         if report is not None and report.fatal and self._until_caught_up and not self._context.stopping:
             self.stop(ReportedFailure(report.message, report.exit_code))

@@ -19,12 +19,17 @@ def row(vbid: int, published: int = 5, high: int | None = 5, lag_s: float | None
     return {
         "vbid": vbid, "group": vbid % 4, "state": "streaming", "node": "db1:11210", "detail": None, "last_error": None,
         "published_seqno": published, "source_high_seqno": high, "lag_seqnos": lag, "lag_s": lag_s,
-        "worker": vbid % 2, "report_age_s": 0.4,
+        "worker": vbid % 2, "report_age_s": 0.4, "silent_ms": 100,
     } | more  # fmt: skip
 
 
 def away(vbid: int, lag_s: float | None = 20.0, **more: Any) -> Row:
-    return row(vbid, 5, None, lag_s, state="waiting", node=None, **more)
+    return row(vbid, 5, None, lag_s, **{"state": "waiting", "node": None} | more)
+
+
+def connecting(vbid: int, silent_ms: int = 2_000, **more: Any) -> Row:
+    """Return the row of a vbucket of a fresh worker, or of one whose node is new."""
+    return away(vbid, state="requesting", detail="connecting to db2:11210", silent_ms=silent_ms, **more)
 
 
 def left(vbid: int) -> Row:
@@ -42,7 +47,27 @@ SITUATIONS: dict[str, tuple[list[Row], str, list[str]]] = {
     "first fill": ([GOOD, row(1, 0, 8, 3.0)], "catching up", ["1 of 2 vbuckets not published: 1"]),
     "far behind": ([GOOD, row(1, 5, 9, 31.0)], "catching up", ["1 of 2 vbuckets more than 30 s behind: 1"]),
     "a report is missing": ([GOOD], "starting", ["1 of 2 vbuckets reported"]),
-    "before the first contact": ([away(0, None), away(1, None)], "starting", ["no contact with the source yet"]),
+    "before the first contact": (
+        [connecting(0, lag_s=None), connecting(1, lag_s=None)], "starting", ["no contact with the source yet"],
+    ),
+    "no connection for long": (
+        [connecting(0, 11_000), connecting(1, 11_000)], "source unreachable",
+        ["no contact with the source: connecting to db2:11210"],
+    ),
+    "the only worker was replaced": (
+        [connecting(0), connecting(1)], "catching up", ["2 of 2 vbuckets being connected to their node"],
+    ),
+    "a vbucket moves": (
+        [GOOD, connecting(1)], "catching up", ["1 of 2 vbuckets being connected to their node: 1"],
+    ),
+    "a vbucket moves, and its node is not named yet": (
+        [GOOD, away(1, state="no-active-node", silent_ms=9_000)], "catching up",
+        ["1 of 2 vbuckets being connected to their node: 1"],
+    ),
+    "a vbucket has no node": (
+        [GOOD, away(1, state="no-active-node", silent_ms=11_000)], "degraded",
+        ["1 of 2 vbuckets without a node at the source: 1"],
+    ),
     "the source was killed": (
         [away(0, last_error=NOBODY), away(1)], "source unreachable", [f"no contact with the source: {NOBODY}"],
     ),
@@ -168,7 +193,7 @@ def test_a_silent_worker_is_named_once_with_its_share() -> None:
 
 def test_an_error_of_a_silent_worker_is_that_of_its_reports() -> None:
     rows = [row(vbid, report_age_s=7.2, state="waiting", last_error="not my vbucket") for vbid in range(2)]
-    found = assess(rows, 2, lag_limit_s=30, report_errors={1: "page 7"})
+    found = assess(rows, 2, lag_limit_s=30, process_errors={1: "page 7"})
     assert found.reasons == [
         "1 of 2 vbuckets of worker 0, silent for 7 s: 0",
         "1 of 2 vbuckets of worker 1, silent for 7 s: 1 (page 7)",
@@ -179,6 +204,23 @@ def test_servers_that_are_silent_are_one_trouble_of_the_whole() -> None:
     found = assess([GOOD], 1, lag_limit_s=30, servers=["kv 0, silent for 4 s", "dcp 1, silent for 5 s"])
     assert (found.state, found.ready) == ("degraded", False)
     assert found.reasons == ["servers do not report: kv 0, silent for 4 s, dcp 1, silent for 5 s"]
+
+
+@pytest.mark.parametrize(
+    ("closed", "state", "reasons"),
+    [
+        ({}, "following", []),
+        ({"kv": None}, "starting", ["kv does not listen"]),
+        ({"kv": "kv 0 ended: SIGKILL"}, "degraded", ["kv does not listen: kv 0 ended: SIGKILL"]),
+        ({"kv": None, "dcp": "killed"}, "degraded", ["dcp does not listen: killed", "kv does not listen"]),
+    ],
+)
+def test_a_listener_that_is_configured_and_not_open_is_not_ready(
+    closed: dict[str, str | None], state: str, reasons: list[str]
+) -> None:
+    """Its process died again and again, and the port was refused for 30 s at a time under `following` and 200."""
+    found = assess([GOOD], 1, lag_limit_s=30, closed=closed)
+    assert (found.state, found.ready, found.reasons) == (state, not reasons, reasons)
 
 
 def test_a_mirror_that_does_not_hold_what_is_named_for_it_is_a_trouble_of_the_whole() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 
-from mirror.health import WITHOUT_CONTACT, Trouble
+from mirror.health import WITHOUT_CONTACT, Trouble, assess
 from mirror.supervise.events.kinds import (
     DamageFound,
     DiskFree,
@@ -125,7 +126,7 @@ def test_a_replaced_worker_is_no_news_but_what_it_begins_is() -> None:
     mirror.observer.forget([0], mirror.rows)
     mirror.change(range(0, VBUCKETS, 4), state="starting", node=None, source_high_seqno=None, lag_seqnos=None)
     assert mirror.news() == []
-    mirror.change(range(0, VBUCKETS, 4), state="waiting", resyncs_begun=0)
+    mirror.change(range(0, VBUCKETS, 4), state="requesting", resyncs_begun=0)
     assert mirror.news() == []
     mirror.change(range(0, VBUCKETS, 4), state="streaming", node="db2:11210")
     mirror.change(range(1), resyncs_begun=1, resync_why="purged")
@@ -143,10 +144,13 @@ def test_a_source_that_goes_and_comes_is_said_once_each_time() -> None:
 
 
 def test_a_vbucket_that_moves_to_another_node_is_no_lost_source() -> None:
+    """A move of more than a second was the error event `source-lost`, and ran the command of the operator."""
     mirror = settled()
-    mirror.change(range(8), node=None)
-    assert mirror.look(100) == []
-    mirror.change(range(8), node="db2:11210")
+    mirror.change(range(8), node=None, state="no-active-node", silent_ms=500)
+    assert mirror.news() == []
+    mirror.change(range(8), state="requesting", silent_ms=9_500)
+    assert mirror.news() == []
+    mirror.change(range(8), node="db2:11210", state="streaming", silent_ms=0)
     assert mirror.news() == []
 
 
@@ -210,3 +214,63 @@ def test_a_trouble_without_an_event_of_its_own_is_reported_once_it_lasts() -> No
     assert observer.troubles(silent(4), 10 * COLLECT_MS) == [], "it comes and goes"
     assert observer.troubles(silent(4), 10 * COLLECT_MS + 2 * FORGOTTEN_MS) == []
     assert len(observer.troubles(silent(5), 11 * COLLECT_MS + 2 * FORGOTTEN_MS)) == 1
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A state that needs attention: its rows and what else `assess` gets, and the events that it must have."""
+
+    events: set[str]
+    row: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    vbids: range = range(8)
+
+
+AWAY = {"node": None, "source_high_seqno": None, "lag_seqnos": None}
+EVERY_BAD_STATE = {
+    "a node is down": Bad({"source-lost"}, AWAY | {"state": "waiting", "last_error": "connection refused"}),
+    "all nodes are down": Bad(
+        {"source-lost"}, AWAY | {"state": "waiting", "last_error": "connection refused"}, vbids=range(VBUCKETS)
+    ),
+    "no connection to a node": Bad({"source-lost"}, AWAY | {"state": "requesting", "silent_ms": 11_000}),
+    "no node": Bad({"degraded"}, AWAY | {"state": "no-active-node", "silent_ms": 11_000}),
+    "the login is refused": Bad({"degraded", "source-lost"}, AWAY | {"state": "refused", "detail": "wrong password"}),
+    "the stream is refused": Bad({"degraded"}, {"state": "refused", "detail": "no privilege"}),
+    "damaged": Bad({"damage-found"}, AWAY | {"state": "damaged", "detail": "page 7"}),
+    "stalled": Bad({"degraded"}, {"state": "stalled"}),
+    "failing": Bad({"degraded"}, {"state": "failing"}),
+    "finished": Bad({"degraded"}, {"state": "finished"}),
+    "waits after an error": Bad({"degraded"}, {"state": "waiting", "last_error": "busy", "lag_s": 2.0}),
+    "a silent worker": Bad({"degraded"}, {"report_age_s": 4.0}),
+    "a store fails": Bad({"degraded"}, more={"groups": [{"group": 1, "error": "input/output error", "full": False}]}),
+    "a full disk": Bad({"disk-full"}, more={"groups": [{"group": 1, "error": "no space left", "full": True}]}),
+    "a silent server": Bad({"degraded"}, more={"servers": ["kv 0, silent for 4 s"]}),
+    "a closed listener": Bad({"degraded"}, more={"closed": {"kv": "kv 0 ended: SIGKILL"}}),
+    "a wrong mirror": Bad({"degraded"}, more={"mirrors": ["db2:11410 does not hold vbucket 7"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("begin", ["from the start", "later", "after its worker was replaced"])
+@pytest.mark.parametrize("name", EVERY_BAD_STATE)
+def test_each_state_that_needs_attention_has_its_event_whatever_came_before(name: str, begin: str) -> None:
+    """A node that was down at the start left the mirror degraded for ever, without an event."""
+    bad = EVERY_BAD_STATE[name]
+    mirror = Mirror(lag_s=0.0, worker=0, report_age_s=0.1)
+    if begin != "from the start":
+        assert mirror.news() == []
+    if begin == "after its worker was replaced":
+        mirror.observer.forget(range(4), mirror.rows)
+    mirror.change(bad.vbids, **bad.row)
+    mirror.groups = bad.more.get("groups", [])
+    found: list[Event] = []
+    for _ in range(4):
+        found += mirror.look()
+        health = assess(mirror.rows, VBUCKETS, lag_limit_s=30, **bad.more)
+        found += mirror.observer.troubles(health.troubles, mirror.now_ms)
+    assert health.state in ("degraded", "disk full", "source unreachable")
+    names = [event.name for event in found]
+    expected = bad.events
+    if begin != "later" and len(expected) > 1:
+        expected = expected - {"source-lost"}
+    assert set(names) == expected
+    assert len(names) == len(expected), "each once"

@@ -199,6 +199,36 @@ def to_listener(kind: str, number: signal.Signals) -> Callable[[Site], None]:
     return send
 
 
+def again_and_again(kind: str) -> Callable[[Site], None]:
+    """Kill each process of a listener while the fault is measured: the pauses between two grow to seconds."""
+
+    def pid(site: Site) -> int | None:
+        found = client.ask(site.data, GetStatus())
+        rows = found["status"]["servers"] if found else ()
+        return next((row["pid"] for row in rows if row["kind"] == kind and row["phase"] == "running"), None)
+
+    def kill(site: Site) -> None:
+        end = time.monotonic() + LIMIT_S
+        with suppress(OSError, MirrorError):
+            while time.monotonic() < end:
+                if (number := pid(site)) is not None:
+                    os.kill(number, signal.SIGKILL)
+                time.sleep(POLL_S)
+
+    return lambda site: threading.Thread(target=kill, args=(site,), daemon=True).start()
+
+
+def down_at_the_start(site: Site) -> None:
+    site.service.kill_supervisor()
+    kill_nodes(1)(site)
+    site.service.start()
+
+
+def slow_link(site: Site) -> None:
+    """Less than the writes take; connections that are opened later are slow, too."""
+    site.do(site.source.cluster.faults.slow, 4000, dcp_only=False, future=True)
+
+
 def wrong_settings(site: Site) -> None:
     with (site.data.parent / "settings.toml").open("a") as file:
         file.write('\nkv = "nowhere"\n')
@@ -247,6 +277,14 @@ FAULTS = {
     "a listener is stopped": Fault(
         to_listener("kv", signal.SIGSTOP), "degraded", "kv 0, silent", "degraded", flags=("--kv", "0")
     ),
+    "a listener dies again and again": Fault(
+        again_and_again("kv"), "degraded", "kv does not listen: kv 0 ended: SIGKILL", "worker-ended", "degraded",
+        flags=("--kv", "0"),
+    ),
+    "a node is down at the start": Fault(
+        down_at_the_start, "degraded", "without contact", "source-lost", "(?i)refused"
+    ),
+    "the link is slow": Fault(slow_link, "catching up", "of unknown lag", doctor="catching up|unknown lag"),
     "a reload is refused": Fault(wrong_settings, "", "settings-refused", "settings-refused"),
     "the service is killed": Fault(
         lambda site: os.kill(site.service.pid, signal.SIGKILL), expected={"status": "^stored: ", **GONE}

@@ -219,8 +219,12 @@ class Consumer:
                 vbucket.report(VbucketStatus.WAITING, f"its node {node.host} does not offer the data service {how}")
             return
         vbucket.detach(events.Stop(f"moved to {address}"))
-        self.connections.keep(address)
-        self.attach_if_ready(vbucket)
+        keeper = self.connections.keep(address)
+        if keeper.ready:
+            self.attach_if_ready(vbucket)
+        elif vbucket.group.error is None:
+            connecting = VbucketStatus.REQUESTING, f"connecting to {address}"
+            vbucket.report(*connecting if keeper.error is None else (VbucketStatus.WAITING, str(keeper.error)))
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 

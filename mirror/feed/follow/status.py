@@ -151,10 +151,9 @@ def _lag(vbucket: MirroredVbucket) -> int | None:
 
 
 def _contact(vbucket: MirroredVbucket) -> dict[str, object]:
-    session = vbucket.session
+    session, silent_ms = vbucket.session, round(vbucket.silent_s * 1000)
     if session is None or not session.ready:
-        return {"node": None, "silent_ms": None, "last_error": vbucket.last_error}
-    silent_ms = round(session.silent_s * 1000)
+        return {"node": None, "silent_ms": silent_ms, "last_error": vbucket.last_error}
     if vbucket.source_silent_ms is not None:
         silent_ms += vbucket.source_silent_ms
         error = f"{session.address}, a mirror, has no contact with its source"

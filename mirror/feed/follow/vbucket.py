@@ -53,8 +53,10 @@ class MirroredVbucket(VbucketHost):
         self.group = group
         self.writer = writer
         self.gate = gate
-        self.status: str = VbucketStatus.WAITING
+        self.status: str = VbucketStatus.REQUESTING
         self.text = "not connected yet"
+        self._apart_at = clock.monotonic()
+        """Time when the last session sent its last bytes; before the first session, time when the worker began."""
         self.documents = 0
         self.bytes = 0
         self.requested_again_bytes = 0
@@ -88,6 +90,8 @@ class MirroredVbucket(VbucketHost):
         self.guarded(partial(super().attach, session))
 
     def detach(self, event: events.Stop | events.ConnectionLost | events.NoActiveNode) -> None:
+        if self.session is not None:
+            self._apart_at = self._clock.monotonic() - self.session.silent_s
         self.guarded(partial(super().detach, event))
 
     def start_event(self, session: NodeSession) -> events.Start:
@@ -119,6 +123,11 @@ class MirroredVbucket(VbucketHost):
     def late_s(self) -> float | None:
         """Age of `source_high_seqno` if it is too old to be compared with the published seqno."""
         return None if self.source_high_seqno is None or self.polled is None else self.polled[0].late_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last bytes from a node; before the first ones, since the worker began."""
+        return self._clock.monotonic() - self._apart_at if self.session is None else self.session.silent_s
 
     @property
     def in_contact(self) -> bool:

@@ -110,12 +110,12 @@ class SourceReached(_Kind, name="source-reached", sentence="the source has answe
 @dataclass(frozen=True, kw_only=True)
 class SourceLost(_OfVbuckets, name="source-lost", level="error"):
     nodes: tuple[str, ...]
-    """The nodes that streamed the vbuckets."""
+    """The nodes that streamed the vbuckets; empty if their worker has had no contact."""
     why: str
 
     @property
     def text(self) -> str:
-        what = f"{self.counted} lost contact with the source"
+        what = f"{self.counted} {'lost contact with' if self.nodes else 'without contact to'} the source"
         return f"{what}: {self.why}" if self.why else what
 
 

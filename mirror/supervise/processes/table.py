@@ -90,6 +90,20 @@ class Processes:
     def running(self) -> list[Child]:
         return [child for child in self.alive() if child.phase is ProcessPhase.RUNNING]
 
+    def end_of(self, number: int) -> str:
+        """Return a sentence on the last end of a slot's process."""
+        slot, name = self.slots[number], process_name(number)
+        if slot.last_exit is None:
+            return f"{name} {slot.last_error}"
+        return ": ".join(filter(None, (f"{name} ended", slot.last_exit, slot.last_error)))
+
+    def failure_of(self, number: int) -> str | None:
+        """Return `end_of` if the process failed and its successor does not run yet."""
+        slot = self.slots.get(number)
+        if slot is None or not slot.failures or (slot.child is not None and slot.child.phase is ProcessPhase.RUNNING):
+            return None
+        return self.end_of(number)
+
     def owner_of(self, group: int) -> Child | None:
         return next((child for child in self.running() if group in child.groups), None)
 

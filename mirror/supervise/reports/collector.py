@@ -118,8 +118,7 @@ class Reports:
 
     def worker_exited(self, child: Child) -> None:
         """Mark the vbuckets of a dead worker, and forget their lag."""
-        slot = self._processes.slots[child.slot]
-        error = ": ".join(filter(None, (f"{process_name(child.slot)} ended", slot.last_exit, slot.last_error)))
+        error = self._processes.end_of(child.slot)
         self._observer.forget(child.groups, self._rows.values())
         for row in self._rows.values():
             if row["group"] in child.groups:
@@ -242,7 +241,8 @@ class Reports:
             source_error=self._source_error,
             servers=self._silent_servers(),
             mirrors=self._context.mirror_troubles,
-            report_errors={each.slot: each.report_error for each in self._processes.running() if each.report_error},
+            closed=self._closed_listeners(),
+            process_errors=self._process_errors(),
         )
         for event in self._observer.troubles(health.troubles, self._context.now_ms()):
             self._event_log.add(event)
@@ -251,6 +251,23 @@ class Reports:
         self.set_health(health, figures)
         if self._source_error is None and self._catch_up is not None:
             self._judge_catch_up(self._catch_up, rows)
+
+    def _closed_listeners(self) -> dict[str, str | None]:
+        """Return each kind of listener that no process serves, with the last end of its processes if one failed."""
+        open_kinds = {kind_of(child.slot) for child in self._processes.running()}
+        found: dict[str, str | None] = {}
+        for number in self._processes.desired:
+            kind = kind_of(number)
+            if kind is not None and kind not in open_kinds:
+                found[kind] = found.get(kind) or self._processes.failure_of(number)
+        return found
+
+    def _process_errors(self) -> dict[int, str]:
+        found = {each.slot: each.report_error for each in self._processes.running() if each.report_error is not None}
+        for number in self._processes.desired:
+            if kind_of(number) is None and (error := self._processes.failure_of(number)) is not None:
+                found.setdefault(number, error)
+        return found
 
     def _silent_servers(self) -> list[str]:
         now_ms = self._context.now_ms()

@@ -1,8 +1,9 @@
 """Finds events by comparing each report with the previous one. Pure.
 
 The caller passes rows and times. News of vbuckets is collected for a second, so that a node's failover is one event.
-Invariants: in a vbucket's first report only damage is news; what a new worker reports again is no news; neither is
-contact lost for less than a second, as by a vbucket that moves to another node.
+Invariants: in a vbucket's first report only troubles are news; what a new worker reports again is no news; neither is
+contact lost for less than a second, or for less than ten by a vbucket that moves to another node; each state of the
+service that needs attention has an event, also if it is there from the start.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mirror.health import DEGRADED, REPORTED, Trouble
+from mirror.health import BROKEN, DEGRADED, REPORTED, Trouble, connects
 from mirror.supervise.events.kinds import (
     DamageFound,
     Degraded,
@@ -157,19 +158,23 @@ class Observer:
             self._look_at_contact(row, known, now_ms)
 
     def _look_at_contact(self, row: VbucketRow, known: _Known, now_ms: int) -> None:
+        """Note a contact that is lost or regained, or that a new worker does not get."""
         if row["node"] is not None:
             if known.lost_since_ms is not None:
                 news = self._add(SourceBack, row["vbid"], now_ms)
                 news.away_ms = max(news.away_ms, now_ms - known.lost_since_ms)
             known.node, known.silent_since_ms, known.lost_since_ms = row["node"], None, None
             return
-        if known.node is None or known.lost_since_ms is not None:
+        if known.lost_since_ms is not None or connects(row) or row["state"] == "no-active-node":
             return
+        if known.node is None and (self._unreachable_since_ms is not None or row["state"] in BROKEN):
+            return  # another event reports it
         if known.silent_since_ms is None:
-            known.silent_since_ms = now_ms - (row["silent_ms"] or 0)
+            known.silent_since_ms = now_ms - (row["silent_ms"] or 0 if known.node is not None else 0)
         if now_ms - known.silent_since_ms >= CONTACT_LOST_MS:
             known.lost_since_ms = known.silent_since_ms
-            self._add(SourceLost, row["vbid"], now_ms, row["last_error"] or "").nodes[known.node] = None
+            news = self._add(SourceLost, row["vbid"], now_ms, row["last_error"] or row["detail"] or "")
+            news.nodes |= {known.node: None} if known.node is not None else {}
 
     def _add(self, kind: type[VbucketNews], vbid: int, now_ms: int, why: str = "") -> _News:
         news = self._news.setdefault(kind, _News(now_ms))
