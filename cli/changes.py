@@ -3,8 +3,8 @@
 A cursor file has a token for each vbucket, one a line. Invariants:
 - the token of the last printed line resumes after that line;
 - with --follow each event is printed once, rollbacks included;
-- events are flushed before a cursor file with their tokens replaces the old one (fsync, rename), so a kill may repeat
-  events but loses none.
+- the reader of a pipe has taken the events before a cursor file with their tokens replaces the old one (fsync, rename),
+  so a kill, or a reader that hangs up, may repeat events but loses none.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Pump:
         self._left = limit
         self._file = file
         self._saved: dict[int, Token] | None = None
-        self._saved_s = 0.0
+        self._saved_s = time.monotonic()
 
     @property
     def done(self) -> bool:
@@ -145,11 +145,14 @@ class Pump:
         return change.document.kind is not Kind.SYSTEM_EVENT and change.document.collection_id == collection_id
 
     def flush(self, *, at_once: bool = False) -> None:
-        """Flush the output, then write the cursor file: at most once a second unless `at_once`."""
+        """Flush the output. Then write the cursor file, at most once a second unless `at_once`. Raises BrokenPipeError
+        and leaves the cursor where it was if the reader of the output hangs up before it has taken everything.
+        """
         sys.stdout.flush()
         if self._file is None or self._saved == self.tokens:
             return
-        if at_once or self._saved is None or time.monotonic() - self._saved_s >= CURSOR_INTERVAL_S:
+        if at_once or time.monotonic() - self._saved_s >= CURSOR_INTERVAL_S:
+            output.deliver()
             save_cursor(self._file, self.tokens.values())
             self._saved, self._saved_s = dict(self.tokens), time.monotonic()
 

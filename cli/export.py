@@ -78,6 +78,8 @@ def export(
         with hold(path, positions_of(pins), name="export"):
             count = write(view, pins, chosen, to, xattrs=xattrs)
     if file is not None:
+        if to == STDOUT:
+            output.deliver()
         save_cursor(file, (Token(pin.vbid, pin.branch, pin.seqno, pin.history_id) for pin in pins))
     facts = {
         "data": str(path),

@@ -5,7 +5,13 @@ Invariants: an unknown figure is shown as a dash, or in words; lines of text hav
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import select
+import stat
 import sys
+import termios
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,6 +22,8 @@ from mirror import units
 from mirror.serve.objects import dumps
 
 DASH = "-"
+READER_STAYS_MS = 50
+"""Time after which a pipe's reader that has taken everything and is still there counts as one that reads on."""
 
 
 def print_json(value: Any) -> None:
@@ -26,6 +34,24 @@ def print_parts(parts: Iterable[bytes]) -> None:
     """Print a JSON object that `mirror.serve.objects` made, on one line."""
     sys.stdout.buffer.writelines(parts)
     sys.stdout.buffer.write(b"\n")
+
+
+def deliver() -> None:
+    """Flush stdout; if it is a pipe, wait until its reader has taken everything and stays. Raises BrokenPipeError.
+
+    `head` takes a whole block, and hangs up after its third line.
+    """
+    sys.stdout.flush()
+    descriptor = sys.stdout.fileno()
+    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        return
+    hung_up = select.poll()
+    hung_up.register(descriptor, 0)
+    unread = True
+    while unread:
+        unread = any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+        if hung_up.poll(READER_STAYS_MS):
+            raise BrokenPipeError(errno.EPIPE, "the reader of stdout hung up")
 
 
 def echo(text: str, *, err: bool = False) -> None:

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shlex
 import signal
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.model import Branch, Seqno
 from storage.read.view import Token, open_view
-from tests.cli.conftest import LIMIT_S, background, call, output_nobody_takes, succeed
+from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, output_nobody_takes, succeed
 from tests.supervise.conftest import eventually_now as eventually
 
 ID = "00000000000000ff"
@@ -171,6 +177,42 @@ def test_a_cursor_file_is_not_ahead_of_output_that_nobody_took(
     file = tmp_path / "position"
     assert output_nobody_takes("changes", "--data", data, "--cursor", file, "--json") == (0, "")
     assert not file.exists()
+
+
+def test_a_reader_that_leaves_early_leaves_the_cursor(mirrored: Path, tmp_path: Path) -> None:
+    """What `head` had left in the pipe was passed."""
+    every = call("changes", "--data", mirrored, "--json").out.splitlines(keepends=True)
+    command = shlex.join([*COMMAND, "changes", "--data", str(mirrored), "--cursor", str(tmp_path / "at"), "--json"])
+    for _ in range(3):
+        piped = subprocess.run(
+            ["bash", "-c", f"{command} | head -3; exit ${{PIPESTATUS[0]}}"],
+            env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+        assert (piped.returncode, piped.stdout, piped.stderr) == (0, "".join(every[:3]), "")
+        assert not (tmp_path / "at").exists()
+
+
+@pytest.mark.parametrize("command", [("changes", "--json"), ("export",)], ids=["changes", "export"])
+def test_the_cursor_moves_once_everything_was_read(mirrored: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+    file = tmp_path / "position"
+
+    def unread(pipe: int) -> int:
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+    for reads_all in (False, True):
+        with background(*command, "--data", mirrored, "--cursor", file) as running:
+            assert running.stdout is not None
+            pipe = running.stdout.fileno()
+            assert os.read(pipe, 100)
+            eventually(partial(unread, pipe))
+            assert not file.exists()
+            while reads_all and os.read(pipe, 1 << 20):
+                pass
+            running.stdout.close()
+            assert running.wait(LIMIT_S) == 0
+        assert file.exists() == reads_all
+    with open_view(str(mirrored)) as view:
+        assert load_cursor(file) == {vbid: view.token(vbid) for vbid in view.vbids}
 
 
 def test_a_collection_alone(moving: tuple[SandboxThread, Path]) -> None:
