@@ -24,9 +24,8 @@ from cli import options, output
 from cli.get import check_filled
 from mirror.errors import ConfigError, SupervisionError
 from mirror.ownership import private_file
-from mirror.serve.objects import change_parts
+from mirror.serve.objects import CollectionNames, change_parts, collection_of
 from storage.errors import UnknownCollection, ViewInvalidated
-from storage.model import Kind
 from storage.read.view import Change, Token, View, open_view
 
 POLL_INTERVAL_S = 0.1
@@ -97,6 +96,7 @@ class Pump:
         self._view = view
         self._as_json = as_json
         self._collection = collection
+        self._names = CollectionNames()
         self._left = limit
         self._file = file
         self._saved: dict[int, Token] | None = None
@@ -110,13 +110,12 @@ class Pump:
         before = self.tokens.get(vbid)
         while True:
             try:
-                collection_id = self._collection_id(vbid)
                 in_step = False
                 for change in self._view.changes(vbid, since=self.tokens.get(vbid)):
                     if self.done and not in_step:
                         return
                     in_step = change.token == self.tokens.get(vbid)  # inside a rollback: this token resumes before it
-                    if self._is_selected(change, collection_id):
+                    if self._is_selected(change):
                         print_change(change, as_json=self._as_json)
                         if self._left is not None:
                             self._left -= 1
@@ -128,21 +127,20 @@ class Pump:
             else:
                 return
 
-    def _collection_id(self, vbid: int) -> int | None:
-        if self._collection is None or isinstance(self._collection, int):
-            return self._collection
-        return self._view.manifest(vbid).ids.get(self._collection)
-
     def check_collection(self, vbids: Iterable[int]) -> None:
-        if isinstance(self._collection, str) and all(self._collection_id(vbid) is None for vbid in vbids):
+        name = self._collection
+        if isinstance(name, str) and all(name not in self._view.manifest(vbid).ids for vbid in vbids):
             raise UnknownCollection(
                 f"no collection {self._collection!r}", path=self._view.path, hint="give it as scope.name, or its id"
             )
 
-    def _is_selected(self, change: Change, collection_id: int | None) -> bool:
+    def _is_selected(self, change: Change) -> bool:
+        """Return True for documents of the collection, and for events that begin or end it."""
         if self._collection is None or change.document is None:
             return True
-        return change.document.kind is not Kind.SYSTEM_EVENT and change.document.collection_id == collection_id
+        if isinstance(self._collection, int):
+            return collection_of(change.document) == self._collection
+        return self._names.of(self._view, change.document) == self._collection
 
     def flush(self, *, at_once: bool = False) -> None:
         """Flush the output. Then write the cursor file, at most once a second unless `at_once`. Raises BrokenPipeError

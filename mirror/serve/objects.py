@@ -13,15 +13,35 @@ from operator import attrgetter
 from typing import Any
 
 from mirror.document import judge, values
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.events import (
+    CollectionCreated,
+    CollectionDropped,
+    CollectionModified,
+    ScopeCreated,
+    ScopeDropped,
+    SystemEvent,
+    SystemEventContent,
+)
+from mirror.wire.system_events import decode_system_event
+from storage.errors import RUN_CHECK, CorruptedError
 from storage.format.records import value_problem
 from storage.model import JSON_FIELDS, Document, Kind
-from storage.read.view import Change, Rollback
+from storage.read.changes import manifest_at, resolve_range
+from storage.read.view import Change, Rollback, View
 
 DATATYPE_JSON = 1
 STEPS_BYTES = 256 * 1024
 """Larger values are checked for JSON in steps."""
 BASE64_BYTES = 192 * 1024
 """Bytes encoded in one call; a multiple of 3, so pieces have no padding."""
+_SYSTEM_EVENTS = {
+    CollectionCreated: "collection_created",
+    CollectionDropped: "collection_dropped",
+    CollectionModified: "collection_modified",
+    ScopeCreated: "scope_created",
+    ScopeDropped: "scope_dropped",
+}
 _ALL_BITS = 7
 """The bits JSON, Snappy and xattrs. A value is JSON text only if the JSON bit alone is set."""
 
@@ -55,9 +75,57 @@ _numbers = attrgetter(*JSON_FIELDS)
 
 def _head(document: Document) -> dict[str, object]:
     if document.kind is Kind.SYSTEM_EVENT:
-        return {"vbid": document.vbid, "seqno": document.seqno, "kind": "system_event"} | key_fields(document.key)
+        named = {"vbid": document.vbid, "seqno": document.seqno, "kind": "system_event"} | key_fields(document.key)
+        content = system_content(document)
+        return named | {
+            "event": _SYSTEM_EVENTS[type(content)],
+            "scope_id": content.scope_id,
+            "collection_id": collection_of(document),
+        }
     named = {"vbid": document.vbid, "collection_id": document.collection_id} | key_fields(document.key)
     return named | dict(zip(JSON_FIELDS, _numbers(document), strict=True)) | {"deleted": document.deleted}
+
+
+def system_content(document: Document) -> SystemEventContent:
+    """Decode a system event. Raises CorruptedError."""
+    vbid, seqno, event, version = document.vbid, document.seqno, document.flags, document.rev_seqno
+    try:
+        return decode_system_event(SystemEvent(vbid, seqno, event, version, document.key, document.value))
+    except RemoteProtocolError as error:
+        raise CorruptedError(f"a system event cannot be read: {error.detail}", vbid=vbid, hint=RUN_CHECK) from None
+
+
+def collection_of(event: Document) -> int | None:
+    """Return the id of the collection of a document or system event; None for an event of a scope."""
+    if event.kind is not Kind.SYSTEM_EVENT:
+        return event.collection_id
+    return getattr(system_content(event), "collection_id", None)
+
+
+class CollectionNames:
+    """The names of the collections of events, also of collections that do not exist any more or were rolled back."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, str] = {}
+
+    def of(self, view: View, event: Document) -> str:
+        """Return the name of the event's collection; empty for an event of a scope, and if the purger has removed the
+        name. Raises ViewInvalidated.
+        """
+        collection_id = collection_of(event)
+        if collection_id is None:
+            return ""
+        if event.kind is Kind.SYSTEM_EVENT or collection_id not in self._known:
+            self._known[collection_id] = _name_at(view, event, collection_id) or self._known.get(collection_id, "")
+        return self._known[collection_id]
+
+
+def _name_at(view: View, event: Document, collection_id: int) -> str | None:
+    """Return a collection's name at an event, or before it: a drop ends the collection."""
+    reader = view.reader(event.vbid)
+    way = resolve_range(reader, None, None)
+    manifests = (manifest_at(reader, way, event.branch, at) for at in (event.seqno, event.seqno - 1))
+    return next(filter(None, (each.name_of(collection_id) for each in manifests)), None)
 
 
 def _is_json(value: bytes) -> bool:

@@ -62,6 +62,7 @@ _new_tuple = tuple.__new__
 _DELETION_V1 = struct.Struct(">QQH")
 _DELETION_V2 = struct.Struct(">QQIB")
 _EXPIRATION = struct.Struct(">QQI")
+_SYSTEM_EVENT = struct.Struct(">QIB")
 _MUTATION_KIND = Kind.MUTATION
 _KINDS = {int(kind): kind for kind in Kind}
 
@@ -179,15 +180,15 @@ def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int
 
 
 def _decode_other(vbid: int, branch: Branch, frame: bytes, raw: bool, lenient: bool) -> Document:
-    """Decode a tombstone or a system event. For a system event, `key` is the name of the scope or collection, and the
-    collection id is 0.
+    """Decode a tombstone or a system event. For a system event, `key` and `value` are the event's, `flags` is its
+    number and `rev_seqno` its version; the collection id is 0.
     """
     try:
         _, opcode, key_length, extras_length, datatype, _, body_length, _, cas = HEADER.unpack_from(frame)
         kind = _KINDS.get(opcode)
         if kind is None or 24 + body_length != len(frame) or extras_length + key_length > body_length:
             raise CorruptedError(f"a row of opcode 0x{opcode:02x} cannot be read", vbid=vbid)
-        nmeta = delete_time = 0
+        nmeta = delete_time = flags = 0
         if kind is Kind.DELETION and extras_length == _DELETION_V1.size:
             seqno, rev_seqno, nmeta = _DELETION_V1.unpack_from(frame, 24)
         elif kind is Kind.DELETION and extras_length == _DELETION_V2.size:
@@ -195,7 +196,7 @@ def _decode_other(vbid: int, branch: Branch, frame: bytes, raw: bool, lenient: b
         elif kind is Kind.EXPIRATION and extras_length == _EXPIRATION.size:
             seqno, rev_seqno, delete_time = _EXPIRATION.unpack_from(frame, 24)
         elif kind is Kind.SYSTEM_EVENT and extras_length == 13:
-            seqno, rev_seqno = int.from_bytes(frame[24:32], "big"), 0
+            seqno, flags, rev_seqno = _SYSTEM_EVENT.unpack_from(frame, 24)
         else:
             raise CorruptedError(f"a {kind.name.lower()} row has {extras_length} bytes of extras", vbid=vbid)
         key_start = 24 + extras_length
@@ -207,7 +208,7 @@ def _decode_other(vbid: int, branch: Branch, frame: bytes, raw: bool, lenient: b
     if datatype & 6 and not raw:
         value, datatype = body_or_all(value, datatype) if lenient else body_of(value, datatype)
     return Document(
-        vbid, collection_id, key, Seqno(seqno), rev_seqno, cas, 0, delete_time, datatype, value, kind, branch
+        vbid, collection_id, key, Seqno(seqno), rev_seqno, cas, flags, delete_time, datatype, value, kind, branch
     )
 
 

@@ -218,8 +218,11 @@ def test_the_cursor_moves_once_everything_was_read(mirrored: Path, tmp_path: Pat
 def test_a_collection_alone(moving: tuple[SandboxThread, Path]) -> None:
     _, data = moving
     lines = call("changes", "--data", data, "--collection", "shop.orders", "--json").lines
-    assert keys(lines)[0] == ("mutation", "first order")
-    assert all(line["document"]["key"].endswith(" order") for line in lines)
+    created = [line["document"]["event"] for line in lines if line["kind"] == "system_event"]
+    assert created == ["collection_created"] * 4
+    written = [key for kind, key in keys(lines) if kind == "mutation"]
+    assert written[0] == "first order"
+    assert all(key.endswith(" order") for key in written)
     assert call("changes", "--data", data, "--collection", str(lines[0]["document"]["collection_id"])).out
     assert "no collection 'shop.none'" in call("changes", "--data", data, "--collection", "shop.none").complaint
 

@@ -25,6 +25,9 @@ from mirror.health import assess
 from mirror.serve.http.server import HttpServer
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.status import stored_status, totals
+from mirror.wire import codec_dcp
+from mirror.wire.events import CollectionCreated
+from mirror.wire.system_events import encode_system_event
 from storage.env import directory
 from storage.format import keys, records
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
@@ -115,7 +118,8 @@ class Source:
         manifest = Manifest(
             ManifestUid(7), {0: "_default", 8: "shop"}, {each.collection_id: each for each in (default, *collections)}
         )
-        frame = records.HEADER.pack(0x80, 0x5F, 0, 13, 0, 0, 13, 0, 0) + seqno.to_bytes(8, "big") + b"\0\0\0\0\0"
+        content = CollectionCreated(7, 8, collections[-1].collection_id if collections else 0, "orders")
+        frame = codec_dcp.encode(encode_system_event(content, vbid=vbid, seqno=seqno))
         writer.vbuckets[vbid].system_event(seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
         writer.vbuckets[vbid].publish(seqno, seqno)
         writer.commit()

@@ -168,10 +168,10 @@ def test_one_collection_alone(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")
     site.source.put(key, b"2", collection_id=9)
-    assert [reported(each) for each in site.changes(vbid=2, collection="shop.orders")] == [
-        ("mutation", 2),
-        ("end", None),
-    ]
+    for collection in ("shop.orders", "9"):
+        found = site.changes(vbid=2, collection=collection)
+        assert [reported(each) for each in found] == [("system_event", None), ("mutation", 2), ("end", None)]
+    assert [each["event"] for each in site.changes(vbid=2, collection="_default")] == ["mutation", "end"]
     assert [each["event"] for each in site.changes(vbid=2)] == ["system_event", "mutation", "mutation", "end"]
 
 

@@ -10,6 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.serve import objects
+from mirror.wire import codec_dcp
+from mirror.wire import events as ev
+from mirror.wire.system_events import encode_system_event
+from storage.errors import CorruptedError
+from storage.format.records import decode_row
 from storage.model import Branch, Document, Kind, Seqno, Vbuuid
 from storage.read.view import Change, Rollback, Token
 
@@ -88,9 +93,31 @@ def test_a_large_value_is_encoded_in_parts_as_in_one(size: int) -> None:
     assert base64.b64decode(json.loads(objects.document_json(made))["value_b64"]) == made.value
 
 
-def test_a_system_event_has_no_value() -> None:
-    event = document(b"name", b"", 0, Kind.SYSTEM_EVENT)
-    assert json.loads(objects.document_json(event)) == {"vbid": 1, "seqno": 2, "kind": "system_event", "key": "name"}
+@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize(
+    ("content", "event", "collection_id"),
+    [
+        (ev.CollectionCreated(1, 8, 9, "orders"), "collection_created", 9),
+        (ev.CollectionDropped(1, 8, 9), "collection_dropped", 9),
+        (ev.CollectionModified(1, 8, 9, "orders"), "collection_modified", 9),
+        (ev.ScopeCreated(1, 8, "shop"), "scope_created", None),
+        (ev.ScopeDropped(1, 8), "scope_dropped", None),
+    ],
+)
+def test_a_system_event_says_what_happened_to_which_collection(
+    content: ev.SystemEventContent, event: str, collection_id: int | None, version: int
+) -> None:
+    if event == "collection_modified":
+        version = 2
+    frame = codec_dcp.encode(encode_system_event(content, vbid=1, seqno=2, version=version))
+    found = json.loads(objects.document_json(decode_row(1, Branch(1), frame)))
+    named = {"vbid": 1, "seqno": 2, "kind": "system_event", "key": getattr(content, "name", "")}
+    assert found == named | {"event": event, "scope_id": 8, "collection_id": collection_id}
+
+
+def test_a_system_event_that_cannot_be_read_is_damage() -> None:
+    with pytest.raises(CorruptedError, match="a system event cannot be read"):
+        objects.document_json(document(b"name", b"", 0, Kind.SYSTEM_EVENT))
 
 
 def test_a_rollback_says_from_where_to_where() -> None:

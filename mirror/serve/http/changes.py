@@ -31,7 +31,7 @@ from mirror.serve.http.documents import collection_id
 from mirror.serve.http.problems import Problem, internal, of_storage
 from mirror.serve.http.requests import Parameters, collection_name, parse_position, position_text, vbucket
 from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service, leaves_line, send_and_drain
-from mirror.serve.objects import change_parts, dumps
+from mirror.serve.objects import CollectionNames, change_parts, collection_of, dumps
 from storage.errors import Closed, StorageError, Unavailable, ViewInvalidated
 from storage.read.states import Unreadable
 from storage.read.view import Change, Pieces, Served, Token, View
@@ -67,7 +67,8 @@ async def get_changes(request: Request) -> Response:
     collection = None if name is None else collection_name(name)
     if collection is not None:
         service.judge(reader, collection, vbids[:1])
-    keep = _keeper(service, reader, None if collection is None else collection_id(view.manifest(vbids[0]), collection))
+        collection_id(view.manifest(vbids[0]), collection)
+    keep = _keeper(service, reader, collection)
     tokens, timeout_s = service.tokens(parameters)
     position: dict[int, Token]
     if since == "now":
@@ -159,26 +160,22 @@ def _check_since(service: Service, vbid: int, token: Token) -> None:
         raise Problem(problem.name, problem.detail, hint=error.hint, vbid=vbid, token=str(token)) from None
 
 
-def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
-    """Return the filter of events for a reader; None: all pass. Every reader gets rollbacks."""
-    if only is not None:
-        return lambda change: (
-            change.document is None or (change.document.collection_id == only and change.kind != "system_event")
-        )
-    if reader.reads_all:
+def _keeper(service: Service, reader: Reader, collection: str | int | None) -> Keep | None:
+    """Return the filter of events for a reader; None: all pass. Every reader gets rollbacks, and the events that begin
+    or end a collection that it gets.
+    """
+    if collection is None and reader.reads_all:
         return None
-    names: dict[int, str] = {}
+    names = CollectionNames()
 
     def keep(change: Change) -> bool:
-        if change.document is None:
+        document = change.document
+        if document is None:
             return True
-        if change.kind == "system_event":
-            return False
-        number = change.document.collection_id
-        if number not in names:
-            for vbid in service.mirror.manifest_vbids():
-                names.update(service.view.manifest(vbid).names())
-        return reader.may_read(names.setdefault(number, ""))
+        if isinstance(collection, int):
+            return collection_of(document) == collection
+        name = names.of(service.view, document)
+        return reader.may_read(name) if collection is None else name == collection
 
     return keep
 
