@@ -6,6 +6,7 @@ service's process id, is only for messages and `is_served`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -19,6 +20,7 @@ from mirror.supervise.events.log import EVENTS_FILE
 from storage.env import directory
 
 LOCK_NAME = "service.lock"
+HOLDER_LENGTH = 10
 _RECORDS = (directory.FILE, directory.MAP_FILE)
 _UNFINISHED = tuple(f"{name}." for name in _RECORDS)
 OURS = (*_RECORDS, LOCK_NAME, "control.sock", EVENTS_FILE, "lost+found")
@@ -59,8 +61,12 @@ class ServiceLock:
             ) from None
         self._descriptor = descriptor
         self._place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        self._write(str(os.getpid()))
+
+    def _write(self, holder: str) -> None:
+        """Overwrite the file's content in place: on a full disk a file that was emptied could not be filled again."""
+        with contextlib.suppress(OSError):  # the lock is held without it
+            os.pwrite(self._descriptor, f"{holder:<{HOLDER_LENGTH}}\n".encode(), 0)
 
     def check_place(self, *, made: bool) -> None:
         """Raise SupervisionError if the locked directory is no longer at its path or, with `made`, holds no mirror."""
@@ -81,7 +87,7 @@ class ServiceLock:
 
     def release(self) -> None:
         if self._descriptor >= 0:
-            os.ftruncate(self._descriptor, 0)
+            self._write("")
             os.close(self._descriptor)
             os.close(self._place)
             self._descriptor = -1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -47,7 +48,7 @@ def test_a_mirror_may_hold_any_files(tmp_path: Path) -> None:
     (tmp_path / "mirror.json").touch()
     (tmp_path / "notes of the operator").touch()
     lock = ServiceLock(tmp_path)
-    assert (tmp_path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
+    assert (tmp_path / LOCK_NAME).read_text().split() == [str(os.getpid())]
     lock.release()
 
 
@@ -101,3 +102,13 @@ def test_a_directory_that_is_no_longer_at_its_path_is_noticed(tmp_path: Path, ho
     with pytest.raises(SupervisionError, match=f"{data} was removed or moved while the service ran"):
         lock.check_place(made=True)
     lock.release()
+
+
+def test_a_full_disk_refuses_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The restart of a sound mirror on a full disk ended with "No space left on device", without a path."""
+
+    def no_space(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", no_space)
+    ServiceLock(tmp_path).release()

@@ -243,6 +243,10 @@ EVERY_BAD_STATE = {
     "waits after an error": Bad({"degraded"}, {"state": "waiting", "last_error": "busy", "lag_s": 2.0}),
     "a silent worker": Bad({"degraded"}, {"report_age_s": 4.0}),
     "a store fails": Bad({"degraded"}, more={"groups": [{"group": 1, "error": "input/output error", "full": False}]}),
+    "a start on a full disk": Bad(
+        {"disk-full"}, AWAY | {"state": "waiting", "last_error": "no space left"}, vbids=range(1, VBUCKETS, 4),
+        more={"groups": [{"group": 1, "error": "no space left", "full": True}]},
+    ),
     "a full disk": Bad({"disk-full"}, more={"groups": [{"group": 1, "error": "no space left", "full": True}]}),
     "a silent server": Bad({"degraded"}, more={"servers": ["kv 0, silent for 4 s"]}),
     "a closed listener": Bad({"degraded"}, more={"closed": {"kv": "kv 0 ended: SIGKILL"}}),

@@ -7,11 +7,23 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from mirror.config import to_wire
+from mirror.errors import SupervisionError
+from mirror.health import assess
+from mirror.messages import StartWorker
 from mirror.supervise.processes.child import worker_command
-from mirror.supervise.processes.worker import BEHIND_S, NEW_CONTAINERS_MAX, News, settle_collector
+from mirror.supervise.processes.quarantine import GroupMark
+from mirror.supervise.processes.worker import BEHIND_S, NEW_CONTAINERS_MAX, News, open_stores, settle_collector
+from mirror.supervise.status import reported_row
+from storage.env import directory
+from storage.errors import Full
+from storage.model import Identity
+from storage.write.writer import GroupWriter, WriterOptions
+from tests.supervise.scripted import settings_for
 
 
 def loaded_by(module: str) -> set[str]:
@@ -45,6 +57,37 @@ def test_the_report_is_news_when_streams_open_or_end_and_after_a_while_behind() 
 
 def test_the_command_line_holds_no_secret() -> None:
     assert worker_command(5) == [sys.executable, "-P", "-m", "mirror.supervise.processes.worker", "5"]
+
+
+async def test_a_full_disk_does_not_end_a_worker_that_cannot_open_any_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening a group commits. A restart on a full disk ended there, while the running service had served readers."""
+    data = tmp_path / "data"
+    directory.create(str(data), Identity("c1", "demo", "b1", 8, 4))
+    is_full = [True]
+    opened = GroupWriter.__init__
+
+    def no_space(self: GroupWriter, path: str, options: WriterOptions) -> None:
+        if is_full[0]:
+            raise Full("no space left to write", path=path)
+        opened(self, path, options)
+
+    monkeypatch.setattr(GroupWriter, "__init__", no_space)
+    source = "couchbase://demo@127.0.0.1:1/demo"  # nobody listens there
+    settings = to_wire(settings_for(data, source=source, storage_retry_interval_s=0.05))
+    mark = GroupMark.descriptor()
+    start = StartWorker(0, [0, 2], settings, [], None, None, mark, [], ends_on_refusal=False)
+    work = await open_stores(start, lambda _message: None)
+    report = work.status()
+    health = assess(
+        [reported_row(row, row["vbid"] % 4) | {"worker": 0, "report_age_s": 0.1} for row in report["vbuckets"]],
+        4, lag_limit_s=30, groups=report["groups"],
+    )  # fmt: skip
+    assert (health.state, health.message) == ("disk full", "4 of 4 vbuckets cannot be written, the disk is full")
+    is_full[0] = False
+    with pytest.raises(SupervisionError, match="group 0 can be opened now"):
+        await work.run()
 
 
 class Node:

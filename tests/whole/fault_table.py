@@ -150,6 +150,13 @@ def fill_disk(site: Site) -> None:
             file.flush()
 
 
+def start_on_full_disk(site: Site) -> None:
+    fill_disk(site)
+    site.service.kill_supervisor()
+    fill_disk(site)
+    site.service.start()
+
+
 def without_nodes(site: Site) -> None:
     bucket = site.source.cluster.bucket
 
@@ -261,6 +268,7 @@ FAULTS = {
     "the directory is removed": Fault(remove, expected={"status": "no such directory|no mirror", **GONE}),
     "a group is damaged": Fault(damage, "degraded", "damaged", "damage-found", "damaged"),
     "the disk is full": Fault(fill_disk, "disk full", "", "disk-full", full_disk=True),
+    "a start on a full disk": Fault(start_on_full_disk, "disk full", "", "disk-full", full_disk=True),
     "a failover loses writes": Fault(
         lambda site: site.do(site.source.cluster.failover, 2, lose=2), "", "rollback", "rollback"
     ),

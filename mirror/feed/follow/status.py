@@ -41,7 +41,7 @@ class ConsumerStatus:
         return {
             "vbuckets": rows,
             "nodes": [_node_row(keeper) for keeper in consumer.connections.keepers.values()],
-            "groups": [_group_row(group) for group in consumer.commits.groups],
+            "groups": [_figures(group) for group in consumer.commits.groups],
             "counters": {
                 "received_documents": sum(row["received_documents"] for row in rows),
                 "received_bytes": sum(row["received_bytes"] for row in rows),
@@ -180,16 +180,19 @@ def _node_row(keeper: NodeKeeper) -> dict[str, object]:
     }
 
 
-def _group_row(group: Group) -> dict[str, object]:
+def _figures(group: Group) -> dict[str, object]:
     error, figures = group.error, {}
     if error is None:
         try:
             figures = group.writer.figures()
         except StorageError as unreadable:
             error = unreadable
+    return group_row(group.writer.group, error) | figures
+
+
+def group_row(group: int, error: StorageError | None) -> dict[str, object]:
     return {
-        "group": group.writer.group,
+        "group": group,
         "error": str(error) if error is not None else None,
         "full": isinstance(error, Full),
-        **figures,
     }

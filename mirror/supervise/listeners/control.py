@@ -8,6 +8,7 @@ affects no other client; a client that does not take an answer is disconnected.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -54,7 +55,10 @@ class ControlServer:
             self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=REQUEST_LENGTH_MAX)
         except OSError as error:
             listener.close()
-            raise SupervisionError(f"cannot listen on {self._directory / SOCKET_NAME}: {error.strerror}") from error
+            raise SupervisionError(
+                f"cannot listen on {self._directory / SOCKET_NAME}: {error.strerror}",
+                hint="free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "",
+            ) from error
 
     async def stop(self) -> None:
         if self._server is None:

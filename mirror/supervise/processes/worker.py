@@ -24,7 +24,8 @@ from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow import commands
 from mirror.feed.follow.consumer import Consumer
 from mirror.feed.follow.group_commits import unusable
-from mirror.feed.follow.status import ConsumerStatus
+from mirror.feed.follow.status import ConsumerStatus, group_row
+from mirror.ingest.instructions import VbucketStatus
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger, set_up_logs
 from mirror.messages import (
@@ -46,7 +47,7 @@ from mirror.supervise.processes.pinned import PinnedPages
 from mirror.supervise.processes.quarantine import GroupMark, quarantined
 from storage.env import access, directory
 from storage.env.environment import MAP_SIZE, storage_error
-from storage.errors import CorruptedError, StorageError
+from storage.errors import CorruptedError, Full, StorageError
 from storage.history.purge import Window
 from storage.model import Identity
 from storage.write.writer import GroupWriter, WriterOptions
@@ -82,7 +83,8 @@ class MirrorWork:
     """A consumer over the stores of some groups.
 
     If a group cannot be opened, its vbuckets are reported with the error, and the other groups work. Unless the group
-    is damaged, it is tried again; once it can be opened, the worker ends, and its successor opens all groups.
+    is damaged, it is tried again; once it can be opened, the worker ends, and its successor opens all groups. A full
+    disk alone does not end a worker: opening a group for writing takes a commit, reading it does not.
     """
 
     def __init__(
@@ -148,10 +150,12 @@ class MirrorWork:
             for group, (_, error) in self._failures.items()
         ]
         report["vbuckets"] += [
-            {"vbid": vbid, "state": unusable(error), "text": str(error)}
+            {"vbid": vbid, "text": str(error), "last_error": str(error)}
+            | {"state": VbucketStatus.WAITING if isinstance(error, Full) else unusable(error)}
             for vbids, error in self._failures.values()
             for vbid in vbids
         ]
+        report["groups"] += [group_row(group, error) for group, (_, error) in self._failures.items()]
         return report
 
     async def request(self, command: ProcessCommand) -> Reply:
@@ -212,7 +216,9 @@ def share(path: str, gid: int) -> None:
 
 
 async def open_stores(start: StartMessage, send: Send) -> Work:
-    """Open the groups of the first message. Raises StorageError if none can be opened, ConfigError."""
+    """Open the groups of the first message. Raises StorageError if none can be opened, unless a disk is full;
+    ConfigError.
+    """
     assert isinstance(start, StartWorker), "a server is another program"
     settings = from_wire(start.settings)
     set_up_logs(settings.log_level, json=settings.log_json, process=f"worker {start.slot}")
@@ -258,7 +264,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
         except StorageError as error:
             log.error("group-not-opened", group=group, error=str(error))
             failures[group] = (identity.group_vbids(group), error)
-    if not writers:
+    if not writers and not any(isinstance(error, Full) for _, error in failures.values()):
         raise next(error for _, error in failures.values())
     newest, floor = start.cluster_map, start.map_floor
     consumer = Consumer(

@@ -102,8 +102,9 @@ class Observer:
         self, rows: Sequence[VbucketRow], groups: Sequence[Mapping[str, Any]], held_count: int | None, now_ms: int
     ) -> list[Event]:
         """Compare the rows of all vbuckets and the workers' reports of groups. Return the due events."""
+        failed = {row["group"] for row in groups if row.get("error")}
         for row in rows:
-            self._look_at(row, now_ms)
+            self._look_at(row, now_ms, stored=row["group"] not in failed)
         return [*self._fill(rows, held_count), *self._disk(groups), *self.due(now_ms)]
 
     def troubles(self, found: Sequence[Trouble], now_ms: int) -> list[Event]:
@@ -129,7 +130,8 @@ class Observer:
             del self._news[kind]
         return [_event(kind, news) for kind, news in found.items()]
 
-    def _look_at(self, row: VbucketRow, now_ms: int) -> None:
+    def _look_at(self, row: VbucketRow, now_ms: int, *, stored: bool) -> None:
+        """Compare a row with the previous one. Without `stored` its store failed: it needs no contact."""
         vbid = row["vbid"]
         begun = row["resyncs_begun"]
         known = self._known.get(vbid)
@@ -154,7 +156,7 @@ class Observer:
             known.rollback_count = row["rollback_count"]
         if row["resync_count"] is not None:
             known.resync_count = row["resync_count"]
-        if not damaged:
+        if stored and not damaged:
             self._look_at_contact(row, known, now_ms)
 
     def _look_at_contact(self, row: VbucketRow, known: _Known, now_ms: int) -> None:
