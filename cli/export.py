@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -24,17 +23,18 @@ from cli.changes import save_cursor
 from cli.get import check_filled, time_from
 from mirror.document import values
 from mirror.errors import ConfigError
-from mirror.lease import hold
+from mirror.lease import of_reading
 from mirror.ownership import behind_links, private_file
 from mirror.serve.objects import document_json, dumps, one_line
-from storage.errors import StorageError, UnknownCollection, ViewInvalidated
-from storage.format import records
-from storage.format.tokens import positions_of
+from storage.format import records, seal
 from storage.model import Document
-from storage.read import bulk
-from storage.read.view import Pin, Token, View, open_view
+from storage.read.reading import BoundaryRead
+from storage.read.view import Token, open_view
 
 STDOUT = "-"
+
+Collections = tuple[str | int, ...] | None
+"""Names or ids; None: all."""
 
 
 def export(
@@ -71,12 +71,13 @@ def export(
         )
     path = options.data_directory(data, config)
     with open_view(str(path), partial=partial) as view:
-        missing = check_filled(view, view.vbids if vbid is None else (vbid,), partial=partial)
-        now = time.time() if moment is None else None
-        pins = [view.pin(each, moment, now=now) for each in (view.vbids if vbid is None else [vbid])]
-        chosen = collection_ids(view, pins, options.collection_from(collection))
-        with hold(path, positions_of(pins), name="export"):
-            count = write(view, pins, chosen, to, xattrs=xattrs)
+        vbids, chosen = view.vbids if vbid is None else (vbid,), options.collection_from(collection)
+        missing = check_filled(view, vbids, partial=partial)
+        with view.reading(vbids, as_of=moment, lease=of_reading(path, "export")) as reading:
+            collections = None if chosen is None else (chosen,)
+            reading.check_collections(collections or ())
+            pins = reading.hold()
+            count = write(reading, collections, to, xattrs=xattrs)
     if file is not None:
         if to == STDOUT:
             output.deliver()
@@ -95,35 +96,19 @@ def export(
         output.echo(f"{path}: {count:,} documents of {len(pins)} vbuckets exported", err=True)
 
 
-def collection_ids(view: View, pins: list[Pin], collection: str | int | None) -> dict[int, dict[int, str]]:
-    found = {}
-    for pin in pins:
-        names = bulk.collection_names(view, pin)
-        found[int(pin.vbid)] = {
-            each: name for each, name in names.items() if collection is None or collection in (each, name)
-        }
-    if collection is not None and not any(found.values()):
-        raise UnknownCollection(
-            f"no collection {collection!r}", path=view.path, hint="give it as scope.name, or its id"
-        )
-    return found
-
-
-def write(view: View, pins: list[Pin], chosen: dict[int, dict[int, str]], to: str, *, xattrs: bool) -> int:
+def write(reading: BoundaryRead, collections: Collections, to: str, *, xattrs: bool) -> int:
     count = 0
     with render.task_screen() as screen, contextlib.ExitStack() as stack:
         split = to != STDOUT and (to.endswith("/") or os.path.isdir(to))
         whole = None if split else stack.enter_context(opened(to))
-        for number, pin in enumerate(pins):
+        for number, vbid in enumerate(reading.vbids):
             with (
-                contextlib.nullcontext(whole)
-                if whole
-                else opened(os.path.join(to, f"vbucket-{pin.vbid:05}.jsonl")) as file
+                contextlib.nullcontext(whole) if whole else opened(os.path.join(to, f"vbucket-{vbid:05}.jsonl")) as file
             ):
-                for line in lines(view, pin, chosen[int(pin.vbid)], xattrs=xattrs):
+                for line in lines(reading, vbid, collections, xattrs=xattrs):
                     file.write(line)
                     count += 1
-            screen.show_line(f"{number + 1} of {len(pins)} vbuckets exported, {count:,} documents")
+            screen.show_line(f"{number + 1} of {len(reading.vbids)} vbuckets exported, {count:,} documents")
     return count
 
 
@@ -145,21 +130,13 @@ def opened(to: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def lines(view: View, pin: Pin, names: dict[int, str], *, xattrs: bool) -> Iterator[bytes]:
-    try:
-        for chunk in bulk.documents(view, pin, names):
-            head = b'{"collection":' + dumps(names[chunk.collection_id]) + b","
-            for frame in chunk.frames:
-                document = records.decode_row(pin.vbid, pin.branch, frame, raw=xattrs, lenient=True)
-                if document.expiry and document.expiry * 1000 <= pin.now_ms:
-                    continue
+def lines(reading: BoundaryRead, vbid: int, collections: Collections, *, xattrs: bool) -> Iterator[bytes]:
+    for rows in reading.rows(vbid, collections):
+        head = b'{"collection":' + dumps(rows.collection) + b","
+        for stored in rows.stored:
+            document = records.decode_row(vbid, rows.pin.branch, stored, raw=xattrs, lenient=True, tail_bytes=seal.SIZE)
+            if not document.expiry or document.expiry * 1000 > rows.pin.now_ms:
                 yield head + (with_xattrs(document) if xattrs else document_json(document))[1:] + b"\n"
-    except ViewInvalidated as error:
-        raise StorageError(
-            f"the exported boundary is no longer kept: {error.message}",
-            vbid=int(pin.vbid),
-            hint="run it again, with a longer history_s if this comes again",
-        ) from error
 
 
 def with_xattrs(raw: Document) -> bytes:

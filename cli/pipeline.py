@@ -172,14 +172,13 @@ def schemas_from(
     if AUTO not in schemas:
         return list(schemas)
     from mirror.spark.tables.documents import is_column
-    from mirror.sql.read import Boundaries
     from mirror.sql.schema import joint_columns
     from storage.read.view import open_view
 
     if path is None:
         raise ConfigError("--schema auto takes a sample of a mirror", hint="give --data, or name the columns")
     with open_view(path) as view:
-        names = collections or sorted(Boundaries(view, None, "schema").collections())
+        names = collections or sorted(view.reading().collections())
         tables = [joint_columns(view, each) for each in ([[name] for name in names] if per_collection else [names])]
     texts = [", ".join(each.ddl for each in columns if is_column(each.field)) for columns in tables]
     if left_out := sorted({each.name for columns in tables for each in columns if not is_column(each.field)}):

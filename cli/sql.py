@@ -311,6 +311,6 @@ def schema(
 
 def collections_of(view: View) -> list[str]:
     """Return the names of all collections, the default one first."""
-    from mirror.sql.read import DEFAULT_COLLECTION, Boundaries
+    from mirror.sql.read import DEFAULT_COLLECTION
 
-    return sorted(Boundaries(view, None, "schema").collections(), key=lambda name: (name != DEFAULT_COLLECTION, name))
+    return sorted(view.reading().collections(), key=lambda name: (name != DEFAULT_COLLECTION, name))

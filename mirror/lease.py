@@ -11,13 +11,14 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from mirror.client import AccessDenied, ServiceSaidNo, ask
 from mirror.errors import MirrorError
 from mirror.messages import GrantLease, ReleaseLease
+from storage.errors import ViewInvalidated
 
 SECONDS = 60.0
 """A lease ends this long after its last renewal."""
@@ -99,6 +100,30 @@ class Lease:
             ask(self._directory, ReleaseLease(self.id))
         except MirrorError:  # the lease ends by itself, because nobody renews it
             return
+
+
+def of_reading(
+    path: str | Path, name: str, *, seconds: float = SECONDS, lease_id: str | None = None
+) -> Callable[[Mapping[int, tuple[int, int]]], AbstractContextManager[Lease]]:
+    """Return the `lease` for `View.reading`. At its end, a lease with an id is left, because other processes may share
+    it. Raises what `Lease` raises, but ViewInvalidated if the service refuses the lease.
+    """
+
+    @contextmanager
+    def holding(positions: Mapping[int, tuple[int, int]]) -> Iterator[Lease]:
+        try:
+            lease = Lease(path, positions, name=name, seconds=seconds, lease_id=lease_id)
+        except ServiceSaidNo as error:
+            raise ViewInvalidated(error.what) from error
+        try:
+            yield lease
+        finally:
+            if lease_id is None:
+                lease.release()
+            else:
+                lease.leave()
+
+    return holding
 
 
 @contextmanager

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mirror import lease
-from mirror.client import ServiceSaidNo
 from mirror.errors import MirrorError
 from mirror.feed.read.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
 from mirror.ingest import collections
@@ -41,7 +40,9 @@ from storage.errors import NotPublished, StorageError, ViewInvalidated, WriteLos
 from storage.format import keys
 from storage.format.digest import Fingerprint, Runs, fingerprint
 from storage.model import Kind, Manifest, Seqno, Vbuuid
-from storage.read.view import Pin, View
+from storage.read.reading import BoundaryRead
+from storage.read.scan import KeySelection
+from storage.read.view import View
 from storage.read.wait import MutationToken
 
 ATTEMPTS_MAX = 4
@@ -158,9 +159,9 @@ class Verifier:
         try:
             late = self._wait_for(vbucket)
             moved = self._scan_and_compare(vbucket)
-        except (StorageError, ServiceSaidNo, OutOfOrder) as error:
+        except (StorageError, OutOfOrder) as error:
             vbucket.result.state, vbucket.result.detail = "unreadable", str(error)
-            vbucket.again = isinstance(error, ViewInvalidated | ServiceSaidNo)
+            vbucket.again = isinstance(error, ViewInvalidated)
             return
         result = vbucket.result
         result.detail = late
@@ -195,16 +196,22 @@ class Verifier:
     def _scan_and_compare(self, vbucket: _Vbucket) -> dict[bytes, Fingerprint | None] | None:
         vbid = vbucket.result.vbid
         for _ in range(SCANS_MAX - 1):
-            with contextlib.suppress(ViewInvalidated, ServiceSaidNo):
+            with contextlib.suppress(ViewInvalidated):
                 return self._scan_once(vbucket, vbid)
         return self._scan_once(vbucket, vbid)
 
     def _scan_once(self, vbucket: _Vbucket, vbid: int) -> dict[bytes, Fingerprint | None] | None:
-        pin, mirror = self._pin(vbid)
+        with self._view.reading((vbid,), lease=lease.of_reading(self._path, "verify")) as reading:
+            reading.hold()
+            return self._compare_with(reading, vbucket, vbid)
+
+    def _compare_with(
+        self, reading: BoundaryRead, vbucket: _Vbucket, vbid: int
+    ) -> dict[bytes, Fingerprint | None] | None:
+        mirror = self._side(reading, vbid)
         source = Side(vbucket.position.seqno, vbucket.manifest)
-        result = VbucketResult(
-            vbid, branch=int(pin.branch), published_seqno=mirror.seqno, source_seqno=vbucket.position.seqno
-        )
+        branch = int(reading.pin(vbid).branch)
+        result = VbucketResult(vbid, branch=branch, published_seqno=mirror.seqno, source_seqno=vbucket.position.seqno)
         filtered = self._view.state(vbid).stream_filter is not None
         there = (
             each
@@ -212,8 +219,8 @@ class Verifier:
             if source.has_collection(each)
             and (not filtered or keys.split_key(each.key)[0] in mirror.manifest.collections)
         )
-        with lease.hold(self._path, {vbid: (int(pin.branch), int(pin.seqno))}, name="verify"):
-            moved = compare(result, self._fingerprints(pin, mirror), there, mirror, source, remember=self._service)
+        here = self._fingerprints(reading, vbid)
+        moved = compare(result, here, there, mirror, source, remember=self._service)
         result.behind_seqnos = max(0, source.seqno - mirror.seqno)
         vbucket.result = result
         vbucket.here = Position(self._vbuuid_at(vbid, mirror.seqno), mirror.seqno)
@@ -221,25 +228,23 @@ class Verifier:
 
     # -- reads of the mirror --------------------------------------------------------------------------------------
 
-    def _pin(self, vbid: int) -> tuple[Pin, Side]:
-        while True:
-            before = self._view.manifest(vbid)
-            pin = self._view.pin(vbid)
-            if self._view.manifest(vbid) == before:
-                return pin, Side(int(pin.seqno), before, lambda: int(self._view.state(vbid).local_purge_seqno))
+    def _side(self, reading: BoundaryRead, vbid: int) -> Side:
+        manifest = reading.manifest(vbid)
+        return Side(int(reading.pin(vbid).seqno), manifest, lambda: int(self._view.state(vbid).local_purge_seqno))
 
-    def _fingerprints(self, pin: Pin, mirror: Side) -> Iterator[Fingerprint]:
-        for collection_id in sorted(mirror.manifest.collections, key=keys.encode_collection_id):
+    def _fingerprints(self, reading: BoundaryRead, vbid: int) -> Iterator[Fingerprint]:
+        for collection_id in sorted(reading.manifest(vbid).collections, key=keys.encode_collection_id):
             start = b""
             while True:
-                page, start = self._view.scan_page(pin, collection_id, start=start, deletions=True, raw=True)
+                page, start = reading.page(vbid, collection_id, KeySelection(start=start, deletions=True, raw=True))
                 yield from map(fingerprint, page)
                 if not start:
                     break
 
-    def _lookup(self, pin: Pin, wire_key: bytes) -> Fingerprint | None:
+    def _lookup(self, reading: BoundaryRead, vbid: int, wire_key: bytes) -> Fingerprint | None:
         collection_id, key = keys.split_key(wire_key)
-        page, _ = self._view.scan_page(pin, collection_id, start=key, limit=1, deletions=True, raw=True)
+        selection = KeySelection(start=key, deletions=True, raw=True)
+        page, _ = reading.page(vbid, collection_id, selection, limit=1)
         found = fingerprint(page[0]) if page else None
         return found if found is not None and found.key == wire_key else None
 
@@ -282,11 +287,12 @@ class Verifier:
         result = vbucket.result
         try:
             self._wait_for(vbucket)
-            pin, mirror = self._pin(result.vbid)
+            reading = self._view.reading((result.vbid,))
+            mirror = self._side(reading, result.vbid)
             source = Side(vbucket.position.seqno, vbucket.manifest)
             left: dict[bytes, Fingerprint | None] = {}
             for key, there in vbucket.moved.items():
-                here = self._lookup(pin, key)
+                here = self._lookup(reading, result.vbid, key)
                 seen = there if there is not None and source.has_collection(there) else None
                 if here is None and seen is None:
                     continue

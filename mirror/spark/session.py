@@ -79,11 +79,11 @@ def register(spark: SparkSession, path: str) -> list[str]:
     The view of `scope.name` is called `scope_name`, and the view of the default collection `documents`. Raises
     ConfigError if two views would have one name, and StorageError.
     """
-    from mirror.sql.read import DEFAULT_COLLECTION, Boundaries
+    from mirror.sql.read import DEFAULT_COLLECTION
     from storage.read.view import open_view
 
     with open_view(path) as view:
-        names = sorted(Boundaries(view, None, "register").collections())
+        names = sorted(view.reading().collections())
     views = {name: "documents" if name == DEFAULT_COLLECTION else re.sub(r"\W", "_", name) for name in names}
     collections: dict[str, str] = {}
     for name, made in views.items():

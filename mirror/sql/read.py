@@ -1,34 +1,27 @@
 """Read documents as Arrow batches, at one boundary of each vbucket.
 
-Knows views, leases and pins (a pin: the position at which a vbucket is read); never SQL. Invariants: a `Boundaries`
-chooses the boundary of a vbucket at its first read, and all later reads use this boundary; if a read is not of a single
-key, a lease holds the boundaries until `release`. Memory holds one batch.
+Knows readings of a view; never SQL. Memory holds one batch.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mirror.client import ServiceSaidNo
 from mirror.errors import ConfigError
-from mirror.lease import Lease
+from mirror.lease import of_reading
 from mirror.typed.bodies import JSON, Reading
 from mirror.typed.ddl import fields_of
 from mirror.typed.rows import DOCUMENTS, Maker, Shape
-from storage.errors import Unavailable, ViewInvalidated
-from storage.format import keys, seal
-from storage.format.tokens import positions_of, unknown_collection
-from storage.read import bulk
+from storage.format import seal
+from storage.read import bulk, reading
 from storage.read.bulk import EVERY_KEY, KeyRange
-from storage.read.view import AsOf, Pin, View
+from storage.read.view import AsOf, View
 
 DEFAULT_COLLECTION = "_default._default"
 TYPED = Reading(mode="permissive", corrupt_record=None, keep_numbers=True)
@@ -37,102 +30,40 @@ _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]"
 """Escapes of surrogates, and of two that are a character."""
 _ESCAPE = re.compile(_PAIR + r"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL)
 """An escape in JSON; the group is a lone surrogate."""
-_AGAIN = "run it again; if this comes again, keep more history (history_s)"
 
 
-class Boundaries:
-    """One boundary of each vbucket. Threads may share it."""
+def batches(
+    of: reading.BoundaryRead,
+    collection: str | None,
+    shape: Shape,
+    *,
+    key: bytes | None = None,
+    key_range: KeyRange = EVERY_KEY,
+    after_seqno: int = 0,
+    progress: Callable[[int, int], None] = lambda _done, _of: None,
+) -> Iterator[Any]:
+    """Yield record batches of the documents of a collection (None: of all). A lease holds the boundaries, except for a
+    read of one key.
 
-    def __init__(self, view: View, as_of: AsOf, name: str) -> None:
-        self.view = view
-        self._as_of = as_of
-        self._name = name
-        self._now = time.time() if as_of is None else None
-        self._pins: dict[int, Pin] = {}
-        self._lease: Lease | None = None
-        self._lock = threading.Lock()
-        self.vbuckets_done = self.vbuckets_planned = 0
-
-    def pins(self, vbids: Sequence[int], *, held: bool) -> list[Pin]:
-        """Return the boundaries of some vbuckets. With `held`, a lease keeps them until `release`.
-
-        Raises Unavailable, NoSuchBoundary, ViewInvalidated, and with `held` SupervisionError.
-        """
-        with self._lock:
-            for vbid in vbids:
-                if vbid not in self._pins:
-                    self._pins[vbid] = self._pin(vbid)
-            found = [self._pins[vbid] for vbid in vbids]
-            if held and self._lease is None:
-                try:
-                    self._lease = Lease(self.view.path, positions_of(found), name=self._name)
-                except ServiceSaidNo as error:
-                    raise _gone(self.view, error.what) from error
-        return found
-
-    def _pin(self, vbid: int) -> Pin:
-        pin = self.view.pin(vbid, self._as_of, now=self._now)
-        if not pin.seqno and not self.view.state(vbid).is_whole:
-            raise Unavailable(
-                "the vbucket is not filled yet",
-                path=self.view.path,
-                vbid=vbid,
-                hint="wait until `dcp-mirror status --ready` succeeds",
-            )
-        return pin
-
-    def release(self) -> None:
-        with self._lock:
-            if self._lease is not None:
-                self._lease.release()
-                self._lease = None
-
-    def collections(self, vbids: Iterable[int] | None = None) -> set[str]:
-        """Return the names of the collections that any of these vbuckets knows (None: all vbuckets)."""
-        pins = self.pins(list(self.view.vbids if vbids is None else vbids), held=False)
-        return {name for pin in pins for name in bulk.collection_names(self.view, pin).values()}
-
-    def batches(
-        self,
-        collection: str | None,
-        shape: Shape,
-        *,
-        key: bytes | None = None,
-        key_range: KeyRange = EVERY_KEY,
-        after_seqno: int = 0,
-    ) -> Iterator[Any]:
-        """Yield record batches of the documents of a collection (None: of all).
-
-        The batches hold every document that has `key`, is in `key_range` and above `after_seqno`. They may also hold
-        documents at or below `after_seqno`. Raises DocumentDoesNotFit, CorruptedError and the errors of `pins`.
-        """
-        view = self.view
-        vbids, rows_max = list(view.vbids), bulk.ROWS_MAX
-        if key is not None:
-            rows_max = 1
-            vbids = [vbid for vbid in (view.vbid_of(key),) if vbid in view.vbids]
-            key_range = KeyRange(key, b"", key + b"\0")
-        maker = Maker(shape, None, seal.SIZE)
-        try:
-            pins = self.pins(vbids, held=key is None)
-            self.vbuckets_planned += len(pins)
-            for pin in pins:
-                names = bulk.collection_names(view, pin)
-                ids = [each for each, name in names.items() if collection in (None, name)]
-                if ids:
-                    for chunk in bulk.documents(view, pin, ids, key_range, rows_max=rows_max, after_seqno=after_seqno):
-                        prefix_length = len(keys.encode_collection_id(chunk.collection_id))
-                        name = names[chunk.collection_id]
-                        yield from maker.add(pin, name, prefix_length, chunk.stored, chunk.byte_count)
-                self.vbuckets_done += 1
-            yield from maker.rest()
-        except ViewInvalidated as error:
-            raise _gone(view, error.message, error.vbid) from error
-
-
-def _gone(view: View, reason: str, vbid: int | None = None) -> ViewInvalidated:
-    what = f"the history that is read is no longer kept: {reason}"
-    return ViewInvalidated(what, path=view.path, vbid=vbid, hint=_AGAIN)
+    The batches hold every document that has `key`, is in `key_range` and above `after_seqno`. They may also hold
+    documents at or below `after_seqno`. `progress` gets the numbers of vbuckets that were begun and ended. Raises
+    DocumentDoesNotFit, CorruptedError and the errors of `BoundaryRead.hold`.
+    """
+    vbids, rows_max = of.vbids, bulk.ROWS_MAX
+    if key is not None:
+        rows_max = 1
+        vbids = [vbid for vbid in (of.vbid_of(key),) if vbid in of.vbids]
+        key_range = KeyRange(key, b"", key + b"\0")
+    else:
+        of.hold()
+    names = None if collection is None else (collection,)
+    maker = Maker(shape, None, seal.SIZE)
+    progress(len(vbids), 0)
+    for vbid in vbids:
+        for rows in of.rows(vbid, names, key_range, rows_max=rows_max, after_seqno=after_seqno):
+            yield from maker.add(*rows)
+        progress(0, 1)
+    yield from maker.rest()
 
 
 def arrow(
@@ -159,21 +90,16 @@ def arrow(
         fields = pa.schema([fields.field(name) for name in columns])
     mark = "" if schema is None else "_"
     table = Columns(fields, mark)
-    boundaries = Boundaries(view, as_of, "arrow")
-    if collection is not None and collection not in view.manifest().ids:
-        known = Boundaries(view, as_of, "arrow").collections()
-        if collection not in known:
-            raise unknown_collection(collection, known, view.path)
+    if collection is not None:
+        view.reading(as_of=as_of).check_collections((collection,))
     key_range = KeyRange(prefix=prefix.encode() if isinstance(prefix, str) else prefix or b"")
 
-    def batches() -> Iterator[Any]:
-        try:
-            for batch in boundaries.batches(collection, table.shape, key_range=key_range):
+    def finished() -> Iterator[Any]:
+        with view.reading(as_of=as_of, lease=of_reading(view.path, "arrow")) as of:
+            for batch in batches(of, collection, table.shape, key_range=key_range):
                 yield table.finished(batch)
-        finally:
-            boundaries.release()
 
-    return pa.RecordBatchReader.from_batches(table.schema, batches())
+    return pa.RecordBatchReader.from_batches(table.schema, finished())
 
 
 class Columns:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
-from mirror.sql.read import Boundaries
 from mirror.typed.ddl import WORDS
 from mirror.typed.rows import Documents
 from mirror.typed.values import Misfit, Spelled, folded, object_of, text_of
-from storage.errors import UnknownCollection, ViewInvalidated
-from storage.format import keys, seal
-from storage.read import bulk
+from storage.errors import ViewInvalidated
+from storage.format import seal
 from storage.read.view import AsOf, View
 
 SAMPLE_DOCUMENTS = 10_000
@@ -169,21 +168,16 @@ def sample(view: View, collection: str, documents: int = SAMPLE_DOCUMENTS, *, as
 
 def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterator[bytes]:
     quota = -(-documents // len(view.vbids))
-    known = False
+    reading = view.reading(as_of=as_of)
+    reading.check_collections((collection,))
     for vbid in view.vbids:
-        pin = view.pin(vbid, as_of)
-        ids = [each for each, name in bulk.collection_names(view, pin).items() if name == collection]
-        if not ids:
-            continue
-        known = True
         left = quota
-        prefix_length = len(keys.encode_collection_id(ids[0]))
-        try:
-            for chunk in bulk.documents(view, pin, ids, rows_max=_CHUNK_ROWS):
+        with suppress(ViewInvalidated):  # the purger passed the boundary: the other vbuckets are enough
+            for chunk in reading.rows(vbid, (collection,), rows_max=_CHUNK_ROWS):
                 rows = Documents(seal.SIZE)
                 step = max(1, len(chunk.stored) // left)
                 frames = chunk.stored[::step][:left]
-                rows.add(vbid, collection, prefix_length, frames, 0)
+                rows.add(vbid, collection, chunk.prefix_length, frames, 0)
                 rows.close()
                 for body, datatype in zip(rows.values.to_pylist(), rows.datatypes, strict=True):
                     if datatype == 1:
@@ -191,12 +185,6 @@ def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterato
                 left -= len(frames)
                 if left <= 0:
                     break
-        except ViewInvalidated:  # the purger passed the boundary: the other vbuckets are enough
-            continue
-    if not known:
-        raise UnknownCollection(
-            f"no collection {collection!r}", path=view.path, hint="`dcp-mirror sql` lists them with \\d"
-        )
 
 
 def joint_columns(view: View, collections: Sequence[str] | None, as_of: AsOf = None) -> list[Column]:
@@ -205,7 +193,7 @@ def joint_columns(view: View, collections: Sequence[str] | None, as_of: AsOf = N
     Raises the errors of `sample`.
     """
     found: dict[str, Column] = {}
-    for name in collections or sorted(Boundaries(view, as_of, "schema").collections()):
+    for name in collections or sorted(view.reading(as_of=as_of).collections()):
         for column in sample(view, name, as_of=as_of):
             known = found.setdefault(column.name.lower(), column)
             if known.type != column.type:

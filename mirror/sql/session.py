@@ -3,7 +3,7 @@
 Knows DuckDB. This module first reads a query's syntax tree. It makes a table for each collection that the query names,
 and refuses table functions other than TABLE_FUNCTIONS. Then DuckDB runs the query, and requests from each table the
 needed columns, and the rows that pass a filter. Invariants: the connection's configuration is locked before the first
-query; a query reads at one set of boundaries, which is released even after an error; an incomplete answer is an error.
+query; a query is one read of the view, which ends even after an error; an incomplete answer is an error.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from mirror.errors import ConfigError, QueryCancelled, QueryFailed
-from mirror.sql.read import DEFAULT_COLLECTION, Boundaries, Columns
+from mirror.lease import of_reading
+from mirror.sql.read import DEFAULT_COLLECTION, Columns, batches
 from mirror.sql.schema import Column, sample
 from mirror.typed.rows import DOCUMENTS
 from mirror.typed.values import folded
 from storage.read.bulk import KeyRange
+from storage.read.reading import BoundaryRead
 from storage.read.view import AsOf, View
 
 BATCH_ROWS = 10_000
@@ -91,8 +93,9 @@ class SqlSession:
         self._connection.execute("SET lock_configuration = true")
         self._columns: dict[str, list[Column]] = {}
         self._views: dict[tuple[str, ...], str] = {}
-        self.boundaries: Boundaries | None = None
-        """The boundaries of the running query."""
+        self.reading: BoundaryRead | None = None
+        """The read of the running query."""
+        self._vbuckets_done = self._vbuckets_begun = 0
         self.failure: BaseException | None = None
         """The error that ended the read of a table. It is kept because DuckDB passes on only its text."""
         self._result: Result | None = None
@@ -109,9 +112,9 @@ class SqlSession:
         self._connection.close()
 
     def release(self) -> None:
-        boundaries, self.boundaries = self.boundaries, None
-        if boundaries is not None:
-            boundaries.release()
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            reading.close()
 
     def interrupt(self) -> None:
         """End the running query with QueryCancelled."""
@@ -119,10 +122,11 @@ class SqlSession:
 
     def progress(self) -> float | None:
         """Return the share of the vbuckets that the running query has read, 0 to 1; None before the first read."""
-        boundaries = self.boundaries
-        if boundaries is None or not boundaries.vbuckets_planned:
-            return None
-        return boundaries.vbuckets_done / boundaries.vbuckets_planned
+        return self._vbuckets_done / self._vbuckets_begun if self.reading and self._vbuckets_begun else None
+
+    def count_vbuckets(self, begun: int, done: int) -> None:
+        self._vbuckets_begun += begun
+        self._vbuckets_done += done
 
     def tables(self) -> dict[str, list[Column]]:
         """Sample each collection, and return every table with its columns."""
@@ -145,7 +149,8 @@ class SqlSession:
         if self._result is not None:
             self._result.close()
         self.failure = None
-        self.boundaries = Boundaries(self._view, self._as_of, "sql")
+        self._vbuckets_done = self._vbuckets_begun = 0
+        self.reading = self._view.reading(as_of=self._as_of, lease=of_reading(self._view.path, "sql"))
         try:
             reader = self.guarded(lambda: self._answered(query))
         except BaseException:
@@ -181,8 +186,8 @@ class SqlSession:
         return f"tables: {', '.join(names[:20]) or 'none'}{' ...' if len(names) > 20 else ''}"
 
     def _collections(self, *, all_vbuckets: bool = True) -> set[str]:
-        boundaries = self.boundaries or Boundaries(self._view, self._as_of, "sql")
-        names = boundaries.collections(None if all_vbuckets else self._view.vbids[:1])
+        reading = self.reading or self._view.reading(as_of=self._as_of)
+        names = reading.collections(None if all_vbuckets else self._view.vbids[:1])
         return names if self._allowed is None else names & self._allowed
 
     # -- before DuckDB runs a query -------------------------------------------------------------------------------
@@ -262,7 +267,7 @@ class Result:
     """An answer: `reader` yields its batches, and `names` are its columns."""
 
     def __init__(self, session: SqlSession, reader: Any) -> None:
-        self._session, self._boundaries, self._reader = session, session.boundaries, reader
+        self._session, self._reading, self._reader = session, session.reading, reader
         self.names: list[str] = reader.schema.names
         self.reader = pa.RecordBatchReader.from_batches(reader.schema, self._batches())
 
@@ -274,10 +279,10 @@ class Result:
             self.close()
 
     def close(self) -> None:
-        """End the answer, and release the query's boundaries."""
+        """End the answer, and the query's read."""
         with suppress(Exception):
             self._reader.close()
-        if self._session.boundaries is self._boundaries:
+        if self._session.reading is self._reading:
             self._session.release()
 
 
@@ -304,8 +309,8 @@ class _Table(ds.Dataset):  # type: ignore[misc]
     def _batches(self, names: Sequence[str], condition: Any) -> Iterator[Any]:
         session = self._session
         try:
-            boundaries = session.boundaries
-            if boundaries is None:
+            reading = session.reading
+            if reading is None:
                 raise QueryFailed("the query has ended")
             tested = "" if condition is None else str(condition)
             conditions = [name for name in self._fields if name in tested]
@@ -313,7 +318,7 @@ class _Table(ds.Dataset):  # type: ignore[misc]
             table = Columns(pa.schema([self._fields[name] for name in read]), "_")
             shown = "".join(f"{name}{self._fields[name].type}" for name in conditions)
             bounds = {} if _AMBIGUOUS.search(shown) else _bounds(tested)
-            for batch in boundaries.batches(self._collection, table.shape, **bounds):
+            for batch in batches(reading, self._collection, table.shape, progress=session.count_vbuckets, **bounds):
                 found = table.finished(batch)
                 if condition is not None:
                     found = found.filter(condition)

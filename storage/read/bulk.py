@@ -28,8 +28,7 @@ from storage.format.tokens import Pin
 from storage.history.index import check_place, not_in_order
 from storage.read import validity
 from storage.read.scan import CHUNK_BYTES
-from storage.read.vbucket_reader import KINDS
-from storage.read.view import View
+from storage.read.vbucket_reader import KINDS, VbucketReader
 
 ROWS_MAX = 2_000
 """Approximate number of rows in a chunk. Larger chunks are slower, because of the processor's caches."""
@@ -79,7 +78,7 @@ class Chunk(NamedTuple):
 
 
 def documents(
-    view: View,
+    reader: VbucketReader,
     pin: Pin,
     collection_ids: Collection[int] | None = None,
     key_range: KeyRange = EVERY_KEY,
@@ -92,20 +91,25 @@ def documents(
     Documents at or below `after_seqno` may be left out. Raises ViewInvalidated once the purger has removed a row that
     `pin` sees. A rollback does not end the read.
     """
-    read = _Read(view, pin, collection_ids, key_range, rows_max)
+    read = _Read(reader, pin, collection_ids, key_range, rows_max)
     return read.in_order_of_rows(after_seqno) if key_range == EVERY_KEY else read.in_order_of_keys(frozenset())
 
 
 class _Read:
     def __init__(
-        self, view: View, pin: Pin, collection_ids: Collection[int] | None, key_range: KeyRange, rows_max: int
+        self,
+        reader: VbucketReader,
+        pin: Pin,
+        collection_ids: Collection[int] | None,
+        key_range: KeyRange,
+        rows_max: int,
     ) -> None:
         self._vbid = pin.vbid
-        self._reader = view.reader(pin.vbid)
-        self._environment = self._reader.environment
+        self._reader = reader
+        self._environment = reader.environment
         with self._environment.read() as txn:
-            self._served = validity.served_at(self._reader, txn, pin)
-            manifest = self._reader.manifest(txn, self._served.pub.manifest_key)
+            self._served = validity.served_at(reader, txn, pin)
+            manifest = reader.manifest(txn, self._served.pub.manifest_key)
         selected = manifest.collections if collection_ids is None else manifest.collections.keys() & set(collection_ids)
         self._collections = sorted(
             (keys.encode_collection_id(each), each, manifest.collections[each].begin_seqno.to_bytes(8, "big"))
@@ -318,9 +322,3 @@ class _Read:
                 if dup > limits.get(dup[BRANCH], b""):
                     self._reader.check_named(txn.raw, key, dup)
         return newest, following
-
-
-def collection_names(view: View, pin: Pin) -> dict[int, str]:
-    reader = view.reader(pin.vbid)
-    with reader.environment.read() as txn:
-        return reader.manifest(txn, validity.served_at(reader, txn, pin).pub.manifest_key).names()

@@ -11,20 +11,19 @@ methods of `View`: they take the result of `View.reader(vbid)`.
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Self
 
 from storage.env.environment import MAP_SIZE
-from storage.errors import Unavailable
 from storage.format.keys import vbid_of
 from storage.format.tokens import TOKEN_LENGTH_MAX, AsOf, CollectionName, Pin, Time, Token
 from storage.history import chain, extent
 from storage.history.extent import History
 from storage.model import Boundary, Branch, Document, Identity, Manifest, Rollback, Seqno, VbucketState
 from storage.read import changes as events
-from storage.read import retractions, states, validity, wait
+from storage.read import reading, retractions, states, validity, wait
 from storage.read import scan as scans
 from storage.read.changes import Change, Pieces
 from storage.read.groups import Groups
@@ -179,16 +178,23 @@ class View(PointReads):
                 if left == 0:
                     return
 
+    def reading(
+        self,
+        vbids: Iterable[int] | None = None,
+        *,
+        as_of: AsOf = None,
+        now_ms: int | None = None,
+        pins: Iterable[Pin] = (),
+        lease: reading.Lease = lambda _: nullcontext(),
+    ) -> reading.BoundaryRead:
+        """Return a read of some vbuckets (None: all), each at one boundary: as of `as_of`, or at the boundary in `pins`
+        that an earlier read chose. `now_ms` decides expiry, as `now` for `get`. `hold` takes the `lease`.
+        """
+        return reading.BoundaryRead(self.groups, self.vbids if vbids is None else vbids, as_of, now_ms, pins, lease)
+
     def pin(self, vbid: int, as_of: AsOf = None, *, now: float | None = None) -> Pin:
         """Return a vbucket's position, now or at a boundary, for `scan_page`. Raises NoSuchBoundary, Unavailable."""
-        reader = self.reader(vbid)
-        with reader.environment.read() as txn:
-            served, boundary = reader.as_of(txn, as_of)
-        if boundary is not None and now is None:
-            now_ms = boundary.time_ms
-        else:
-            now_ms = int((time.time() if now is None else now) * 1000)
-        return Pin(reader.vbid, served.pub.branch, served.pub.seqno, served.history_id, now_ms)
+        return reading.pin_of(self.reader(vbid), as_of, None if now is None else int(now * 1000))
 
     def scan_page(
         self,
@@ -234,14 +240,7 @@ class View(PointReads):
 
     def check_readable(self, vbids: Collection[int] | None = None) -> None:
         """Raise Unavailable unless each of some vbuckets (None: all) can be read."""
-        requested = self.vbids if vbids is None else vbids
-        refused = [error for vbid in requested if (error := self.reader(vbid).refusal()) is not None]
-        if refused:
-            count = sum(each.message == refused[0].message for each in refused)
-            if count > 1:
-                message = f"{count} of {len(requested)} vbuckets: {refused[0].message}"
-                raise Unavailable(message, path=self.path, vbid=None, hint=refused[0].hint)
-            raise refused[0]
+        reading.check_readable(self.groups, self.vbids if vbids is None else vbids)
 
     def published(self, unreadable: Unreadable | None = None) -> dict[int, Served]:
         """Return the served state of each of `vbids`: the cheapest way to notice a publish. If a group cannot be read,

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 import mirror as api
-from mirror import View
+from mirror import View, lease
 from mirror.errors import ConfigError, MirrorError, QueryCancelled, QueryFailed
-from mirror.sql import Session, arrow, read, to_pandas
+from mirror.sql import Session, arrow, to_pandas
 from mirror.typed import rows as typed_rows
 from mirror.typed.rows import DOCUMENTS, Documents
 from storage.errors import UnknownCollection, ViewInvalidated
@@ -28,7 +28,7 @@ class Held:
         self.now: list[dict[int, tuple[int, int]]] = []
         self.count = 0
 
-    def __call__(self, _: object, positions: dict[int, tuple[int, int]], *, name: str) -> Held:
+    def __call__(self, _: object, positions: dict[int, tuple[int, int]], *, name: str, **_options: Any) -> Held:
         self.now.append(positions)
         self.count += 1
         return self
@@ -40,7 +40,7 @@ class Held:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     found = Held()
-    monkeypatch.setattr(read, "Lease", found)
+    monkeypatch.setattr(lease, "Lease", found)
     return found
 
 
@@ -155,9 +155,9 @@ def test_only_what_the_query_names_is_read(mirror: SmallMirror, view: View, monk
     with Session(view) as session:
         session.columns("_default._default")
 
-        def noted(view: View, pin: Any, ids: Any, key_range: Any, **options: Any) -> Any:
+        def noted(reader: Any, pin: Any, ids: Any, key_range: Any, **options: Any) -> Any:
             requested.append((int(pin.vbid), ids, key_range, options))
-            return documents(view, pin, ids, key_range, **options)
+            return documents(reader, pin, ids, key_range, **options)
 
         monkeypatch.setattr(bulk, "documents", noted)
 
@@ -259,7 +259,7 @@ def test_one_query_sees_one_boundary_or_is_refused(
         session.tables()
         after_first_chunk(monkeypatch, happen)
         if event == "purge":
-            with pytest.raises(ViewInvalidated, match="run it again"):
+            with pytest.raises(ViewInvalidated, match="start the read again"):
                 session.run(TWICE).reader.read_all()
         else:
             (row,) = session.run(TWICE).reader.read_all().to_pylist()
@@ -273,7 +273,7 @@ def test_a_reader_whose_history_is_gone_is_refused(mirror: SmallMirror, view: Vi
     next(reader)
     mirror.put(dict.fromkeys(orders(0, 60)))
     mirror.purge(boundaries=1, time_ms=0)
-    with pytest.raises(ViewInvalidated, match="run it again"):
+    with pytest.raises(ViewInvalidated, match="start the read again"):
         reader.read_all()
 
 

@@ -105,7 +105,9 @@ def _scan(view: View, vbid: int) -> Any:
 
 
 def _bulk(view: View, vbid: int, key_range: bulk.KeyRange) -> Any:
-    frames = [frame for chunk in bulk.documents(view, view.pin(vbid), None, key_range) for frame in chunk.frames]
+    frames = [
+        frame for chunk in bulk.documents(view.reader(vbid), view.pin(vbid), None, key_range) for frame in chunk.frames
+    ]
     return sorted(records.decode_row(vbid, Branch(0), frame) for frame in frames)
 
 

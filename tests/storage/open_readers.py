@@ -138,7 +138,7 @@ def in_pages_within(get_view: Callable[[], View], pin: Pin) -> Read:
 def in_bulk(view: View, pin: Pin, rng: Random) -> Read:
     found: Contents = {}
     key_range = rng.choice((bulk.EVERY_KEY, bulk.KeyRange(end=b"\xff")))
-    for chunk in bulk.documents(view, pin, None, key_range, rows_max=rng.choice((1, 2, 5))):
+    for chunk in bulk.documents(view.reader(pin.vbid), pin, None, key_range, rows_max=rng.choice((1, 2, 5))):
         for frame in chunk.frames:
             document = decode_row(pin.vbid, Branch(0), frame, raw=True)
             assert wire_key(document) not in found, f"{document} came twice"

@@ -54,7 +54,7 @@ def everything(view: View) -> list[Callable[[], object]]:
         lambda: view.get_many(KEYS),
         lambda: [view.find(b"\0" + key) for key in KEYS],
         lambda: list(view.scan(0)),
-        lambda: list(bulk.documents(view, view.pin(0), None, bulk.KeyRange(prefix=b"k"))),
+        lambda: list(bulk.documents(view.reader(0), view.pin(0), None, bulk.KeyRange(prefix=b"k"))),
     ]
 
 
@@ -174,7 +174,7 @@ def test_what_hides_older_versions_is_verified_in_bulk(path: str, filled: GroupW
         for position in (at, at - 1):  # the key, its collection
             file.write_bytes(good[:position] + bytes([good[position] ^ 0x40]) + good[position + 1 :])
             with open_view(path) as view, pytest.raises(CorruptedError, match="checksum"):
-                list(bulk.documents(view, view.pin(0)))
+                list(bulk.documents(view.reader(0), view.pin(0)))
             with open_view(path) as view:
                 state = stream.served_state(view.reader(0))
                 with pytest.raises(CorruptedError, match="checksum"):
@@ -187,7 +187,9 @@ def test_a_row_that_is_missing_is_noticed_but_in_bulk_reads_of_a_whole_vbucket(f
     for read in everything(view):
         with pytest.raises(CorruptedError, match="missing"):
             read()
-    assert sum(len(chunk.stored) for chunk in bulk.documents(view, view.pin(0))) == 6  # of 7: docs/operations.md
+    assert (
+        sum(len(chunk.stored) for chunk in bulk.documents(view.reader(0), view.pin(0))) == 6
+    )  # of 7: docs/operations.md
     assert "missing" in str(check(view.path).problems)
 
 
@@ -201,7 +203,7 @@ def test_a_row_as_long_as_a_boundary_is_not_taken_for_one(path: str, writer: Gro
     data[data.index(frame)] ^= 0x10
     file.write_bytes(data)
     with open_view(path) as view, pytest.raises(CorruptedError):
-        list(bulk.documents(view, view.pin(0)))
+        list(bulk.documents(view.reader(0), view.pin(0)))
 
 
 def test_a_row_that_seems_to_lie_behind_the_others_does_not_end_the_changes(path: str, filled: GroupWriter) -> None:
@@ -287,9 +289,9 @@ READS: dict[str, Callable[[View], object]] = {
     "find": lambda view: view.find(b"\0" + B),
     "scan": lambda view: list(view.scan(0)),
     "changes": lambda view: list(view.changes(0)),
-    "documents in bulk": lambda view: list(bulk.documents(view, view.pin(0))),
+    "documents in bulk": lambda view: list(bulk.documents(view.reader(0), view.pin(0))),
     "documents in bulk by key": lambda view: list(
-        bulk.documents(view, view.pin(0), key_range=bulk.KeyRange(start=b"\0"))
+        bulk.documents(view.reader(0), view.pin(0), key_range=bulk.KeyRange(start=b"\0"))
     ),
     "rows for DCP": lambda view: stream.rows(view.reader(0), stream.served_state(view.reader(0)), 0, bytes_max=1 << 20),
 }

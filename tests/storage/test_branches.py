@@ -174,7 +174,7 @@ def test_a_lease_of_a_lost_position_makes_it_none_of_the_new_history(path: str) 
     writer.background.lease("reader", {0: (token.branch, token.seqno)}, 2**50)
     assert refused(path, token) == [True]
     with open_view(path) as view, pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
-        list(bulk.documents(view, pin))
+        list(bulk.documents(view.reader(pin.vbid), pin))
     writer.close()
 
 

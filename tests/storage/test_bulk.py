@@ -25,7 +25,9 @@ def documents(
     view: View, pin: Pin, key_range: KeyRange = EVERY_KEY, rows_max: int = 7, after_seqno: int = 0
 ) -> list[Document]:
     found = []
-    for chunk in bulk.documents(view, pin, None, key_range, rows_max=rows_max, after_seqno=after_seqno):
+    for chunk in bulk.documents(
+        view.reader(pin.vbid), pin, None, key_range, rows_max=rows_max, after_seqno=after_seqno
+    ):
         rows = [records.decode_row(0, Branch(0), frame) for frame in chunk.frames]
         assert {row.collection_id for row in rows} == {chunk.collection_id}
         found += rows
@@ -83,7 +85,7 @@ def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_th
 ) -> None:
     fill(writer, 1, 1, 100)
     pin, before = view.pin(0), scanned(view)
-    chunks = bulk.documents(view, pin, rows_max=5)
+    chunks = bulk.documents(view.reader(pin.vbid), pin, rows_max=5)
     seen = keys_in(next(chunks))
     writer.vbuckets[0].rollback(40)
     fill(writer, 2, 41, 80)
@@ -91,7 +93,7 @@ def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_th
         seen += keys_in(chunk)
     assert sorted(seen) == [each.key for each in before]
     assert documents(view, pin) == before
-    chunks = bulk.documents(view, pin, rows_max=5)
+    chunks = bulk.documents(view.reader(pin.vbid), pin, rows_max=5)
     next(chunks)
     purge(writer, Window(boundaries=1))
     with pytest.raises(ViewInvalidated, match="gone"):
@@ -109,7 +111,7 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
     if rolled_back_to is not None:
         writer.vbuckets[0].rollback(rolled_back_to)
         fill(writer, 2, rolled_back_to + 1, 40)
-    chunks = [bulk.documents(view, pin, rows_max=5) for pin in pins]
+    chunks = [bulk.documents(view.reader(pin.vbid), pin, rows_max=5) for pin in pins]
     seen = [keys_in(next(each)) for each in chunks]
 
     purge(writer, Window(boundaries=41, time_ms=10**9))  # from 60 on
@@ -119,7 +121,7 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
     with pytest.raises(ViewInvalidated, match="history at seqno 50 is gone"):
         list(chunks[0])
     with pytest.raises(ViewInvalidated, match="gone"):
-        bulk.collection_names(view, pins[0])
+        view.reading(pins=[pins[0]]).manifest(0).names()
     for pin, contents, met, rest in list(zip(pins, before, seen, chunks, strict=True))[1:]:
         assert documents(view, pin) == contents
         for chunk in rest:
@@ -139,7 +141,7 @@ def test_after_a_resync_also_what_the_history_then_served_had_left_is_not_read_o
     writer.vbuckets[0].save(failover_log=log(88))
     fill(writer, 3, 1, 1)
     with pytest.raises(ViewInvalidated, match="history at seqno 60 is gone"):
-        bulk.documents(view, pin)
+        bulk.documents(view.reader(pin.vbid), pin)
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -184,15 +186,19 @@ def test_collections_are_distinguished_and_hidden_by_a_drop(writer: GroupWriter,
     put(writer, b"o", 3, cid=8)
     put(writer, b"u", 4, cid=0x90)
     put(writer, b"d", 5, publish=True)
-    assert bulk.collection_names(view, view.pin(0)) == {0: "_default._default", 8: "shop.orders", 0x90: "shop.users"}
-    assert [(each.collection_id, keys_in(each)) for each in bulk.documents(view, view.pin(0))] == [
+    assert view.reading(pins=[view.pin(0)]).manifest(0).names() == {
+        0: "_default._default",
+        8: "shop.orders",
+        0x90: "shop.users",
+    }
+    assert [(each.collection_id, keys_in(each)) for each in bulk.documents(view.reader(0), view.pin(0))] == [
         (0, [b"d"]),
         (8, [b"o"]),
         (0x90, [b"u"]),
     ]
-    assert [each.collection_id for each in bulk.documents(view, view.pin(0), [8, 77])] == [8]
+    assert [each.collection_id for each in bulk.documents(view.reader(0), view.pin(0), [8, 77])] == [8]
     system_event(writer, 6, default, users, scopes=scopes, publish=True)
-    assert [each.collection_id for each in bulk.documents(view, view.pin(0))] == [0, 0x90]
+    assert [each.collection_id for each in bulk.documents(view.reader(0), view.pin(0))] == [0, 0x90]
 
 
 @pytest.mark.parametrize("get_rows", [1, 3, 128])
@@ -215,7 +221,7 @@ def test_long_snapshots_with_deletions_and_with_other_collections_between_the_ro
     for rows_max in (7, 1000):
         assert documents(view, view.pin(0), rows_max=rows_max) == scanned(view)
         for each in (default, kept, flushed, last):
-            (chunk, *more) = bulk.documents(view, view.pin(0), [each.collection_id], rows_max=1000)
+            (chunk, *more) = bulk.documents(view.reader(0), view.pin(0), [each.collection_id], rows_max=1000)
             assert not more
             assert sorted(keys_in(chunk)) == [row.key for row in scanned(view, collection=f"_default.{each.name}")]
 
@@ -252,7 +258,7 @@ def test_large_documents_come_in_small_chunks(writer: GroupWriter, view: View, m
     monkeypatch.setattr(bulk, "GET_ROWS", 2)
     publish(writer, 0, [(name, b"x" * 1000, seqno) for seqno, name in enumerate(NAMES, 1)])
     for key_range in (EVERY_KEY, KeyRange(prefix=NAMES[0][:1])):
-        chunks = list(bulk.documents(view, view.pin(0), None, key_range))
+        chunks = list(bulk.documents(view.reader(0), view.pin(0), None, key_range))
         names = [key for chunk in chunks for key in keys_in(chunk)]
         assert sorted(names) == sorted(name for name in NAMES if name.startswith(key_range.prefix))
         assert max(len(chunk.frames) for chunk in chunks) == 6

@@ -20,7 +20,6 @@ from storage.format import keys
 from storage.history import manifests
 from storage.history.purge import Window
 from storage.model import Collection, Identity, Kind, Manifest, ManifestChange, ManifestUid, Seqno
-from storage.read import bulk
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import DEFAULT, SCOPES, keys_of, log, manifest_at, row, span
@@ -176,7 +175,9 @@ def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupW
                     found = manifest_at(fresh, boundary.branch, boundary.seqno)
                     assert found == expected[boundary.seqno]
                     pin = fresh.pin(0, boundary.seqno)
-                    assert sorted(bulk.collection_names(fresh, pin)) == sorted(expected[boundary.seqno].collections)
+                    assert sorted(fresh.reading(pins=[pin]).manifest(0).names()) == sorted(
+                        expected[boundary.seqno].collections
+                    )
     assert check(path).problems == []
     assert max(stored) < 100, "some more than the boundaries that are kept, and not one for each change"
 

@@ -50,7 +50,7 @@ def in_bulk(view: View, vbid: int, as_of: int | None = None) -> list[dict[bytes,
     limits: list[dict[str, Any]] = [{}, {"ROWS_PER_DOCUMENT": 0}, {"REMEMBERED_MAX": 1}]
     for ways in limits:
         with patch.multiple(bulk, GET_ROWS=2, **ways):
-            chunks = bulk.documents(view, view.pin(vbid, as_of), rows_max=3)
+            chunks = bulk.documents(view.reader(vbid), view.pin(vbid, as_of), rows_max=3)
             rows = [decode_row(vbid, Branch(0), frame) for chunk in chunks for frame in chunk.frames]
         found.append({row.key: (int(row.seqno), row.value) for row in rows})
         assert len(found[-1]) == len(rows)

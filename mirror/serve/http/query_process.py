@@ -24,7 +24,6 @@ from mirror.serve.access.auth import Reader
 from mirror.serve.http.problems import Problem, internal, of_storage
 from mirror.sql import Session
 from mirror.sql.answers import Body
-from mirror.sql.read import Boundaries
 from storage.errors import StorageError
 from storage.read.view import Time, open_view
 
@@ -90,7 +89,7 @@ class QueryProcess:
         with open_view(request["data"], verify_reads=request["verify_reads"]) as view, ExitStack() as stack:
             allowed = None
             if not reader.reads_all:
-                allowed = frozenset(filter(reader.may_read, Boundaries(view, as_of, "sql").collections()))
+                allowed = frozenset(filter(reader.may_read, view.reading(as_of=as_of).collections()))
             made = Session(
                 view, as_of=as_of, memory_bytes=request["memory_bytes"], threads=1, collections_allowed=allowed
             )

@@ -1,0 +1,203 @@
+"""One read of any size: the boundaries that it sees, and every rule that holds for it.
+
+Commands, SQL, Spark, HTTP pages and `verify` read through a `BoundaryRead`. It knows chains, manifests and the store's
+ways to read documents; never the service: the caller hands in the lease. Invariants:
+- a `BoundaryRead` chooses the boundary of a vbucket once, at the vbucket's first read; later reads use this boundary;
+- it refuses a vbucket that is not filled yet or that a resync withholds (`VbucketReader.readable`);
+- after `hold`, a lease keeps the boundaries until `close`;
+- if a boundary is gone all the same, every read raises the same error (`lost`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import Lock
+from typing import NamedTuple, Self
+
+from storage.errors import Unavailable, ViewInvalidated
+from storage.format import keys
+from storage.format.tokens import AsOf, Pin, positions_of, unknown_collection
+from storage.model import Document, Manifest
+from storage.read import bulk, scan, validity
+from storage.read.bulk import EVERY_KEY, KeyRange
+from storage.read.groups import Groups
+from storage.read.scan import KeySelection
+from storage.read.vbucket_reader import VbucketReader
+
+AGAIN = "start the read again; if this comes again, keep more history (history_s)"
+
+Lease = Callable[[Mapping[int, tuple[int, int]]], AbstractContextManager[object]]
+"""Takes a lease on positions, (branch, seqno) by vbid, for the time of the context. Raises ViewInvalidated if they are
+not kept.
+"""
+
+
+def lost(reason: str, path: str, vbid: int | None = None) -> ViewInvalidated:
+    return ViewInvalidated(f"the history that is read is no longer kept: {reason}", path=path, vbid=vbid, hint=AGAIN)
+
+
+def pin_of(reader: VbucketReader, as_of: AsOf = None, now_ms: int | None = None) -> Pin:
+    """Return a vbucket's position, now or at a boundary. Raises NoSuchBoundary, Unavailable."""
+    with reader.environment.read() as txn:
+        served, boundary = reader.as_of(txn, as_of)
+    if now_ms is None:
+        now_ms = boundary.time_ms if boundary is not None else time.time_ns() // 1_000_000
+    return Pin(reader.vbid, served.pub.branch, served.pub.seqno, served.history_id, now_ms)
+
+
+def check_readable(groups: Groups, vbids: Collection[int]) -> None:
+    """Raise Unavailable unless each vbucket can be read."""
+    refused = [error for vbid in vbids if (error := groups.reader(vbid).refusal()) is not None]
+    if refused:
+        count = sum(each.message == refused[0].message for each in refused)
+        if count > 1:
+            message = f"{count} of {len(vbids)} vbuckets: {refused[0].message}"
+            raise Unavailable(message, path=groups.path, hint=refused[0].hint)
+        raise refused[0]
+
+
+class Rows(NamedTuple):
+    """Stored rows of one collection in one vbucket (`bulk.Chunk`)."""
+
+    pin: Pin
+    collection: str
+    prefix_length: int
+    """Length of the collection id in a row's key."""
+    stored: list[bytes]
+    byte_count: int
+
+
+class BoundaryRead:
+    """Documents of some vbuckets, each at one boundary, made by `View.reading`. Threads may share it."""
+
+    def __init__(
+        self, groups: Groups, vbids: Iterable[int], as_of: AsOf, now_ms: int | None, pins: Iterable[Pin], lease: Lease
+    ) -> None:
+        self.vbids = list(vbids)
+        self._groups = groups
+        self._as_of = as_of
+        self._now_ms = time.time_ns() // 1_000_000 if now_ms is None and as_of is None else now_ms
+        self._pins = {pin.vbid: pin for pin in pins}
+        self._lease = lease
+        self._held = ExitStack()
+        self._is_held = False
+        self._lock = Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the lease."""
+        with self._lock:
+            self._held.close()
+
+    def vbid_of(self, key: bytes) -> int:
+        return keys.vbid_of(key, self._groups.vbucket_count)
+
+    # -- boundaries -----------------------------------------------------------------------------------------------
+
+    def pin(self, vbid: int) -> Pin:
+        """Return the boundary of a vbucket. Raises Unavailable, NoSuchBoundary."""
+        with self._lock:
+            return self._pin(vbid)
+
+    def _pin(self, vbid: int) -> Pin:
+        if vbid not in self._pins:
+            self._pins[vbid] = pin_of(self._groups.reader(vbid), self._as_of, self._now_ms)
+        return self._pins[vbid]
+
+    def hold(self) -> list[Pin]:
+        """Choose the boundaries of all vbuckets, take a lease on them, and return them. Raises the errors of `pin`, and
+        what the lease raises.
+        """
+        with self._lock:
+            check_readable(self._groups, [vbid for vbid in self.vbids if vbid not in self._pins])
+            pins = [self._pin(vbid) for vbid in self.vbids]
+            if not self._is_held:
+                with self._translated():
+                    self._held.enter_context(self._lease(positions_of(pins)))
+                self._is_held = True
+        return pins
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except ViewInvalidated as error:
+            raise lost(error.message, self._groups.path, error.vbid) from error
+
+    # -- collections ----------------------------------------------------------------------------------------------
+
+    def manifest(self, vbid: int) -> Manifest:
+        """Return the scopes and collections of a vbucket at its boundary."""
+        pin, reader = self.pin(vbid), self._groups.reader(vbid)
+        with self._translated(), reader.environment.read() as txn:
+            return reader.manifest(txn, validity.served_at(reader, txn, pin).pub.manifest_key)
+
+    def collections(self, vbids: Iterable[int] | None = None) -> set[str]:
+        """Return the names of the collections that any of some vbuckets (None: all) has."""
+        requested = self.vbids if vbids is None else vbids
+        return {name for vbid in requested for name in self.manifest(vbid).names().values()}
+
+    def check_collections(self, names: Iterable[str | int]) -> None:
+        """Raise UnknownCollection for a name or id that no vbucket has. Vbuckets learn of a collection at different
+        times.
+        """
+        known: set[str | int] = set()
+        missing = list(names)
+        for vbid in self.vbids if missing else ():
+            known |= self.manifest(vbid).ids.keys() | self.manifest(vbid).collections.keys()
+            missing = [name for name in missing if name not in known]
+            if not missing:
+                return
+        if missing and self.vbids:
+            raise unknown_collection(
+                str(missing[0]), (name for name in known if isinstance(name, str)), self._groups.path
+            )
+
+    # -- documents ------------------------------------------------------------------------------------------------
+
+    def rows(
+        self,
+        vbid: int,
+        collections: Collection[str | int] | None = None,
+        key_range: KeyRange = EVERY_KEY,
+        *,
+        rows_max: int = bulk.ROWS_MAX,
+        after_seqno: int = 0,
+    ) -> Iterator[Rows]:
+        """Yield the rows of every document of a vbucket, also of expired ones, in the fastest order (`bulk.documents`).
+
+        `collections` names those to read, or has their ids; None: all. Documents at or below `after_seqno` may be left
+        out. A rollback does not end the read.
+        """
+        names = self.manifest(vbid).names()
+        chosen = [each for each, name in names.items() if collections is None or {each, name} & set(collections)]
+        if not chosen:
+            return
+        pin = self.pin(vbid)
+        with self._translated():
+            reader = self._groups.reader(vbid)
+            for chunk in bulk.documents(reader, pin, chosen, key_range, rows_max=rows_max, after_seqno=after_seqno):
+                length = len(keys.encode_collection_id(chunk.collection_id))
+                yield Rows(pin, names[chunk.collection_id], length, chunk.stored, chunk.byte_count)
+
+    def page(
+        self,
+        vbid: int,
+        collection_id: int,
+        selection: KeySelection,
+        *,
+        limit: int = scan.CHUNK_ROWS,
+        bytes_max: int | None = None,
+    ) -> tuple[list[Document], bytes]:
+        """Return what `View.scan_page` returns. A rollback below the boundary ends the read."""
+        pin = self.pin(vbid)
+        with self._translated():
+            reader = self._groups.reader(vbid)
+            return scan.page(reader, pin, collection_id, selection, limit, bytes_max, self._groups.path)
