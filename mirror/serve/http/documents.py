@@ -55,6 +55,9 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 PAGE_BYTES_MAX = 8 * 1024 * 1024
 PAGE_STEPS_MAX = 64
 """Limit of transactions for one page. Among many tombstones a page ends early, perhaps empty, with a token for more."""
+KEY_ENCODINGS = ("utf8", "base64url")
+HARMLESS = ("key_encoding", "timeout_ms")
+"""Parameters that change nothing for a further page. Generated clients send their defaults with every request."""
 IF_NONE_MATCH_LENGTH_MAX = 4096
 """Limit of the header's characters; a longer header is ignored."""
 PRIVATE = ((b"cache-control", b"no-cache"), (b"x-content-type-options", b"nosniff"))
@@ -100,7 +103,7 @@ class DocumentRequest(NamedTuple):
         """Parse the request. Raises Problem, also if its vbucket cannot be read now."""
         parameters = Parameters(request, ("key_encoding", "form", "as_of", *WAIT_PARAMETERS))
         collection = path_collection(request)
-        key = path_key(request, parameters.choice("key_encoding", "utf8", "base64url"))
+        key = path_key(request, parameters.choice("key_encoding", *KEY_ENCODINGS))
         form = parameters.choice("form", "body", "stored")
         as_of = parameters.as_of()
         tokens, timeout_s = service.tokens(parameters)
@@ -200,8 +203,10 @@ async def scan_documents(request: Request) -> Response:
     view = service.view
     text = parameters.text("page")
     if text is not None:
-        if extra := [name for name in first if parameters.all(name)]:
+        if extra := [name for name in first if name not in HARMLESS and parameters.all(name)]:
             raise Problem("bad-request", f"{extra[0]} with page", hint="a page's token holds the first parameters")
+        parameters.choice("key_encoding", *KEY_ENCODINGS)
+        service.tokens(parameters)
         page = Page.parse(text, view.identity.vbucket_count)
         service.judge(reader, collection, ())  # checks a name; `judge_pin` checks the id in the token
         known = collection_id(view.manifest_of(page.pin), collection) if isinstance(collection, str) else collection
@@ -222,7 +227,7 @@ def collection_id(manifest: Manifest, collection: str | int) -> int:
 async def _first_page(
     service: Service, request: Request, reader: Reader, parameters: Parameters, collection: str | int
 ) -> Page:
-    encoding = parameters.choice("key_encoding", "utf8", "base64url")
+    encoding = parameters.choice("key_encoding", *KEY_ENCODINGS)
     prefix, start, end = (parameters.key(name, encoding) for name in ("prefix", "start", "end"))
     deletions = parameters.flag("deletions")
     as_of = parameters.as_of()
