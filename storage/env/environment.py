@@ -1,7 +1,8 @@
 """Opens and closes LMDB environments, begins their transactions, and translates LMDB's errors.
 
 Knows LMDB; never rows. Invariants:
-- a process opens an environment file at most once (LMDB's own rule), and a child never uses it after fork;
+- a process opens an environment file at most once (LMDB's own rule);
+- a forked child neither uses, closes nor frees what it inherits (`Environment.leave_to_parent`), and opens files anew;
 - the file's memory map is large from the start (reserved address space, not disk);
 - handles of trees (LMDB's named databases) are opened in a transaction of their own, before any use.
 """
@@ -9,6 +10,7 @@ Knows LMDB; never rows. Invariants:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -17,10 +19,12 @@ import secrets
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lmdb
+import lmdb._envid
 
 from storage.env.transaction import Transaction
 from storage.errors import (
@@ -54,6 +58,7 @@ UNREGISTERED_LOOK_INTERVAL_S = 0.01
 """The same pause on a read-only mount, where LMDB cannot register readers. A starting writer overwrites no page that is
 being read before its third commit. Two commits take longer than the pause, so a reader notices the writer in time.
 """
+AFTER_FORK = "open another view in the child"
 REMAP_WAIT_S = 10.0
 """Longest wait for the end of this process's reads before a change of the map's size fails with StorageError."""
 REMAP_POLL_S = 0.0005
@@ -216,7 +221,8 @@ class Environment:
         self.path = os.path.realpath(path)
         self.vbids = tuple(vbids)
         self.writable = writable
-        self._pid = os.getpid()
+        self.inherited = False
+        """True in a child that was forked after the environment was opened."""
         self._map_lock = threading.Lock()
         self._remap_count = 0
         self.remapping = False
@@ -232,6 +238,7 @@ class Environment:
         if self._unregistered:
             _refuse_unregistered(path)
         self.env = self._open(path, map_size, create=create, sync=sync)
+        _environments.add(self)
         self._file = _identity_of(self.path)
         self._look_interval_s = UNREGISTERED_LOOK_INTERVAL_S if self._unregistered else LOOK_INTERVAL_S
         self.look_at = time.monotonic() + self._look_interval_s
@@ -378,8 +385,8 @@ class Environment:
         in `running` until `end`. With `buffers` the transaction returns buffers of LMDB's map, which are invalid after
         the transaction.
         """
-        if os.getpid() != self._pid:
-            raise Closed("opened before fork; open it again in the child", path=self.path)
+        if self.inherited:
+            raise Closed("opened before a fork", path=self.path, hint=AFTER_FORK)
         if not self.writable and self.look():
             raise ViewInvalidated(
                 "the group's file was moved, removed or replaced", path=self.path, hint="start the read again"
@@ -414,7 +421,8 @@ class Environment:
             self.running.pop()
 
     def end(self, txn: Any) -> None:
-        txn.abort()
+        if not self.inherited:  # else it would end the parent's read
+            txn.abort()
         self.running.pop()
 
     @contextlib.contextmanager
@@ -481,7 +489,26 @@ class Environment:
             raise storage_error(error, self.path) from error
 
     def close(self) -> None:
-        self.env.close()
+        if not self.inherited:
+            self.env.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: keep the inherited environment open and untouched until the process ends.
+
+        - Its transactions are rows of the reader table in lock.mdb, which all processes share. To abort one frees the
+          parent's row for any process, and the parent, not knowing, frees that process's row later: the writer then
+          overwrites pages that are being read. py-lmdb aborts its spare transaction with the last reference, at the
+          latest at the end of the interpreter. So one reference is never given back.
+        - To close its descriptor of lock.mdb would drop all locks of this process on that file (fcntl(2)), also those
+          by which other processes see that this child reads.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.env))
+        self.inherited = True
+        self.remapping = True  # a point read then calls `begin`
+
+
+_environments: weakref.WeakSet[Environment] = weakref.WeakSet()
+"""The open environments of this process."""
 
 
 class _Shared:
@@ -493,12 +520,10 @@ class _Shared:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.open: dict[str, tuple[Environment, int]] = {}
-        self.pid = os.getpid()
 
     def acquire(self, path: str, vbids: Sequence[int], map_size: int) -> Environment:
         real = os.path.realpath(path)
         with self.lock:
-            self._leave_to_parent()
             environment, count = self.open.get(real, (None, 0))
             if environment is not None and environment.look_now():  # the file was replaced
                 environment, count = None, 0
@@ -507,26 +532,17 @@ class _Shared:
             self.open[real] = (environment, count + 1)
             return environment
 
-    def _leave_to_parent(self) -> None:
-        # After fork, a child must neither use nor close its parent's environments.
-        if self.pid != os.getpid():
-            self.open = {}
-            self.pid = os.getpid()
-
     def announce(self, environment: Environment) -> None:
         with self.lock:
-            self._leave_to_parent()
             known = self.open.get(environment.path)
             assert known is None or known[0].look_now(), environment.path
             self.open[environment.path] = (environment, 1)
 
     def release(self, environment: Environment) -> None:
         with self.lock:
-            if self.pid != os.getpid():
-                return
             known, count = self.open.get(environment.path, (None, 0))
             if known is not environment:
-                return  # its file was replaced
+                return  # its file was replaced, or it is the parent's
             if count > 1:
                 self.open[environment.path] = (environment, count - 1)
                 return
@@ -536,3 +552,26 @@ class _Shared:
 
 
 SHARED = _Shared()
+
+
+def _after_fork() -> None:
+    SHARED.lock = threading.Lock()  # another thread of the parent may hold the old one
+    SHARED.open = {}
+    for environment in list(_environments):
+        environment.leave_to_parent()
+    _environments.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+_keys_of_files: Any = lmdb._envid.env_keys
+
+
+def _keys_in_process(path: Any, subdir: bool) -> tuple[Any, ...]:
+    """Let a child open the files of an inherited environment. py-lmdb refuses to open a file twice in one process, but
+    takes what a child inherited for its own. It has no public interface for this.
+    """
+    return tuple((os.getpid(), *each) for each in _keys_of_files(path, subdir))
+
+
+lmdb._envid.env_keys = _keys_in_process

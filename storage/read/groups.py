@@ -12,7 +12,7 @@ from threading import Lock
 from time import monotonic
 
 from storage.env import directory
-from storage.env.environment import SHARED, Environment
+from storage.env.environment import AFTER_FORK, SHARED, Environment
 from storage.errors import Closed, NotHeld, StorageError
 from storage.format import keys
 from storage.model import Identity
@@ -108,7 +108,7 @@ class Groups:
 
     def leave_to_parent(self) -> None:
         """Close in a forked child, without a call of LMDB: LMDB's transactions belong to the parent."""
-        self._closed = "opened before fork; open another view in the child"
+        self._closed = f"opened before a fork; {AFTER_FORK}"
         self._lock = Lock()  # another thread of the parent may hold the old one
         self.readers.clear()
         self._environments.clear()

@@ -84,8 +84,8 @@ class View(PointReads):
     """A reader of one mirror, made by `open_view`. Use it as a context manager, or call `close`.
 
     An answer about one vbucket shows one commit, so documents and their position belong to one moment. A scan reads
-    each vbucket at one boundary. Many threads may share a view, but only one at a time may use a generator. After a
-    fork, open another view in the child.
+    each vbucket at one boundary. Many threads may share a view, but only one at a time may use a generator. A forked
+    child opens a view of its own; inherited views raise Closed, and inherited generators at their next transaction.
 
     Documents: `get`, `get_many`, `exists`, `scan`. Changes: `changes`, `changes_between`, `token`. Your own writes:
     `wait_for`. Positions and history: `state`, `states`, `boundaries`, `rollbacks`, `history`. Collections: `manifest`.

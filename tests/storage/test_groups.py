@@ -98,7 +98,7 @@ def test_threads_that_read_a_view_while_it_is_closed_get_closed_and_no_other_err
     def read(view: View) -> None:
         started.wait()
         while True:
-            view.published(), list(view.changes(0)), list(view.scan()), view.get(b"k1")
+            view.published(), list(view.changes(0)), list(view.scan(0)), view.get(keys_of(0, 1)[0])
 
     with ThreadPoolExecutor(4) as pool:
         for _ in range(60):

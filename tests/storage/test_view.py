@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from storage.errors import Closed, NoSuchBoundary, StorageError, ViewInvalidated
+from storage.errors import Closed, NoSuchBoundary, ViewInvalidated
 from storage.format import keys
 from storage.history.chain import ChainLink
 from storage.history.purge import Window
@@ -48,26 +47,6 @@ def test_a_view_that_was_closed_says_so(path: str, writer: GroupWriter, monkeypa
         with pytest.raises(Closed, match="the view is closed"):
             ended()
     view.close()
-
-
-def _read_in_child(view: object, results: object) -> None:
-    try:
-        view.get("anything")  # type: ignore[attr-defined]
-        results.put("read")  # type: ignore[attr-defined]
-    except StorageError as error:
-        results.put(type(error).__name__)  # type: ignore[attr-defined]
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_view_is_not_used_after_fork(path: str) -> None:
-    context = multiprocessing.get_context("fork")
-    with open_view(path, partial=True) as view:
-        view.get("anything")
-        results = context.Queue()
-        child = context.Process(target=_read_in_child, args=(view, results))
-        child.start()
-        assert results.get(timeout=20) == "Closed"
-        child.join(20)
 
 
 def test_as_of_takes_the_newest_boundary_up_to_a_seqno_or_time(writer: GroupWriter, view: View, clock: Clock) -> None:
