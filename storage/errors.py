@@ -8,7 +8,7 @@ from __future__ import annotations
 
 RUN_CHECK = "run `dcp-mirror check`"
 VERIFY = "`dcp-mirror verify --repair` fetches the vbucket again"
-SET_ASIDE = "set the group's folder aside; the mirror fills that group again from the source"
+SET_ASIDE = "stop the service, move this group's folder away and start again: the source fills the group anew"
 
 
 class StorageError(Exception):
@@ -24,10 +24,15 @@ class StorageError(Exception):
         self.hint = hint
         super().__init__(message)
 
-    def __str__(self) -> str:
+    @property
+    def what(self) -> str:
+        """The error without its hint."""
         path = f"{self.path}: " if self.path else ""
         vbid = f"vbucket {self.vbid}: " if self.vbid is not None else ""
-        return f"{path}{vbid}{self.message}" + (f" ({self.hint})" if self.hint else "")
+        return f"{path}{vbid}{self.message}"
+
+    def __str__(self) -> str:
+        return self.what + (f" ({self.hint})" if self.hint else "")
 
 
 class CorruptedError(StorageError):

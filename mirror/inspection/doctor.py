@@ -51,7 +51,7 @@ from mirror.wire import events as ev
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame, request
 from storage.env import directory
-from storage.errors import StorageError
+from storage.errors import RUN_CHECK, StorageError
 from storage.model import NO_VBUUID, Seqno, VbucketState
 from storage.read.view import View, open_view
 
@@ -312,7 +312,7 @@ class Doctor:
         try:
             record = directory.load_map(str(self._data), view.identity.bucket_uuid)
         except StorageError as error:
-            self._say("map", FAIL, str(error), error.hint, ExitCode.DATA)
+            self._say("map", FAIL, error.what, error.hint, ExitCode.DATA)
             return
         maps.floor = None if record is None else record.revision
         if maps.floor is not None and maps.judge(newest) is MapVerdict.OLDER:
@@ -426,7 +426,7 @@ class Doctor:
         try:
             return {int(state.vbid): state for state in view.states()}
         except StorageError as error:
-            self._say("data", FAIL, str(error), "run `dcp-mirror check`", ExitCode.DATA)
+            self._say("data", FAIL, error.what, error.hint or RUN_CHECK, ExitCode.DATA)
             return {}
 
     async def _ask(
@@ -493,7 +493,7 @@ class Doctor:
         try:
             return open_view(str(self._data), stale_reads=True)
         except StorageError as error:
-            self._say("data", FAIL, str(error), error.hint or "run `dcp-mirror check`", ExitCode.DATA)
+            self._say("data", FAIL, error.what, error.hint or RUN_CHECK, ExitCode.DATA)
             return None
 
     async def _disk(self, view: View | None) -> None:

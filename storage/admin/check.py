@@ -16,7 +16,7 @@ import lmdb
 from storage.env import directory
 from storage.env.environment import DATA_FILE, MAP_SIZE, READER_TRIES, SHARED
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError, StorageError
+from storage.errors import RUN_CHECK, SET_ASIDE, CorruptedError, StorageError
 from storage.format import keys, records, seal
 from storage.history import branches, chain
 from storage.model import SEQNO_MAX, Identity, Kind
@@ -65,7 +65,14 @@ def check_group(
     try:
         _check_group(directory.group_path(path, group), group, identity, report, progress)
     except (StorageError, lmdb.Error, struct.error, OSError) as error:
-        report.add(f"group {group}", str(error))
+        report.add(f"group {group}", _problem(error))
+
+
+def _problem(error: Exception) -> str:
+    """Return the error's text, with the remedy instead of the hint to run this check."""
+    if isinstance(error, StorageError) and error.hint == RUN_CHECK:
+        return f"{error.what} ({SET_ASIDE})"
+    return str(error)
 
 
 def _check_group(folder: str, group: int, identity: Identity, report: CheckReport, progress: Progress | None) -> None:
@@ -87,7 +94,7 @@ def _check_group(folder: str, group: int, identity: Identity, report: CheckRepor
                 with environment.read() as txn:
                     _VbucketCheck(txn, vbid, report).run()
             except (StorageError, struct.error, ValueError, IndexError) as error:
-                report.add(f"vbucket {vbid}", str(error))
+                report.add(f"vbucket {vbid}", _problem(error))
             report.vbuckets += 1
             if progress is not None:
                 progress(report.vbuckets, len(identity.vbids))
@@ -292,7 +299,7 @@ class _VbucketCheck:
                 try:
                     keys.split_key(wire_key)
                 except ValueError as error:
-                    self._add(str(error))
+                    self._add(_problem(error))
             position = dup[records.ROW_KEY]
             if position in references:
                 if references[position] != hash((wire_key, dup)):

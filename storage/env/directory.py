@@ -24,7 +24,16 @@ import msgpack
 
 from storage.env.environment import DATA_FILE, WRITER_LOCK_FILE, Environment, storage_error
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError, Locked, NotAMirror, ReadOnly, StorageError, UnknownFormat, WrongBucket
+from storage.errors import (
+    SET_ASIDE,
+    CorruptedError,
+    Locked,
+    NotAMirror,
+    ReadOnly,
+    StorageError,
+    UnknownFormat,
+    WrongBucket,
+)
 from storage.format import keys, records
 from storage.model import Branch, BranchReason, FailoverLog, Identity, Seqno
 
@@ -115,7 +124,7 @@ def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
             names.remove("held")
         return dict(zip(("format", *names), (stored_format, *values), strict=False))
     except Exception as error:
-        raise CorruptedError("the environment has no identity", path=path) from error
+        raise CorruptedError("the environment has no identity", path=path, hint=SET_ASIDE) from error
 
 
 def write_description(path: str, identity: Identity) -> None:

@@ -129,9 +129,9 @@ def storage_error(error: Exception, path: str) -> StorageError:
         return CorruptedError(
             f"the stored data contradicts itself: {type(error).__name__}: {error}",
             path=path,
-            hint="run `dcp-mirror check`; set the group's folder aside and start again: that group is filled again",
+            hint=SET_ASIDE,
         )
-    hint = "run `dcp-mirror check`; a group that is damaged is filled again once its folder is set aside"
+    hint = f"{RUN_CHECK}; if it finds damage, {SET_ASIDE}"
     reason = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
     return StorageError(
         f"{type(error).__name__}: {reason}", path=path, hint=hint if isinstance(error, lmdb.Error) else ""
@@ -160,7 +160,7 @@ def _check_is_there(path: str) -> None:
     try:
         os.stat(os.path.join(path, DATA_FILE))
     except FileNotFoundError:
-        raise CorruptedError("the group's data file is missing", path=path, hint=RUN_CHECK) from None
+        raise CorruptedError("the group's data file is missing", path=path, hint=SET_ASIDE) from None
     except OSError as error:
         raise storage_error(error, path) from error
 

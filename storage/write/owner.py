@@ -22,7 +22,7 @@ import lmdb
 from storage.env import directory
 from storage.env.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.env.transaction import Transaction
-from storage.errors import Closed, CorruptedError, Locked, StorageError
+from storage.errors import SET_ASIDE, Closed, CorruptedError, Locked, StorageError
 from storage.format import keys
 from storage.history import branches
 from storage.history.purge import Window
@@ -326,7 +326,7 @@ class GroupOwner:
             raise CorruptedError(
                 "the group's file was moved, removed or replaced while the service runs",
                 path=self.path,
-                hint="put it back, or leave it away to have the group filled again, and restart the service",
+                hint=f"put the file back and restart the service; or {SET_ASIDE}",
             )
         now_ms = self.clock.now_ms()
         if now_ms >= self.check_readers_ms:

@@ -101,7 +101,10 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
     "a served branch that is unknown": (put(keys.DB_PUB, b"\0\0", keys.PUB.pack(7, 5, 0, 0, 0, 0)), "vbucket 0"),
     "published beyond staged": (put(keys.DB_PUB, b"\0\0", keys.PUB.pack(2, 50, 5, 0, 0, 0)), "contradict"),
     "a floor above what is published": (put(keys.DB_PUB, b"\0\0", keys.PUB.pack(2, 5, 6, 0, 0, 0)), "history floor"),
-    "no state": (delete(keys.DB_STATE, b"\0\0"), "group-0000: vbucket 0: the state record is missing (run"),
+    "no state": (
+        delete(keys.DB_STATE, b"\0\0"),
+        "group-0000: vbucket 0: the state record is missing (stop the service, move",
+    ),
     "a state that is no msgpack": (
         put(keys.DB_STATE, b"\0\0", b"\xc1"),
         "group-0000: vbucket 0: the state record cannot be read",

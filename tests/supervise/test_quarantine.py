@@ -72,7 +72,7 @@ async def test_a_group_in_which_its_worker_dies_again_and_again_is_named_and_the
                 f"group 1 is quarantined: its worker died in it {DEATHS} times within an hour ({name})" in row["detail"]
             )
             assert "group-0001" in row["detail"]
-            assert "dcp-mirror check" in row["detail"]
+            assert "move this group's folder away" in row["detail"]
     assert any("group 1 is quarantined" in text for text in document["warnings"])
 
 

@@ -267,6 +267,10 @@ FAULTS = {
     "a worker is killed": Fault(lambda site: os.kill(site.worker(), signal.SIGKILL), "", "SIGKILL", "worker-ended"),
     "the directory is removed": Fault(remove, expected={"status": "no such directory|no mirror", **GONE}),
     "a group is damaged": Fault(damage, "degraded", "damaged", "damage-found", "damaged"),
+    "a data file is removed": Fault(
+        lambda site: (site.data / "group-0001" / "data.mdb").unlink(), "degraded", "damaged",
+        "damage-found", "move this group's folder away",
+    ),
     "the disk is full": Fault(fill_disk, "disk full", "", "disk-full", full_disk=True),
     "a start on a full disk": Fault(start_on_full_disk, "disk full", "", "disk-full", full_disk=True),
     "a failover loses writes": Fault(

@@ -294,6 +294,48 @@ def test_each_damaged_group_is_named_and_the_others_go_on(source: SandboxThread,
                     view.state(group)
 
 
+REMEDY = "stop the service, move this group's folder away and start again"
+
+
+@pytest.mark.parametrize(
+    ("groups", "runs"), [(tuple(DAMAGES), False), ((9,), True)], ids=["before the start", "while it runs"]
+)
+def test_every_screen_names_the_same_remedy_of_a_damaged_group_and_it_works(
+    source: SandboxThread, data: Path, writing: Load, tmp_path: Path, groups: tuple[int, ...], runs: bool
+) -> None:
+    """The service said "leave it away"; after that its restart, `check` and `doctor` said "run `dcp-mirror check`"."""
+
+    def details() -> list[str]:
+        rows = until("a status", service.status)["vbuckets"]
+        return [str(row["detail"]) for row in rows if row["state"] == "damaged"]
+
+    def damage() -> None:
+        for group in groups:
+            DAMAGES[group](data / f"group-{group:04d}" / "data.mdb")
+
+    with Service(source.connection_string, data, *FLAGS) as service:
+        if not runs:
+            damage()
+        service.start()
+        wait_progress(service, "the group of no damage to go on", range(11, 12))
+        if runs:
+            damage()
+        until("the damage to be noticed", lambda: len(details()) == len(groups))
+        said = [*details()]
+        assert service.terminate() == 0
+        said += [line for line in call("check", "--data", data).out.splitlines() if line.startswith("group")]
+        doctor = call("doctor", "--source", source.connection_string, "--data", data).out
+        said += [line for line in doctor.splitlines() if "data " in line and line.startswith("fail")]
+        assert len(said) == 2 * len(groups) + 1, said
+        assert all(line.count(REMEDY) == 1 and "dcp-mirror check" not in line for line in said), said
+        for group in groups:
+            (data / f"group-{group:04d}").rename(tmp_path / f"away-{group}")
+        service.start()
+        until("every vbucket to follow", lambda: (service.status() or {}).get("state") == "following")
+        assert service.terminate() == 0
+    assert call("check", "--data", data).code == 0
+
+
 def test_a_group_that_another_process_holds_at_the_start_is_opened_later(
     source: SandboxThread, data: Path, writing: Load
 ) -> None:

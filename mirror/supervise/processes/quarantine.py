@@ -14,7 +14,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from storage.errors import CorruptedError
+from storage.errors import SET_ASIDE, CorruptedError
 
 SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 """Effects of damaged pages: bad pointers, pages beyond the file's end, LMDB's own assertions."""
@@ -83,6 +83,5 @@ def quarantined(text: str, path: str) -> CorruptedError:
     return CorruptedError(
         text,
         path=path,
-        hint="its file is probably damaged: stop the service, run `dcp-mirror check`, set this folder aside and start "
-        "again, which fills this group alone; the other groups are served meanwhile",
+        hint=f"its file is probably damaged: {SET_ASIDE}; the other groups are served meanwhile",
     )
