@@ -150,8 +150,12 @@ def refuse_unsound_lmdb() -> None:
         )
 
 
-def _identity_of(path: str) -> tuple[int, int]:
-    found = os.stat(os.path.join(path, DATA_FILE))
+def _identity_of(path: str, name: str = DATA_FILE) -> tuple[int, int]:
+    """Return device and inode of a file; (0, 0) for a missing file."""
+    try:
+        found = os.stat(os.path.join(path, name))
+    except OSError:
+        return 0, 0
     return found.st_dev, found.st_ino
 
 
@@ -185,8 +189,12 @@ def _refuse_unregistered(path: str) -> None:
             written = "now"
         finally:
             os.close(descriptor)
-    raise ReadOnly(
-        f"it is mounted read-only, where LMDB cannot register readers, and a service writes it {written}",
+    raise _unregistered(path, f"a service writes it {written}")
+
+
+def _unregistered(path: str, writer: str) -> ReadOnly:
+    return ReadOnly(
+        f"it is mounted read-only, where LMDB cannot register readers, and {writer}",
         path=path,
         hint="mount it writable: members of the service's readers_group cannot write data; or read by HTTP or an SDK",
     )
@@ -225,6 +233,8 @@ class Environment:
         """True in a child that was forked after the environment was opened."""
         self._map_lock = threading.Lock()
         self._remap_count = 0
+        self._commit = -1
+        """The last commit that was found in the mapped file."""
         self.remapping = False
         """True while the map changes size; no read may begin."""
         self.running: list[None] = []
@@ -234,13 +244,13 @@ class Environment:
         """The history id of the branches and positions that a writer of this environment creates."""
         if not create:
             _check_is_there(path)
-        self._unregistered = not writable and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-        if self._unregistered:
+        self._is_unregistered = not writable and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+        if self._is_unregistered:
             _refuse_unregistered(path)
         self.env = self._open(path, map_size, create=create, sync=sync)
         _environments.add(self)
-        self._file = _identity_of(self.path)
-        self._look_interval_s = UNREGISTERED_LOOK_INTERVAL_S if self._unregistered else LOOK_INTERVAL_S
+        self._file, self._lock_file = _identity_of(self.path), _identity_of(self.path, LOCK_FILE)
+        self._look_interval_s = UNREGISTERED_LOOK_INTERVAL_S if self._is_unregistered else LOOK_INTERVAL_S
         self.look_at = time.monotonic() + self._look_interval_s
         """Time of the next check by `look` (`time.monotonic`); 0: the next call checks."""
         self.replaced = False
@@ -320,12 +330,9 @@ class Environment:
         now = time.monotonic()
         if now >= self.look_at and not self.replaced:
             self.look_at = now + self._look_interval_s
-            if self._unregistered:
+            if self._is_unregistered:
                 _refuse_unregistered(self.path)
-            try:
-                self.replaced = _identity_of(self.path) != self._file
-            except OSError:
-                self.replaced = True
+            self.replaced = _identity_of(self.path) != self._file
             if self.replaced:
                 self.look_at = 0.0
         return self.replaced
@@ -388,16 +395,22 @@ class Environment:
         if self.inherited:
             raise Closed("opened before a fork", path=self.path, hint=AFTER_FORK)
         if not self.writable and self.look():
-            raise ViewInvalidated(
-                "the group's file was moved, removed or replaced", path=self.path, hint="start the read again"
-            )
+            raise self._moved()
         while True:
             count = self._remap_count
             if not write:
                 self.running.append(None)
             try:
                 if write or not self.remapping:
-                    return self.env.begin(write=write, buffers=buffers)  # type: ignore[call-overload]
+                    txn = self.env.begin(write=write, buffers=buffers)  # type: ignore[call-overload]
+                    if write or txn.id() == self._commit:
+                        return txn
+                    try:
+                        self.check_map(txn)
+                    except ViewInvalidated:
+                        self.end(txn)
+                        raise
+                    return txn
             except lmdb.MapResizedError:
                 pass
             except lmdb.ReadersFullError as error:
@@ -416,14 +429,37 @@ class Environment:
                     self.replaced, self.look_at = True, 0.0
                 raise storage_error(error, self.path) from error
 
+    def check_map(self, txn: Any) -> None:
+        """Raise ViewInvalidated if the transaction's commit is not in the mapped file.
+
+        The file may be in the lower layer of an overlay (an image of a container). A writer then writes a copy in the
+        upper layer, which has the same path and inode, but the map stays that of the lower file.
+        """
+        commit = txn.id()
+        if commit > self.newest_commit():
+            self.replaced, self.look_at = True, 0.0
+            raise self._moved()
+        self._commit = commit
+
+    def _moved(self) -> ViewInvalidated:
+        return ViewInvalidated(
+            "the group's file was moved, removed or replaced", path=self.path, hint="start the read again"
+        )
+
     def _forget_read(self, write: bool) -> None:
         if not write:
             self.running.pop()
 
     def end(self, txn: Any) -> None:
+        """End a transaction of `begin`. Raises ReadOnly if the reader is not registered, and a writer may have
+        overwritten pages of the transaction: it overwrites none before its third commit.
+        """
+        commit = txn.id() if self._is_unregistered else 0
         if not self.inherited:  # else it would end the parent's read
             txn.abort()
         self.running.pop()
+        if self._is_unregistered and self.newest_commit() > commit + 1:
+            raise _unregistered(self.path, "a service began to write it during the read")
 
     @contextlib.contextmanager
     def read(self, *, buffers: bool = False) -> Iterator[Transaction]:
@@ -432,9 +468,14 @@ class Environment:
         try:
             yield Transaction(self, txn)
         except (lmdb.Error, struct.error, IndexError) as error:
-            raise storage_error(error, self.path) from error
+            raise self.error(error) from error
         finally:
             self.end(txn)
+
+    def error(self, error: Exception) -> StorageError:
+        """Return what to raise for an error in a read."""
+        is_closed = isinstance(error, lmdb.Error) and self.replaced  # `retire` in another thread
+        return self._moved() if is_closed else storage_error(error, self.path)
 
     def _remap(self, size: int, seen_count: int) -> None:
         """Map the file in another size (0: the size that the writer gave it). Do nothing if another thread mapped the
@@ -492,6 +533,13 @@ class Environment:
         if not self.inherited:
             self.env.close()
 
+    def retire(self) -> None:
+        """Close the environment. Garbage collection closes a replaced one, which other threads may be reading, unless
+        its lock file is still in place: LMDB must not open that twice.
+        """
+        if self.writable or not self.replaced or _identity_of(self.path, LOCK_FILE) == self._lock_file:
+            self.close()
+
     def leave_to_parent(self) -> None:
         """In a forked child: keep the inherited environment open and untouched until the process ends.
 
@@ -526,6 +574,7 @@ class _Shared:
         with self.lock:
             environment, count = self.open.get(real, (None, 0))
             if environment is not None and environment.look_now():  # the file was replaced
+                environment.retire()
                 environment, count = None, 0
             if environment is None:
                 environment = Environment(real, vbids, map_size=map_size)
@@ -547,8 +596,7 @@ class _Shared:
                 self.open[environment.path] = (environment, count - 1)
                 return
             del self.open[environment.path]
-            if environment.writable or not environment.replaced:
-                environment.close()  # a replaced file may be read by other threads; garbage collection closes it
+            environment.retire()
 
 
 SHARED = _Shared()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from time import monotonic
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -57,6 +58,7 @@ class ReadRun:
     """
 
     def __init__(self) -> None:
+        self._ends = ExitStack()
         self._begun: dict[Environment, tuple[Any, int]] = {}
         self._views: dict[Environment, Any] = {}
         """Transactions whose `get` returns buffers of LMDB's map. They may see a later commit; rows never change."""
@@ -65,18 +67,20 @@ class ReadRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._begun:
-            environment, begun = self._begun.popitem()
-            environment.end(begun[0])
-        while self._views:
-            environment, views = self._views.popitem()
-            environment.end(views)
+        self._begun.clear()
+        self._views.clear()
+        self._ends.close()
+
+    def _begin(self, environment: Environment, **options: bool) -> Any:
+        txn = environment.begin(**options)
+        self._ends.callback(environment.end, txn)
+        return txn
 
     def begun(self, reader: VbucketReader) -> tuple[Any, Visible]:
         """Return the run's lmdb.Transaction for a vbucket, and the vbucket's served state in this transaction."""
         known = self._begun.get(reader.environment)
         if known is None:
-            txn = reader.environment.begin()
+            txn = self._begin(reader.environment)
             known = self._begun[reader.environment] = txn, txn.id()
         visible = reader.visible
         return known[0], visible if visible[0] == known[1] else reader.look(known[0])
@@ -105,7 +109,7 @@ class ReadRun:
             row_key = dup[ROW_KEY]
             views = self._views.get(reader.environment)
             if views is None:
-                views = self._views[reader.environment] = reader.environment.begin(buffers=True)
+                views = self._views[reader.environment] = self._begin(reader.environment, buffers=True)
             view = views.get(row_key, None, reader.rows)
             if view is None or len(view) > bytes_max:
                 return None

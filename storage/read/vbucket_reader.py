@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import lmdb
 from google_crc32c import value as crc32c
 
-from storage.env.environment import Environment, storage_error
+from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.errors import VERIFY, CorruptedError, NoSuchBoundary, StorageError, Unavailable, ViewInvalidated
 from storage.format import keys, records, seal
@@ -120,6 +120,7 @@ class VbucketReader:
         return visible if visible[0] == txn.id() else self.look(txn)
 
     def look(self, txn: Any) -> Visible:
+        self.environment.check_map(txn)
         branch, seqno, _, m_branch, m_seqno, flags = keys.PUB.unpack(txn.get(self.vbid_key, b"", self.pub))
         manifest = _INITIAL
         if m_branch:
@@ -338,5 +339,5 @@ class VbucketReader:
     def damaged(self, error: Exception) -> StorageError:
         """Convert a struct.error, IndexError or lmdb.Error of a read to the error to raise."""
         if isinstance(error, lmdb.Error):
-            return storage_error(error, self.environment.path)
+            return self.environment.error(error)
         return CorruptedError(f"a record is damaged: {error}", path=self.environment.path, vbid=self.vbid)

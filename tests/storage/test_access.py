@@ -190,6 +190,102 @@ def mounted_read_only(path: str) -> Callable[..., str]:
     return run
 
 
+WRITES = """
+import sys
+from tests.storage.model import keys_of
+from tests.storage.rig import open_writer, publish
+writer = open_writer(sys.argv[1])
+first = writer.vbuckets[0].state.published_seqno + 1
+for seqno in range(first, first + 10):
+    publish(writer, 0, [(keys_of(0, 1)[0], b"new", seqno)])
+writer.close()
+"""
+IN_AN_IMAGE = """
+import subprocess, sys
+from storage.errors import ViewInvalidated
+from storage.read.view import open_view
+from tests.storage.model import keys_of
+path, writes = sys.argv[1:]
+key, views = keys_of(0, 1)[0], [open_view(path), open_view(path)]
+def read(view):
+    try:
+        values = {view.get(key).value, view.get_many([key])[key].value, *(each.value for each in view.scan(0))}
+    except ViewInvalidated:
+        return "again"
+    return b" and ".join(values).decode()
+print(*map(read, views), end=" ")
+subprocess.run([sys.executable, "-c", writes, path], check=True)
+for _ in range(2):
+    print(*map(read, views), end=" ")
+print(*map(read, [open_view(path)]))
+"""
+OVERLAID = """cd "$1" && mkdir upper work merged && shift && \
+mount -t overlay overlay -o lowerdir=lower,upperdir=upper,workdir=work merged && exec "$@" """
+BACKUP = """
+import subprocess, sys
+from storage.admin import backup
+from storage.errors import ReadOnly
+from storage.read.view import open_view
+from tests.storage.model import keys_of
+from tests.storage.test_backup import Kept
+path, mounted, writes = sys.argv[1:]
+def write(*_):
+    subprocess.run([sys.executable, "-c", writes, path], check=True)
+def walk():
+    with open_view(mounted) as view, view.reader(0).environment.read():
+        write()
+for read in (walk, lambda: backup.create(mounted, Kept(write), time_ms=1)):
+    try:
+        print(read())
+    except ReadOnly as error:
+        print(error.message)
+with open_view(mounted) as view:
+    print(view.get(keys_of(0, 1)[0]).seqno)
+"""
+BOUND = 'mount --bind "$1" "$2" && mount -o remount,bind,ro "$2" && shift 2 && exec "$@"'
+
+
+def in_namespace(mounts: str, *words: str) -> list[str]:
+    """Run a program after `mounts`, in a mount namespace of its own; return what it prints."""
+    namespace = ["unshare", "-m"] if ROOT else ["unshare", "-rm"]
+    variables = os.environ | {"PYTHONPATH": os.getcwd()}
+    command = [*namespace, "sh", "-c", mounts, "sh", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    if "mount:" in done.stderr or "unshare:" in done.stderr:
+        pytest.skip(f"this cannot be mounted here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_reader_in_the_lower_layer_of_an_overlay_reads_the_copy_that_a_writer_makes(
+    path: str, clock: Clock, tmp_path: Path
+) -> None:
+    """The copy has the same path and inode. For ever the reader saw a state without documents, and no error."""
+    with closing(open_writer(path, clock=clock)) as writer:
+        publish(writer, 0, [(keys_of(0, 1)[0], b"old", 1)])
+    image = tmp_path / "image"
+    (image / "lower").mkdir(parents=True)
+    os.rename(path, image / "lower" / "mirror")
+    python = [sys.executable, "-c", IN_AN_IMAGE, str(image / "merged" / "mirror"), WRITES]
+    (said,) = in_namespace(OVERLAID, str(image), *python)
+    assert said.split() == ["old", "old", "again", "new", "new", "new", "new"]
+
+
+def test_a_read_on_a_read_only_mount_does_not_end_once_a_writer_may_have_overwritten_its_pages(
+    path: str, clock: Clock, tmp_path: Path
+) -> None:
+    """A backup copied such pages: it ended well, or called the sound mirror damaged."""
+    with closing(open_writer(path, clock=clock)) as writer:
+        publish(writer, 0, [(keys_of(0, 1)[0], b"old", 1)])
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    python = [sys.executable, "-c", BACKUP, path, str(mounted), WRITES]
+    *refused, seqno = in_namespace(BOUND, path, str(mounted), *python)
+    why = "mounted read-only, where LMDB cannot register readers, and a service began to write it during the read"
+    assert refused == [f"it is {why}"] * 2
+    assert int(seqno) > 11
+
+
 def test_a_read_only_mount_is_read_without_a_writer(
     path: str, clock: Clock, mounted_read_only: Callable[..., str]
 ) -> None:
