@@ -123,7 +123,7 @@ class Assembler:
             if current is not None:  # the snapshot continues: the lower start counts
                 start_seqno = min(start_seqno, current.start_seqno)
         self._replaces_end = False
-        self._purge_seqno = event.purge_seqno or None
+        self._purge_seqno = event.reported_purge_seqno
         self.open_snapshot = SnapshotRange(start_seqno, end_seqno, event.flags)
         if end_seqno == self.position_seqno:  # the snapshot is complete
             if end_seqno > self.boundary_seqno:

@@ -31,7 +31,7 @@ class Start:
     collections: bool = True
     """True if the node granted collections: keys carry a collection id, and each snapshot's end seqno is sent."""
     sends_purge_seqno: bool = False
-    """True if markers may carry the source's purge seqno (8.0): a mid-snapshot request may name it."""
+    """True if the source accepted V2.2 markers (8.0): a mid-snapshot request may name the last reported purge seqno."""
     by_mirror: bool = False
     """True if the node is a mirror: it may be behind this mirror for a while."""
     end_seqno: int = SEQNO_MAX

@@ -101,9 +101,8 @@ def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruct
     machine.handshake = HandshakeState()
     features, stored = machine.features, machine.stored
     facts = SourceFacts(failover_log=event.failover_log or stored.failover_log)
-    if not machine.assembler.boundary_seqno:  # no snapshot is complete yet
-        earlier = stored.missing_seqno if machine.offset.start_seqno else 0
-        facts["missing_seqno"] = earlier if features.sends_purge_seqno else SEQNO_MAX
+    if not machine.offset.start_seqno:
+        facts["missing_seqno"] = SEQNO_MAX  # unknown until a marker reports the purge seqno
     if features.filter is not None:
         facts["stream_filter"] = features.filter.text
     machine.save(out, **facts)

@@ -132,7 +132,9 @@ _ROWS: Mapping[Phase, Mapping[type, Move]] = {
         Prepare: _MESSAGE,
         Commit: _MESSAGE,
         Abort: _MESSAGE,
-        StreamEnd: Move(streaming.ended, (Phase.STREAMING, Phase.FINISHED, Phase.WAITING, Phase.REFUSED)),
+        StreamEnd: Move(
+            streaming.ended, (Phase.STREAMING, Phase.FINISHED, Phase.WAITING, Phase.REFUSED, Phase.ABANDONING)
+        ),
         ev.KeyRefused: Move(streaming.key_refused, (Phase.STREAMING, *_BROKEN)),
         ev.StagingRefused: Move(streaming.staging_refused, _BROKEN),
     },

@@ -27,6 +27,7 @@ from mirror.ingest.instructions import (
 )
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.reactions import Action, Reaction
+from mirror.wire.events import SnapshotMarker
 from storage.model import SourceFacts, VbucketState, Vbuuid
 
 _STREAMING_TEXTS = {
@@ -91,8 +92,10 @@ class MachineState:
         self.assembler = Assembler(self.progressed)
         self.marker_acks: list[tuple[int, int]] = []
         """(End seqno, opaque) of each snapshot marker that is answered once its snapshot is durable."""
-        self.marker_purge_seqno = 0
-        """The newest marker's purge seqno until it is saved, then 0."""
+        self.unsaved_marker: SnapshotMarker | None = None
+        """The newest marker until its purge seqno is saved."""
+        self.barren_ends = 0
+        """Streams in a row that the source accepted inside a snapshot and ended without a row."""
         self.high_seqno: int | None = None
         # The stored position.
         self.durable_seqno = state.staging_published_seqno
@@ -141,7 +144,7 @@ class MachineState:
     def forget_stream(self) -> None:
         self.opaque = None
         self.marker_acks.clear()
-        self.marker_purge_seqno = 0
+        self.unsaved_marker = None
         self.assembler.end_stream()
 
     # --- ends of the handling of an event ---

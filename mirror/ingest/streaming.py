@@ -39,6 +39,14 @@ from storage.model import SEQNO_MAX, Seqno, SourceFacts
 _ACK = int(SnapshotFlag.ACK)
 """A plain int, because testing an IntFlag takes a microsecond."""
 
+_ROLLED_BACK = (StreamEndReason.STATE_CHANGED, StreamEndReason.ROLLBACK)
+"""A source reports a rollback by either (docs/protocol.md 2.5)."""
+BARREN_ENDS_MAX = 3
+"""After this many streams in a row without a row, inside one snapshot, the end must hide a rollback.
+
+An ephemeral bucket of 8.0 accepts a request with its purge seqno, but then ends the stream, because its backfill does
+not look at that (kv_engine v8.0.2 engines/ep/src/dcp/backfill_memory.cc). The first fill never ended.
+"""
 MARKER_ACKS_MAX = 1024
 """Limit of markers that wait for an answer. Only a faulty source sends more, so one more is a violation."""
 
@@ -54,8 +62,8 @@ _ASSEMBLE: dict[type, Callable[[Assembler, Any, list[Instruction]], None]] = {
 
 
 def run(machine: MachineState, rows: list[ev.Row], byte_count: int, out: list[Instruction]) -> Phase:
-    if machine.marker_purge_seqno:
-        _save_purge_seqno(machine, out)
+    if machine.unsaved_marker is not None:
+        _save_purge_seqno(machine, machine.unsaved_marker, out)
     try:
         machine.assembler.rows(rows, byte_count, out)
     except Violation as violation:
@@ -66,8 +74,8 @@ def run(machine: MachineState, rows: list[ev.Row], byte_count: int, out: list[In
 def message(machine: MachineState, event: StreamEvent, out: list[Instruction]) -> Phase:
     if event.opaque != machine.opaque:
         return Phase.STREAMING
-    if machine.marker_purge_seqno:
-        _save_purge_seqno(machine, out)
+    if machine.unsaved_marker is not None:
+        _save_purge_seqno(machine, machine.unsaved_marker, out)
     try:
         _ASSEMBLE[type(event)](machine.assembler, event, out)
     except Violation as violation:
@@ -83,19 +91,27 @@ def _marked(machine: MachineState, event: SnapshotMarker, out: list[Instruction]
             machine.marker_acks.append((event.end_seqno, event.opaque))
         else:
             return violated(machine, "too many markers that ask for an answer", out)
-    machine.marker_purge_seqno = event.purge_seqno
+    machine.unsaved_marker = event
     if event.end_seqno == 0:
         _perhaps_empty(machine, out)
     machine.report_streaming(out)
     return Phase.STREAMING
 
 
-def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
-    """Save the newest marker's purge seqno before the snapshot's first row: mid-snapshot requests name it."""
-    purge_seqno, machine.marker_purge_seqno = machine.marker_purge_seqno, 0
-    facts = SourceFacts(source_purge_seqno=Seqno(purge_seqno))
+def _save_purge_seqno(machine: MachineState, marker: SnapshotMarker, out: list[Instruction]) -> None:
+    """Save the newest marker's purge seqno before the snapshot's first row: mid-snapshot requests name it.
+
+    The marker decides, not the control: a source that accepted `max_marker_version` may report no purge seqno
+    (docs/protocol.md 2.6). All tombstones of the first snapshot may then be missing.
+    """
+    machine.unsaved_marker = None
+    reported = marker.reported_purge_seqno
+    facts = SourceFacts()
+    if reported is not None:
+        facts["source_purge_seqno"] = Seqno(reported)
     if not machine.assembler.boundary_seqno:
-        facts["missing_seqno"] = max(machine.stored.missing_seqno, purge_seqno)
+        earlier = machine.stored.missing_seqno if machine.assembler.position_seqno else 0
+        facts["missing_seqno"] = max(earlier, SEQNO_MAX if reported is None else reported)
     machine.save(out, **facts)
 
 
@@ -105,12 +121,22 @@ def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Ph
     # A stream that was requested without an end cannot reach one: OK is then handled like the other codes.
     regular = event.reason == StreamEndReason.OK and machine.features.end_seqno != SEQNO_MAX
     if regular:
-        if machine.marker_purge_seqno:
-            _save_purge_seqno(machine, out)
+        if machine.unsaved_marker is not None:
+            _save_purge_seqno(machine, machine.unsaved_marker, out)
         machine.assembler.stream_ended_regularly(out)
+    is_barren = machine.offset.inside_snapshot and machine.assembler.position_seqno == machine.offset.start_seqno
+    machine.barren_ends = machine.barren_ends + 1 if is_barren else 0
     machine.forget_stream()
     if regular and not machine.assembler.holds_part:
         return finish(machine, out)
+    if machine.barren_ends >= BARREN_ENDS_MAX and event.reason in _ROLLED_BACK:
+        machine.barren_ends = 0
+        text = (
+            f"the source accepted the position {machine.offset.start_seqno} inside a snapshot {BARREN_ENDS_MAX} times "
+            f"and sent nothing: dropping the open snapshot, back to {machine.assembler.boundary_seqno}"
+        )
+        machine.report(VbucketStatus.ROLLING_BACK, text, out)
+        return machine.abandon(RetryReason.STREAM_ENDED, out)
     return machine.react(on_stream_end(event.reason), b"", out)
 
 

@@ -40,7 +40,6 @@ _NO_METADATA = b"\0\0"
 _UNUSED = b"\0"
 
 _TRUE = b"true"
-_MARKER_VERSIONS = {b"2.0": MarkerVersion.V2_0, b"2.2": MarkerVersion.V2_2}
 _OSO_WITH_SEQNO_ADVANCED = b"true_with_seqno_advanced"
 
 
@@ -176,10 +175,11 @@ class Controls:
         return Status.SUCCESS
 
     def _set_marker_version(self, value: bytes) -> Status:
-        version = _MARKER_VERSIONS.get(value)
-        if version is None or not self.collections:
+        if value != b"2.2":
             return Status.EINVAL
-        self.marker_version = version
+        if not self.collections:
+            return Status.NOT_SUPPORTED
+        self.marker_version = MarkerVersion.V2_2
         return Status.SUCCESS
 
 
@@ -231,7 +231,6 @@ _CONTROLS: dict[bytes, _Setter] = {
     ControlKey.CHANGE_STREAMS: Controls._set_change_streams,
     ControlKey.FLATBUFFERS_SYSTEM_EVENTS: _choice(_ONLY_TRUE, "flat_events"),
     ControlKey.MAX_MARKER_VERSION: Controls._set_marker_version,
-    ControlKey.CACHE_TRANSFER: _not_supported,
     STREAM_BUFFER_SIZE: _not_supported,
     ENABLE_EXT_METADATA: _choice(_BOOLEAN),
     ENABLE_VALUE_COMPRESSION: _choice(_BOOLEAN),

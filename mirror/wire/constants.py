@@ -392,7 +392,6 @@ class ControlKey:
     CHANGE_STREAMS = b"change_streams"
     FLATBUFFERS_SYSTEM_EVENTS = b"flatbuffers_system_events"
     MAX_MARKER_VERSION = b"max_marker_version"
-    CACHE_TRANSFER = b"cache_transfer"
 
 
 _OPCODE_NAMES = {int(opcode): opcode.name for opcode in Opcode}

@@ -47,6 +47,9 @@ class PreparedEnd(StreamEvent):
 # Messages of a producer in a stream.
 
 
+_WITH_PURGE_SEQNO = frozenset((int(MarkerVersion.V2_2), int(MarkerVersion.V2_2_SHORT)))
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotMarker(StreamEvent):
     """The next messages up to `end_seqno` are one snapshot. `start_seqno` is not reliable. Fields after `flags` are 0
@@ -65,6 +68,11 @@ class SnapshotMarker(StreamEvent):
     version: int = int(MarkerVersion.V1)
     timestamp: int = 0
     """Set only in V2_1, which no release sends."""
+
+    @property
+    def reported_purge_seqno(self) -> int | None:
+        """The source's purge seqno; None if the marker's version has no place for it (docs/protocol.md 2.6)."""
+        return self.purge_seqno if self.version in _WITH_PURGE_SEQNO else None
 
 
 @dataclass(frozen=True, slots=True)

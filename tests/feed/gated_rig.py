@@ -11,6 +11,7 @@ from mirror.feed.follow.store_sink import PersistenceGate
 from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.ingest import events
 from mirror.ingest.instructions import RequestStream
+from mirror.wire.constants import MarkerVersion
 from mirror.wire.events import SnapshotMarker
 from storage.env import directory
 from storage.errors import StorageError
@@ -152,7 +153,8 @@ class GatedVbucket:
         """Rows (seqno -> key, value) of one snapshot, and a commit."""
         opaque = self.actor.opaque
         assert opaque is not None
-        self.actor.handle(SnapshotMarker(VBID, start, end, 1, purge_seqno=purge_seqno, opaque=opaque))
+        version = int(MarkerVersion.V2_2 if purge_seqno else MarkerVersion.V1)
+        self.actor.handle(SnapshotMarker(VBID, start, end, 1, purge_seqno=purge_seqno, version=version, opaque=opaque))
         rows = [row(self.writer.vbuckets[VBID].prefix, key, value, seqno) for seqno, (key, value) in items.items()]
         self.actor.on_rows(opaque, rows, 100)
         for _, seqno in self.writer.commit(flush_open=flush).published:

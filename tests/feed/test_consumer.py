@@ -300,6 +300,29 @@ async def test_large_snapshot_is_hidden_until_it_is_whole(cluster: SandboxCluste
     assert all(group["pending_bytes"] < 2 * 64 * 1024 for group in mirror.status()["groups"])
 
 
+async def test_the_interrupted_first_fill_of_an_ephemeral_bucket_with_purged_deletions_ends(
+    cluster: SandboxCluster, mirrors: Mirrors
+) -> None:
+    """8.0 accepts the position and ends the stream, again and again: the mirror begins this snapshot anew."""
+    cluster.bucket.map.ephemeral = True
+    cluster.bucket.load(((f"big-{n}".encode(), b'{"pad":"' + b"y" * 300 + b'"}') for n in range(3000)), vbid=1)
+    vbucket = cluster.vbucket(1)
+    for key in ("gone", "gone too"):  # the newest item is never purged
+        cluster.bucket.set(key, b"1", vbid=1)
+        cluster.bucket.delete(key, vbid=1)
+    vbucket.to_disk()
+    vbucket.purge()
+    assert vbucket.purge_seqno > 3000
+    mirror = mirrors.start(batch_bytes_max=64 * 1024, connection_buffer_size=32768)
+    await mirror.until(lambda: mirror.row(1)["staged_seqno"] > 500, "part of the snapshot")
+    cluster.faults.cut()
+    await mirror.follow()
+    starts = [request.start_seqno for request in cluster.sent(1).stream_requests]
+    assert (starts[0], starts[-1]) == (0, 0)
+    assert len(set(starts[1:-1])) == 1, starts
+    assert len(starts[1:-1]) == 3
+
+
 async def test_stop_before_anything_began_returns(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     mirror = mirrors.start()
     await mirror.consumer.stop()

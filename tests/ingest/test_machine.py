@@ -20,7 +20,7 @@ from mirror.ingest.instructions import RetryReason
 from mirror.ingest.machine import TRANSITIONS, VbucketMachine
 from mirror.ingest.selection import StreamFilter
 from mirror.ingest.state import STORE_PHASES, Phase
-from mirror.wire.constants import SnapshotFlag, Status, StreamEndReason
+from mirror.wire.constants import MarkerVersion, SnapshotFlag, Status, StreamEndReason
 from mirror.wire.events import (
     Abort,
     CollectionCreated,
@@ -76,8 +76,11 @@ def resyncing_at_100() -> Rig:
     return rig
 
 
-def marker(rig: Rig, start: int, end: int, flags: int = 1, purge_seqno: int = 0) -> list[ins.Instruction]:
-    return rig.feed(SnapshotMarker(0, start, end, flags, purge_seqno=purge_seqno, opaque=rig.opaque_counter))
+def marker(rig: Rig, start: int, end: int, flags: int = 1, purge_seqno: int | None = None) -> list[ins.Instruction]:
+    """Feed a V1 marker or, with `purge_seqno`, a V2.2 one."""
+    version = MarkerVersion.V1 if purge_seqno is None else MarkerVersion.V2_2
+    event = SnapshotMarker(0, start, end, flags, opaque=rig.opaque_counter, version=int(version))
+    return rig.feed(replace(event, purge_seqno=purge_seqno or 0))
 
 
 def rows(rig: Rig, *seqnos: int) -> list[ins.Instruction]:
@@ -180,17 +183,54 @@ def test_what_the_first_snapshot_lacks_stays_whatever_the_source_says_later() ->
 
 
 def test_a_source_that_does_not_say_what_it_purged_may_lack_all_of_the_first_snapshot() -> None:
+    """The marker decides: a node of 8.0 accepts V2.2 markers, and sends V1 if a setting says so."""
     rig = Rig(ToyStore().holding(0, LOG))
-    for sends, expected in ((True, 0), (False, SEQNO_MAX), (True, SEQNO_MAX)):
-        rig.feed(ev.Start(sends_purge_seqno=sends))
+    for purge_seqno, expected in ((0, 0), (None, SEQNO_MAX), (7, SEQNO_MAX)):
+        rig.feed(ev.Start(sends_purge_seqno=True))
         rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
-        assert rig.store.missing_seqno == expected
-        marker(rig, 0, 120, DISK)
+        marker(rig, 0, 120, DISK, purge_seqno)
         rows(rig, rig.machine.assembler.position_seqno + 1)
+        assert rig.store.missing_seqno == expected
         rig.restart()
     rig = rig_at(100)
     rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
+    marker(rig, 101, 120)
+    rows(rig, 110)
     assert rig.store.missing_seqno == 0, "the first snapshot is complete"
+
+
+@pytest.mark.parametrize("reason", [StreamEndReason.STATE_CHANGED, StreamEndReason.ROLLBACK])
+def test_a_position_inside_a_snapshot_is_given_up_if_the_source_accepts_it_and_sends_nothing(reason: int) -> None:
+    """An ephemeral bucket of 8.0 did so for ever, because its backfill does not look at the request's purge seqno."""
+    rig = Rig(ToyStore().holding(0, LOG))
+    rig.feed(ev.Start(sends_purge_seqno=True))
+    rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
+    marker(rig, 0, 120, DISK, purge_seqno=90)
+    rows(rig, 30)
+    rig.feed(ev.ConnectionLost())
+    rig.feed(ev.Start(sends_purge_seqno=True))
+    for _ in range(3):
+        assert requested(rig) == (30, 0, 120, 0xA)
+        rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
+        ended(rig, reason)
+        rig.feed(ev.RetryDue())
+    assert requested(rig) == (0, 0, 0, 0)
+    assert any("accepted the position 30 inside a snapshot 3 times" in report.text for report in rig.reports)
+    assert rig.store.served.documents == {}
+
+
+def test_a_position_inside_a_snapshot_is_kept_while_streams_bring_rows_or_end_for_another_reason() -> None:
+    rig = Rig(ToyStore().holding(0, LOG))
+    rig.feed(ev.Start())
+    rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
+    for seqno in range(10, 20):
+        marker(rig, 0, 120, DISK)
+        rows(rig, seqno)
+        for reason in (StreamEndReason.STATE_CHANGED,) * 3 + (StreamEndReason.BACKFILL_FAIL, StreamEndReason.SLOW):
+            ended(rig, reason)
+            rig.feed(ev.RetryDue())
+            assert requested(rig) == (seqno, 0, 120, 0xA)
+            rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
 
 
 def test_a_mirror_that_is_behind_is_waited_for() -> None:

@@ -146,12 +146,13 @@ MUTATIONS = (
         "tests/serve/test_dcp_requests.py -k waits_for_it",
     ),
     # --- the tombstones that a follower may lack
-    Mutation(_STREAMING, "max(machine.stored.missing_seqno, purge_seqno)", "purge_seqno", _OF_MACHINE),
+    Mutation(_STREAMING, "max(earlier, SEQNO_MAX if", "(SEQNO_MAX if", _OF_MACHINE),
+    Mutation(_STREAMING, "SEQNO_MAX if reported is None else reported", "reported or 0", _OF_MACHINE),
     Mutation(
         _STREAMING,
-        "    if not machine.assembler.boundary_seqno:\n        facts",
-        "    if True:\n        facts",
-        "tests/feed/test_persistence.py -k learns_to_say",
+        "    if not machine.assembler.boundary_seqno:\n        earlier",
+        "    if True:\n        earlier",
+        _OF_MACHINE,
     ),
     Mutation(
         "storage/write/commit.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -337,18 +338,25 @@ async def test_a_pending_prepare_is_on_disk_and_an_abort_until_the_next_one(clus
     assert plain.state(0) == {}
 
 
-async def test_a_marker_of_version_2_2_says_what_is_prepared_too(cluster: SandboxCluster) -> None:
+async def test_disk_markers_are_of_version_2_2_and_show_durable_writes_to_replicas_only(
+    cluster: SandboxCluster,
+) -> None:
     cluster.set("k", {})
-    cluster.bucket.to_disk()
-    client = await Client.streamed(cluster, 1, max_marker_version="2.2")
     cluster.bucket.set("k", {}, durable=True)
     cluster.bucket.prepare("l", {})
     cluster.bucket.to_disk()
-    again = await Client.streamed(cluster, 4, name="again", max_marker_version="2.2")
-    assert client.of(ev.SnapshotMarker)[0].version == MarkerVersion.V1  # nothing purged, nothing prepared
-    marker = again.of(ev.SnapshotMarker)[0]
-    assert (marker.version, marker.max_visible_seqno) == (MarkerVersion.V2_2, 3)
-    assert (marker.high_completed_seqno, marker.high_prepared_seqno) == (2, 4)
+    replica: dict[str, Any] = {"enable_sync_writes": "true", "consumer_name": "c"}
+    seqnos = attrgetter("purge_seqno", "max_visible_seqno", "high_completed_seqno", "high_prepared_seqno")
+    for name, more, expected in (("plain", {}, (0, 0, 0, 0)), ("replica", replica, (0, 3, 2, 4))):
+        client = await Client.streamed(cluster, 4, name=name, max_marker_version="2.2", **more)
+        marker = client.of(ev.SnapshotMarker)[0]
+        assert (marker.version, seqnos(marker)) == (MarkerVersion.V2_2, expected)
+    cluster.set("m", {})
+    await client.until_seqno(0, 5)
+    assert client.of(ev.SnapshotMarker)[-1].version == MarkerVersion.V2_0, "from memory"
+    cluster.bucket.tuning.purge_seqno_reported = False
+    client = await Client.streamed(cluster, 5, name="a setting is off", max_marker_version="2.2")
+    assert client.of(ev.SnapshotMarker)[0].version == MarkerVersion.V1
 
 
 async def test_a_filtered_backfill_sends_its_seqno_in_the_middle_of_the_snapshot() -> None:

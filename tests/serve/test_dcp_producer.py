@@ -239,20 +239,23 @@ async def test_a_client_without_collections_gets_the_default_one_and_snapshots_t
 
 
 @pytest.mark.parametrize(
-    ("requested", "purged", "version", "visible"),
-    [(b"2.2", 3, MarkerVersion.V2_2, 5), (b"2.2", 0, MarkerVersion.V1, 0), (b"2.0", 3, MarkerVersion.V1, 0)],
+    ("controls", "purged", "expected"),
+    [
+        ({b"max_marker_version": b"2.2"}, 3, (MarkerVersion.V2_2, 3)),
+        ({b"max_marker_version": b"2.2"}, 0, (MarkerVersion.V2_2, 0)),
+        ({}, 3, (MarkerVersion.V1, 0)),
+    ],
 )
-async def test_a_marker_is_of_version_2_2_where_that_has_something_to_say(
-    store: Store, dcp: DcpEndpoint, requested: bytes, purged: int, version: int, visible: int
+async def test_a_marker_reports_the_purge_seqno_if_the_client_requested_it(
+    store: Store, dcp: DcpEndpoint, controls: dict[bytes, bytes], purged: int, expected: tuple[int, int]
 ) -> None:
     store.writer.vbuckets[0].save(failover_log=store.writer.vbuckets[0].state.failover_log, missing_seqno=purged)
     store.put(b"a", b"1", 5)
-    client = await dcp.client(controls={b"max_marker_version": requested})
+    client = await dcp.client(controls=controls)
     assert (await client.stream(0)).status == 0
     marker = await client.event()
     assert isinstance(marker, ev.SnapshotMarker)
-    expected = (version, visible, purged if visible else 0)
-    assert (marker.version, marker.max_visible_seqno, marker.purge_seqno) == expected
+    assert (marker.version, marker.purge_seqno, marker.max_visible_seqno) == (*expected, 0)
 
 
 @pytest.mark.parametrize("order", [b"sequential", b"round-robin"])

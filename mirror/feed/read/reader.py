@@ -147,12 +147,6 @@ class SourceReader:
         found = self._core.map
         return None if found.of_mirror or not found.bucket_uuid else MapRecord(found.bucket_uuid, *found.revision)
 
-    @property
-    def sends_purge_seqno(self) -> bool:
-        """True if snapshots have a `purge_seqno`."""
-        sessions = [keeper.session for keeper in self._core.connections.keepers.values()]
-        return all(session is not None and session.sends_purge_seqno for session in sessions)
-
     def high_seqnos(self) -> dict[int, int]:
         """Return each vbucket's high seqno. If collections (not a scope) are selected, only their changes count."""
         return self._call(self._core.queries.high_seqnos())

@@ -40,6 +40,8 @@ class StreamTuning:
     """
     live_snapshot_items: int = 5
     """Limit of changes in a snapshot from memory, except in a stream's first and if the stream is far behind."""
+    purge_seqno_reported: bool = True
+    """False for a server that accepts V2.2 markers, but sends none (docs/protocol.md 2.6)."""
     in_turn: bool = True
     """True if the streams of a connection send one message each in turn, as in kv_engine; else a larger piece each."""
 

@@ -155,6 +155,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             self._rng,
             bucket.tuning,
             disk_flags=DISK if bucket.profile.checkpoint_in_disk_markers else int(SnapshotFlag.DISK),
+            ephemeral=bucket.map.ephemeral,
             announced_ends=None if vbucket.bounded else bucket.sent[request.vbid].snapshot_ends,
         )
 

@@ -42,6 +42,7 @@ class ProducerStream:
         tuning: StreamTuning | None = None,
         *,
         disk_flags: int = DISK,
+        ephemeral: bool = False,
         announced_ends: set[int] | None = None,
     ) -> None:
         """`controls` must not change later. `announced_ends` collects the last seqno of each snapshot, for tests."""
@@ -68,6 +69,7 @@ class ProducerStream:
         self._opaque_bytes = request.opaque.to_bytes(4)
         self._tuning = tuning or StreamTuning()
         self._disk_flags = disk_flags
+        self._ephemeral = ephemeral
         self._announced_ends = announced_ends
         self._rng = rng
         self._disk_only = bool(request.flags & StreamRequestFlag.DISK_ONLY)
@@ -163,14 +165,15 @@ class ProducerStream:
         This happens if the stream was accepted before the purge, and later continues from disk. kv_engine checks the
         seqno again when it opens the file (DCPBackfillBySeqnoDisk::create), and ends the stream as rolled back. As in
         the check of a stream request, a filtered stream misses no deletion if its collections have not changed after
-        `seqno`.
+        `seqno`. The check of an ephemeral bucket ignores the request's purge seqno (kv_engine v8.0.2
+        engines/ep/src/dcp/backfill_memory.cc).
         """
         purge_seqno = self.vbucket.purge_seqno
         if self._request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES:
             return False
         if self._filter.holds_all(self.vbucket.collection_high_seqno, self.seqno):
             return False
-        return 0 < self.seqno < purge_seqno and self._filter.purge_seqno != purge_seqno
+        return 0 < self.seqno < purge_seqno and (self._ephemeral or self._filter.purge_seqno != purge_seqno)
 
     def _begin_memory(self, out: bytearray) -> bool:
         vbucket = self.vbucket
@@ -317,18 +320,17 @@ class ProducerStream:
         self._emit(out, self._marker_of(start, end, flags))
 
     def _marker_of(self, start: int, end: int, flags: int) -> SnapshotMarker:
-        version = int(MarkerVersion.V1)
+        version = MarkerVersion.V1
         visible = completed = purge = prepared = 0
-        if flags & SnapshotFlag.DISK:
-            completed = self.vbucket.high_completed_seqno(end)
-            if self._controls.marker_version is MarkerVersion.V2_2:
-                purge, prepared = self.vbucket.purge_seqno, self.vbucket.high_prepared_seqno(end)
-        if purge or prepared:  # only disk snapshots have V2.2 (docs/protocol.md 2.6)
-            version, visible = int(MarkerVersion.V2_2), self._visible_seqno
-        elif self._controls.sync_writes and self._controls.consumer_name:  # the client acts as a replica
-            version, visible = int(MarkerVersion.V2_0), self._visible_seqno
-        else:
-            completed = 0
+        is_disk = bool(flags & SnapshotFlag.DISK)
+        if self._controls.sync_writes and self._controls.consumer_name:  # the client acts as a replica
+            version, visible = MarkerVersion.V2_0, self._visible_seqno
+            if is_disk:
+                completed = self.vbucket.high_completed_seqno(end)
+        wants_purge_seqno = self._controls.marker_version is MarkerVersion.V2_2 and self._tuning.purge_seqno_reported
+        if is_disk and wants_purge_seqno:  # docs/protocol.md 2.6
+            prepared = self.vbucket.high_prepared_seqno(end) if version is MarkerVersion.V2_0 else 0
+            version, purge = MarkerVersion.V2_2, self.vbucket.purge_seqno
         return SnapshotMarker(
             self.vbucket.vbid,
             start,
@@ -338,7 +340,7 @@ class ProducerStream:
             completed,
             purge_seqno=purge,
             high_prepared_seqno=prepared,
-            version=version,
+            version=int(version),
             opaque=self.opaque,
         )
 

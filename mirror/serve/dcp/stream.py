@@ -180,14 +180,13 @@ class DcpStream:
         self._encoder.manifest = now.manifest
         self._marker_end_seqno, self._last_sent_seqno = end_seqno, 0
         disk = first or end_seqno - position > BACKLOG_OF_DISK
-        says_purge = disk and self._marker_version == MarkerVersion.V2_2 and now.purge_seqno > 0  # docs/protocol.md 2.6
+        says_purge = disk and self._marker_version == MarkerVersion.V2_2  # docs/protocol.md 2.6
         version = MarkerVersion.V2_2 if says_purge else MarkerVersion.V1
         marker = SnapshotMarker(
             self.vbid,
             self._first_start_seqno if first else position + 1,
             end_seqno,
             DISK if disk else MEMORY,
-            end_seqno if says_purge else 0,
             purge_seqno=now.purge_seqno if says_purge else 0,
             version=int(version),
             opaque=self.opaque,
