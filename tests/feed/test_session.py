@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, PrivilegeMissing, SourceTimeout
 from mirror.feed.connection.session import NodeSession, StreamAnswer
-from mirror.feed.connection.transport import Opaques
+from mirror.feed.connection.transport import Link, Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.offset import StreamOffset
@@ -29,6 +30,8 @@ from mirror.wire.scan import Row
 from storage.model import SEQNO_MAX, FailoverLog, Seqno, Vbuuid
 from tests.feed.scripted_node import Answer, ScriptedNode, refuse, silent
 from tests.feed.test_bootstrap import access_to, first
+from tests.manual_clock import ManualClock
+from tests.sim.loop import SimLoop
 
 PREFIX = b"\0\0\0\7"
 VBID = 3
@@ -503,3 +506,79 @@ async def test_lost_connection_is_reported_once_and_closes_what_depends_on_it(tm
         assert owner.answers == []
         assert session.stream_count == 0
         assert (await session.closed) is owner.lost[0]
+
+
+# -- slow nodes, in simulated time ---------------------------------------------------------------------------------
+
+
+class SlowNode:
+    """Answers requests in order, a fixed time after the answer before; requests in `skipped` never."""
+
+    def __init__(self, path: Path, pause_s: float, skipped: Container[int] = ()) -> None:
+        self.clock = ManualClock()
+        self.loop = SimLoop(self.clock)
+        self.owner = Owner()
+        self.pause_s = pause_s
+        self.waiting: deque[Frame] = deque()
+        self._skipped = skipped
+        node = ScriptedNode()
+        node.port = 11210
+        access = access_to(node, path, request_timeout_s=30)
+        with self.loop.running():
+            self.session = NodeSession(
+                access, first(access), self.owner, self.clock, name="dcp-mirror:test:0", opaques=Opaques()
+            )
+            link = self.session._link = Link(self.session.address, self.clock)
+            link.on_batch, link.on_lost = self.session.on_batch, self.session.on_lost
+            transport: Any = self
+            link._transport = transport
+            self.session.ready = True
+
+    def write(self, data: bytes) -> None:
+        self.waiting.append(decode(data)[0])
+        if len(self.waiting) == 1:
+            self.loop.call_later(self.pause_s, self.answer)
+
+    def answer(self) -> None:
+        frame = self.waiting.popleft()
+        if self.waiting:
+            self.loop.call_later(self.pause_s, self.answer)
+        if frame.vbucket not in self._skipped and self.session.ready:
+            self.session.link.data_received(encode(response(frame, value=encode_failover_log(((1, 0),)))))
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        """Nothing is open."""
+
+    def request_all(self) -> float:
+        """Request 1,024 streams at once; return the seconds until each is answered or the connection is closed."""
+        began_s = self.clock.monotonic()
+        with self.loop.running():
+            for vbid in range(1024):
+                self.session.request_stream(vbid, stream_request(), PREFIX, self.owner)
+            while self.session.awaits_answers and (due_s := self.loop.next_due_in()) is not None:
+                self.clock.advance(due_s)
+                self.loop.run_due()
+        return self.clock.monotonic() - began_s
+
+
+@pytest.mark.parametrize("per_second", [25, 1, 0.05])
+def test_a_node_that_answers_slowly_opens_the_streams_of_1024_vbuckets(tmp_path: Path, per_second: float) -> None:
+    """All requests were sent at once, each with 30 s of its own: the first that expired closed the connection."""
+    node = SlowNode(tmp_path, 1 / per_second)
+    assert node.request_all() == pytest.approx(1024 / per_second)
+    assert len(node.owner.answers) == 1024
+    assert node.session.ready
+
+
+@pytest.mark.parametrize(("skipped", "after_s"), [(range(1024), 30), (range(500, 1024), 50), ({500}, 50)])
+def test_a_node_that_leaves_a_request_unanswered_is_left(
+    tmp_path: Path, skipped: Container[int], after_s: float
+) -> None:
+    """Its time begins with the answer before, so that later answers do not delay the end."""
+    node = SlowNode(tmp_path, 1 / 25, skipped)
+    assert node.request_all() == pytest.approx(after_s)
+    assert "did not answer the stream request of vb" in node.owner.lost[0].what
+    assert node.session.stream_count == 0

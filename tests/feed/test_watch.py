@@ -301,10 +301,19 @@ def test_progress_in_between_restarts_the_count(watched: tuple[ManualClock, Stan
 
 
 @pytest.mark.parametrize(
-    ("error", "closed"), [(SourceTimeout("no answer"), True), (HandshakeFailed("not initialised yet"), False)]
+    ("error", "awaits_answers", "closed"),
+    [
+        (SourceTimeout("no answer"), False, True),
+        (SourceTimeout("the streams of 1,024 vbuckets come first"), True, False),
+        (HandshakeFailed("not initialised yet"), False, False),
+    ],
 )
 async def test_a_node_that_does_not_say_how_far_it_is_counts_as_one_that_does_not_answer(
-    watched: tuple[ManualClock, Stand, SourceWatch], monkeypatch: pytest.MonkeyPatch, error: ClusterError, closed: bool
+    watched: tuple[ManualClock, Stand, SourceWatch],
+    monkeypatch: pytest.MonkeyPatch,
+    error: ClusterError,
+    awaits_answers: bool,
+    closed: bool,
 ) -> None:
     _, stand, watch = watched
 
@@ -312,6 +321,7 @@ async def test_a_node_that_does_not_say_how_far_it_is_counts_as_one_that_does_no
         raise error
 
     monkeypatch.setattr("mirror.feed.follow.watch.fetch_high_seqnos", fetch)
-    keeper = SimpleNamespace(session=SimpleNamespace(ready=True, link=None, close=stand.close), address="node")
+    session = SimpleNamespace(ready=True, link=None, close=stand.close, awaits_answers=awaits_answers)
+    keeper = SimpleNamespace(session=session, address="node")
     await watch._poll(keeper)  # type: ignore[arg-type]
     assert stand.done == ([str(error)] if closed else [])

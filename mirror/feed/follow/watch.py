@@ -5,7 +5,7 @@ row, the connection is closed: only a new one helps if the flow-control window s
 does not stream (docs/protocol.md 3). A stream that stops inside a snapshot is requested again, too: if the filter
 leaves out the rest of the snapshot, only a new stream gets the snapshot's end (docs/protocol.md 2.7). Invariants:
 - while a connection brings a disk snapshot of one vbucket, the connection's other vbuckets do not count as stalled;
-- if a node does not answer a poll in time, the connection to the node is closed.
+- if a node does not answer a poll in time, and no stream request waits for an answer, the connection is closed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class SourceWatch:
             by_mirror = session.handshake.by_mirror
             lost_ms = await fetch_lost_contact(session.link, self._settings) if by_mirror else {}
         except SourceTimeout as error:
-            session.close(error)
+            if not session.awaits_answers:  # else the poll's turn may come after those answers
+                session.close(error)
             return
         except ClusterError as error:
             log.debug("no-high-seqnos", node=str(keeper.address), error=str(error))
