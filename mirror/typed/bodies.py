@@ -141,13 +141,7 @@ class Bodies:
                     text = b""
                 stripped.append(text or b"{}")
             objects = pa.array(stripped, pa.binary())
-        pieces = list(self._pieces(objects, enclosed, 0, problems))
-        if len(pieces) == 1:
-            found = pieces[0]
-        elif pieces:
-            found = [pa.concat_arrays([piece[at] for piece in pieces]) for at in range(len(self._schema))]
-        else:
-            found = [pa.array([], each.type) for each in self._schema]
+        found = self._found(objects, enclosed, problems)
         misfits = {row: "; ".join(noted) for row, noted in sorted(problems.items())}
         all_fail, numbers_fail = self._reading.mode == "failfast", self._reading.keep_numbers
         failed = [row for row in misfits if all_fail or (numbers_fail and problems[row].lost_number)]
@@ -167,6 +161,27 @@ class Bodies:
                 texts[row] = bodies[row].as_py().decode(errors="replace")
             found.insert(self._corrupt_at, pa.array(texts, pa.string()))
         return Parsed(found, misfits)
+
+    def _found(self, objects: Any, enclosed: bool, problems: dict[int, Problems]) -> list[Any]:
+        odd = None if self._arrow is None else self._arrow.spelled_otherwise(objects)
+        if odd is None:
+            return self._joined(list(self._pieces(objects, enclosed, 0, problems)))
+        rows = pa.concat_arrays([pc.indices_nonzero(pc.invert(odd)), pc.indices_nonzero(odd)])
+        count = len(objects) - odd.true_count
+        plain, others = objects.take(rows[:count]), objects.take(rows[count:])
+        noted: dict[int, Problems] = {}
+        pieces = list(self._pieces(plain, enclosed, 0, noted))
+        pieces.append(self._one_by_one(others, self._schema, self._read_one, count, noted))
+        problems.update((rows[at].as_py(), each) for at, each in noted.items())
+        order = pc.sort_indices(rows)
+        return [each.take(order) for each in self._joined(pieces)]
+
+    def _joined(self, pieces: list[list[Any]]) -> list[Any]:
+        if len(pieces) == 1:
+            return pieces[0]
+        if not pieces:
+            return [pa.array([], each.type) for each in self._schema]
+        return [pa.concat_arrays([piece[at] for piece in pieces]) for at in range(len(self._schema))]
 
     def _pieces(self, objects: Any, enclosed: bool, first: int, problems: dict[int, Problems]) -> Iterator[list[Any]]:
         """Yield columns of the bodies, some rows at a time. The first body is row `first`. `enclosed` is True if all
@@ -231,8 +246,6 @@ class _ArrowReader:
         """
         if self._has_decimals and _any_matches(objects, _LARGE_NUMBER):
             raise pa.ArrowInvalid("a number that is too large")
-        if self._may_be_spelled_otherwise(objects):
-            raise pa.ArrowInvalid("a field in another spelling than its column")
         lines = pc.binary_replace_slice(objects, _BEHIND_ALL, _BEHIND_ALL, _LINE_END)
         lines.view(pa.string()).validate(full=True)  # Arrow's reader accepts bytes that are not UTF-8
         text = lines.buffers()[2]
@@ -249,16 +262,20 @@ class _ArrowReader:
             raise pa.ArrowInvalid("an integer -0")
         return [self._converted(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
 
-    def _may_be_spelled_otherwise(self, objects: Any) -> bool:
+    def spelled_otherwise(self, objects: Any) -> Any:
+        """Return a mask of the objects that may have a field in another spelling than its column; None for no one."""
         if not self._other_spellings:
-            return False
-        if _any_matches(objects, _ESCAPED_LETTER):  # it may be in a name
-            return True
+            return None
         if len(self._other_spellings) <= SPELLINGS_LENGTH_MAX:
-            return _any_matches(objects, self._other_spellings)
-        pattern = "|".join(f'"{"".join(_signs(name))}"' for name in self._names)
-        counts = [pc.sum(pc.count_substring_regex(objects, pattern, ignore_case=each)) for each in (False, True)]
-        return bool(counts[0] != counts[1])
+            odd = pc.match_substring_regex(objects, self._other_spellings)
+        elif any(_MAY_BE_ESCAPED in _signs(name) for name in self._names):
+            odd = pc.is_valid(objects)  # every one
+        else:
+            names = "|".join(f'"{name}"' for name in self._names)
+            exact, any_case = (pc.count_substring_regex(objects, names, ignore_case=each) for each in (False, True))
+            odd = pc.not_equal(exact, any_case)
+        odd = pc.or_(odd, pc.match_substring_regex(objects, _ESCAPED_LETTER))  # the letter may be in a name
+        return odd if pc.any(odd).as_py() else None
 
     def _readable(self, kind: Any) -> Any:
         """Return a type that Arrow's JSON reader can make and `_converted` turns into `kind`."""

@@ -3,7 +3,8 @@
     python -m tests.fuzz.documents COUNT SEED
 
 It prints a line of figures. A document may end the reading in `DocumentDoesNotFit` of mode=failfast alone; in the other
-modes it has the same columns whether Arrow reads it with others or Python reads it by itself.
+modes it has the same columns whether Arrow reads it with others or Python reads it by itself. As many documents as
+people have them are in mirrors, where every reader gives what `readers` finds in them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -57,11 +59,152 @@ _LENGTHS = (0, 1, 255, 4_096, 70_000)
 _ENCODINGS = (b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90\x80\x80", b"\0", b"\xef\xbb\xbf", b"\xe2\x82")
 
 
+Value = Callable[[], str]
+"""Makes values as JSON."""
+Collection = dict[str, Value]
+
+NAMES = (
+    *(
+        "id",
+        "ID",
+        "Id",
+        "amount",
+        "Amount",
+        "AMOUNT",
+        "total",
+        "state",
+        "tags",
+        "customer",
+        "createdAt",
+        "_id",
+        "_class",
+    ),
+    *(
+        "order",
+        "select",
+        "from",
+        "group",
+        "key",
+        "KEY",
+        "NULL",
+        "true",
+        "documents",
+        "0",
+        "1",
+        "a" * 300,
+        "A" * 300,
+        "B" * 64,
+    ),
+    *(
+        "value",
+        "Value",
+        "_key",
+        "_KEY",
+        "_value",
+        "_vbid",
+        "_corrupt_record",
+        "é",
+        "É",
+        "naïve",
+        "日本",
+        "ß",
+        "\ud83d\ude00",
+    ),
+)
+ODD_NAMES = (
+    *(
+        "",
+        " ",
+        "a b",
+        "a.b",
+        "US Gross",
+        "-1",
+        "\ufb03",
+        "\u212a",
+        'a"b',
+        "a'b",
+        "a`b",
+        "a\\b",
+        "a/b",
+        "~0",
+        "*",
+        "$",
+        "$.x",
+    ),
+    *("[0]", "(_seqno > 5)", "a,b", "a;b", "{a}", "a=b", "a:b", "line\u2028", "zero\0", "tab\t", "x" * 299 + " "),
+)
+INTEGERS = (0, 1, -1, 7, 2**31, 2**53 - 1, 2**53, 2**53 + 1, -(2**53) - 1, 2**63 - 1, -(2**63), 10**15)
+LARGE_INTEGERS = ("9223372036854775808", "-9223372036854775809", "1" + "0" * 400, "9" * 5_000, "-0")
+DOUBLES = (
+    *(
+        "0.1",
+        "0.5",
+        "1e3",
+        "1E-7",
+        "-0.0",
+        "1.0",
+        "12345678.5",
+        "5e-324",
+        "1.7976931348623157e308",
+        "9007199254740993.0",
+    ),
+    *("0." + "1" * 60, "1e22", "123456789.123456789", "0.30000000000000004"),
+)
+LARGE_DOUBLES = ("1e400", "-1e400", "1e309", "1" * 400 + ".5")
+TEXTS = (
+    *(
+        "",
+        "x",
+        "é",
+        "日本",
+        "new",
+        "9007199254740993",
+        "1.5",
+        "1e5",
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "true",
+        "null",
+        "{}",
+        "[1]",
+    ),
+    *(
+        "2026-01-31",
+        "2026-07-01T12:00:00Z",
+        "0001-01-01",
+        " blank ",
+        "a,b",
+        "line\nfeed",
+        "tab\t",
+        'say "x"',
+        "it's",
+        "back\\slash",
+    ),
+    *(
+        "\u2028",
+        "\u2029",
+        "\0",
+        "zero\0inside",
+        "\ud83d",
+        "\ude00",
+        "cut \ud83d",
+        "\ude00\ud83d",
+        "\ud83d\ude00",
+        "<b>",
+        "x" * 300,
+    ),
+    *("\ufeff", "\x7f", "\ufffd", "\uffff", "?", "\\ud83d", "NULL"),
+)
+
+
 class Documents:
     """A generator of bodies."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
+        self.odd_one_in = 300
+        """A value in how many is of any kind, or at an edge."""
 
     def number(self) -> str:
         pick = self._rng.choice
@@ -126,6 +269,77 @@ class Documents:
         sign, whole = pick(("", "-")), str(self._rng.randrange(10 ** self._rng.randrange(1, 20)))
         return sign + whole + ("" if pa.types.is_integer(kind) else pick(("", ".5", ".005", ".000", "." + "3" * 38)))
 
+    # -- documents as people have them
+
+    def collection(self) -> Collection:
+        """The fields of a collection's documents, each with values of one kind, mostly."""
+        return {name: self.kind() for name in self._names(self._rng.randrange(1, 9))}
+
+    def _names(self, count: int) -> list[str]:
+        return self._rng.sample(NAMES + ODD_NAMES if self._rng.randrange(4) == 0 else NAMES, count)
+
+    def kind(self, depth: int = 0) -> Value:
+        pick, rng = self._rng.choice, self._rng
+        what = rng.randrange(12 if depth < 3 else 7)
+        if what < 2:
+            return lambda: str(pick(INTEGERS) if rng.randrange(9) else pick(("-0", rng.randrange(-(10**18), 10**18))))
+        if what < 4:
+            return lambda: pick(DOUBLES) if rng.randrange(9) else repr(rng.uniform(-1e6, 1e6))
+        if what < 6:
+            return lambda: self.spelled(pick(TEXTS))
+        if what == 6:
+            return lambda: pick(("true", "false"))
+        if what < 9:
+            element = self.kind(depth + 1)
+            return lambda: f"[{','.join(element() if rng.randrange(8) else 'null' for _ in range(rng.randrange(4)))}]"
+        if what < 11:
+            fields = {name: self.kind(depth + 1) for name in self._names(rng.randrange(4))}
+            return lambda: self.object(fields)
+        kinds = [self.kind(depth + 1), self.kind(depth + 1)]
+        return lambda: pick(kinds)()
+
+    def odd(self) -> str:
+        """A value of any kind, or at an edge."""
+        return self._rng.choice((lambda: self._rng.choice((*LARGE_INTEGERS, *LARGE_DOUBLES)), self.kind(1)))()
+
+    def object(self, fields: Collection) -> str:
+        rng = self._rng
+        members = []
+        for name, value in fields.items():
+            if rng.randrange(8):
+                shown = (
+                    name
+                    if rng.randrange(12)
+                    else "".join(rng.choice((each.lower(), each.upper())) if each.isascii() else each for each in name)
+                )
+                made = (
+                    "null" if not rng.randrange(20) else self.odd() if not rng.randrange(self.odd_one_in) else value()
+                )
+                members.append(self.spelled(shown) + rng.choice((":", ": ")) + made)
+        rng.shuffle(members)
+        return "{" + rng.choice((",", ", ")).join(members) + "}"
+
+    def spelled(self, text: str) -> str:
+        """A text as JSON writers spell it: in ASCII or not, with needless escapes or not."""
+        rng = self._rng
+        has_half = any("\ud800" <= each <= "\udfff" for each in text)
+        found = json.dumps(text, ensure_ascii=has_half or bool(rng.randrange(2)))
+        if text.isascii() and text.isalnum() and not rng.randrange(20):
+            found = '"' + "".join(f"\\u{ord(each):04x}" if rng.randrange(2) else each for each in text) + '"'
+        return found.replace("/", "\\/") if not rng.randrange(9) else found
+
+    def document(self, fields: Collection) -> bytes:
+        rng = self._rng
+        what = rng.randrange(60)
+        if what == 0:
+            return self.odd().encode()
+        found = self.object(fields)
+        if what == 1:
+            found = rng.choice(
+                (f"[{found}]", f" {found}\n", found[:-1], found + "x", self.spelled(found), found.replace(",", ",,", 1))
+            )
+        return found.encode()
+
     def body(self, schema: Any) -> bytes:
         pick = self._rng.choice
         if self._rng.randrange(2):
@@ -171,7 +385,9 @@ def shown(column: Any, row: int) -> str:
 
 
 def run(count: int, seed: int) -> dict[str, Any]:
-    """Figures of `count` documents."""
+    """Figures of `count` documents of each kind."""
+    from tests.fuzz.readers import run as read_everywhere
+
     figures: Counter[str] = Counter()
     rng = Random(seed)
     documents = Documents(rng)
@@ -195,6 +411,7 @@ def run(count: int, seed: int) -> dict[str, Any]:
         figures[reading.mode] += len(bodies)
         for group in [bodies] if rng.randrange(2) else [[body] for body in bodies]:
             compare(schema, reading, group, bytes([datatype]) * len(group), figures)
+    figures += read_everywhere(count, rng)
     return dict(figures) | {"seed": seed, "types": len(TYPES), "processor_s": round(time.process_time() - started_s)}
 
 

@@ -1,4 +1,4 @@
-"""A document ends no process, and is read in the same way by Arrow and by Python: in a child, where a crash is seen.
+"""A document ends no process, and every reader gives what plain Python finds in it: in a child, where a crash is seen.
 
 DCP_MIRROR_FUZZ=10000000 pytest -m long -s tests/fuzz/test_documents.py
 """
@@ -8,10 +8,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
 
+import pyarrow as pa
 import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.pandas.types import from_arrow_schema
 
+from mirror import open_view
+from mirror.sql import sample
+from tests.fuzz.documents import NAMES, ODD_NAMES, Documents
+from tests.fuzz.readers import METADATA, Mirror, folded, quoted
 from tests.seeds import seed_from
+from tests.serve.http_site import Source, running
 
 EXECUTIONS_LONG = 1_000_000
 ONCE_FATAL = ('{"v":1e-999999999}', '{"v":"1e-2000000"}', '{"v":"1\\u0065-999999999"}', '{"v":"1e\\u002d999999999"}')
@@ -40,9 +51,36 @@ def test_small_numbers_end_no_process() -> None:
     assert subprocess.run([sys.executable, "-c", READ, *ONCE_FATAL], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("executions", [3_000, pytest.param(20_000, marks=[pytest.mark.ci])])
+@pytest.mark.parametrize("executions", [2_000, pytest.param(12_000, marks=[pytest.mark.ci])])
 def test_documents_are_read_in_one_way(executions: int) -> None:
     assert run(executions).startswith("done")
+
+
+@pytest.mark.ci
+def test_spark_and_an_http_server_read_what_plain_python_finds(spark: SparkSession, tmp_path: Path) -> None:
+    rng = Random(seed_from("DCP_MIRROR_FUZZ_SEED"))
+    documents = Documents(rng)
+    mirror = Mirror(tmp_path, Counter(), rng)
+    fields = {name: documents.kind() for name in rng.sample(NAMES + ODD_NAMES, 20)}
+    mirror.put({f"k{at}": documents.document(fields) for at in range(300)})
+    with open_view(mirror.made.path) as view:
+        found = [each for each in sample(view, "_default._default") if folded(each.name) not in METADATA]
+    columns = [each.field for each in found]
+    typed = from_arrow_schema(pa.schema([pa.field("_key", pa.string()), *columns]))
+    path = str(mirror.made.path)
+    reader = spark.read.format("mirror").option("mode", "permissive").option("columnNameOfCorruptRecord", "misfit")
+    mirror.check("Spark", reader.schema(typed).load(path).toArrow().to_pylist(), columns)
+    inferred = spark.read.format("mirror").option("inferSchema", True).load(path)
+    assert set(inferred.columns) >= set(typed.names)
+    mirror.check("Spark, inferred", inferred.toArrow().to_pylist(), columns)
+    with running(mirror.made.path, Source(path), sql=True) as site:
+        names = ", ".join(["_key", *(quoted(each.name) for each in columns)])
+        answer = site.client.post("/v1/query", json={"sql": f"SELECT {names} FROM documents"})
+        assert answer.status_code == 200, answer.text
+        own = [each["name"] for each in answer.json()["columns"]]
+        rows = [dict(zip(own, row, strict=True)) for row in answer.json()["rows"]]
+        mirror.check("HTTP", rows, [each.field.with_type(pa.json_()) if each.mixed else each.field for each in found])
+    mirror.made.close()
 
 
 @pytest.mark.long
