@@ -18,11 +18,11 @@ from pathlib import Path
 from mirror.client import AccessDenied, ServiceSaidNo, ask
 from mirror.errors import MirrorError
 from mirror.messages import GrantLease, ReleaseLease
-from storage.errors import ViewInvalidated
+from storage.errors import Unavailable, ViewInvalidated
 
 SECONDS = 60.0
 """A lease ends this long after its last renewal."""
-FIRST_TRIES = 40
+FIRST_TRIES_S = 10.0
 FIRST_RETRY_S = 0.25
 
 
@@ -66,14 +66,14 @@ class Lease:
             ask(self._directory, GrantLease(self.id, self._name, self._seconds, self._positions))
 
     def _ask_first(self) -> None:
-        for _ in range(FIRST_TRIES):
+        ends_s = time.monotonic() + FIRST_TRIES_S
+        while True:
             try:
                 return self._ask()
             except ServiceSaidNo as error:
-                if not error.retryable:
+                if not error.retryable or time.monotonic() > ends_s:
                     raise
             time.sleep(FIRST_RETRY_S)
-        return self._ask()
 
     def _renew(self) -> None:
         while not self._ended.wait(self._seconds / 3):
@@ -106,7 +106,8 @@ def of_reading(
     path: str | Path, name: str, *, seconds: float = SECONDS, lease_id: str | None = None
 ) -> Callable[[Mapping[int, tuple[int, int]]], AbstractContextManager[Lease]]:
     """Return the `lease` for `View.reading`. At its end, a lease with an id is left, because other processes may share
-    it. Raises what `Lease` raises, but ViewInvalidated if the service refuses the lease.
+    it. Raises what `Lease` raises, but ViewInvalidated if the service refuses the lease, and Unavailable if it
+    could not decide.
     """
 
     @contextmanager
@@ -114,6 +115,9 @@ def of_reading(
         try:
             lease = Lease(path, positions, name=name, seconds=seconds, lease_id=lease_id)
         except ServiceSaidNo as error:
+            if error.retryable:
+                hint = "try again; `dcp-mirror status` says which"
+                raise Unavailable("a process of the service does not answer", path=str(path), hint=hint) from error
             raise ViewInvalidated(error.what) from error
         try:
             yield lease

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,11 @@ VALUE = "value"
 DEFAULT_TABLE = "documents"
 TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "json_each", "json_tree", "repeat"})
 """Functions that make tables only from their arguments."""
+QUERY_NODES = frozenset({"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"})
+"""Nodes of a syntax tree that only read. Other nodes are INSERT_QUERY_NODE, COPY_QUERY_NODE and the like."""
+ONLY_SELECT = "only SELECT can be run: a mirror is read only"
+SLEEPING = frozenset({"sleep_ms", "pg_sleep"})
+"""Functions that only take time. A query holds a process while it sleeps."""
 _METADATA = [pa.field(f"_{each.name}", each.type) for each in DOCUMENTS if each.name != VALUE]
 _JSON = pa.json_()
 _VALUE = pa.field(VALUE, _JSON)
@@ -171,6 +176,8 @@ class SqlSession:
         try:
             return call()
         except (self._duckdb.Error, pa.ArrowException, RuntimeError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is not None and self.failure is None:
+                raise  # of this program, with a path
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> BaseException:
@@ -204,7 +211,7 @@ class SqlSession:
             raise QueryFailed("the query is nested too deep") from None
         if found["error"]:
             is_other = found["error_type"] == "not implemented"
-            raise QueryFailed("only SELECT can be run: a mirror is read only" if is_other else found["error_message"])
+            raise QueryFailed(ONLY_SELECT if is_other else found["error_message"])
         if len(found["statements"]) != 1:
             raise QueryFailed("one statement at a time")
         return found["statements"][0]["node"]
@@ -215,13 +222,18 @@ class SqlSession:
         own = {entry["key"].lower() for node in nodes for entry in node.get("cte_map", {}).get("map", ())}
         meant: dict[tuple[str, ...], str] = {}
         for node in nodes:
-            kind = node.get("type")
+            kind = str(node.get("type"))
+            if kind.endswith("_NODE") and kind not in QUERY_NODES:  # `WITH x AS (INSERT ...)`
+                raise QueryFailed(ONLY_SELECT)
+            if kind == "FUNCTION" and (name := node["function_name"].lower()) in SLEEPING:
+                raise QueryFailed(f"function {name} is not available: it holds up other queries")
             if kind == "TABLE_FUNCTION" and (name := node["function"]["function_name"].lower()) not in TABLE_FUNCTIONS:
                 raise QueryFailed(f"table function {name} is not available", hint=self._known())
             if kind == "BASE_TABLE":
                 path = tuple(part.lower() for part in node["qualified_name"]["path"])
-                if not (len(path) == 1 and path[0] in own):
-                    path = path[1:] if path[0] == "main" and len(path) == 2 else path  # DuckDB's default schema
+                path = path[1:] if path[0] == "main" and len(path) == 2 else path  # DuckDB's default schema
+                # A query's own table (WITH) hides a collection only in its scope, which DuckDB knows.
+                with suppress(_NoTable) if len(path) == 1 and path[0] in own else nullcontext():
                     collection = self._make(path, node["qualified_name"]["path"])
                     if meant.setdefault(path, collection) != collection:
                         hint = f'name one of them "{collection}"'
@@ -257,10 +269,14 @@ class SqlSession:
             if len(path) == 1 and not folded:
                 folded = [name for name in names if name.split(".")[1].lower() == requested.lower()]
             if len(folded) > 1:
-                raise QueryFailed(f"table {shown} is ambiguous", hint=f"it may be {' or '.join(sorted(folded))}")
+                raise _NoTable(f"table {shown} is ambiguous", hint=f"it may be {' or '.join(sorted(folded)[:20])}")
             if folded:
                 return folded[0]
-        raise QueryFailed(f"table {shown} does not exist", hint=self._known())
+        raise _NoTable(f"table {shown} does not exist", hint=self._known())
+
+
+class _NoTable(QueryFailed):
+    """A name means no collection, or several."""
 
 
 class Result:

@@ -8,11 +8,12 @@ import gc
 import json
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,10 +24,12 @@ import psutil
 import pyarrow as pa
 import pytest
 
+from mirror.client import SOCKET_NAME
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.serve.access.auth import entry_of, new_salt_key
 from mirror.serve.http.query_pool import Queries, QueryChild
+from mirror.serve.http.query_process import LEFT_BYTES_MAX
 from mirror.supervise.listeners import addresses
 from mirror.supervise.listeners.addresses import check_servers
 from storage.model import Collection, Seqno
@@ -40,6 +43,8 @@ ARROW = {"Accept": "application/vnd.apache.arrow.stream"}
 ENDLESS = "SELECT count(*) FROM range(1000000000000) t(a) WHERE a % 7 = 3"
 PASSWORD = "a good password"
 OWN_BYTES = 512 << 20
+FRESH_BYTES_MAX = 300 << 20
+"""More than a process has before its first query."""
 SHARED_BYTES = 200 << 20
 """No other server here has this bound: a process has it in its command."""
 
@@ -268,7 +273,7 @@ async def test_a_client_that_leaves_while_its_process_cannot_start_leaves_its_pl
 
     monkeypatch.setattr(QueryChild, "start", fails)
     queries = Queries(validated({"sql_processes": 1}))
-    client = asyncio.create_task(queries.take())
+    client = asyncio.create_task(queries.take("a user"))
     await asyncio.sleep(0)
     client.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -291,13 +296,128 @@ def small_site(source: Source) -> Iterator[Site]:
         "SELECT sum(length(repeat('x', 1000000000)))",
         "(" * 10_000,
         "SELECT * FROM range(100000) a, range(100000) b ORDER BY hash(a.range) LIMIT 90000000",
+        "SELECT json_valid(repeat('[', 50000000))",
     ],
     ids=lambda sql: sql[:30],
 )
 def test_a_query_that_needs_too_much_memory_is_refused(sql: str, small_site: Site) -> None:
     answer = small_site.client.post("/v1/query", json={"sql": sql})
     assert answer.status_code in (400, 413, 503), answer.text
+    kept = processes(64 << 20)
     assert ask(small_site, "SELECT 1").json()["rows"] == [[1]]
+    (process,) = processes(64 << 20)
+    if process in kept:  # what it keeps, the queries of other users lack
+        assert process.memory_info().data < FRESH_BYTES_MAX + LEFT_BYTES_MAX
+
+
+@contextmanager
+def service_that_answers(data: str, answer: bytes) -> Iterator[None]:
+    """A service that gives one answer to every command."""
+
+    class Answering(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(answer)
+
+    path = Path(data) / SOCKET_NAME
+    with socketserver.ThreadingUnixStreamServer(str(path), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            path.unlink()
+
+
+def refused(error: str, *, retryable: bool) -> bytes:
+    return json.dumps({"ok": False, "error": error, "exit_code": 1, "retryable": retryable}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "name"),
+    [
+        (refused("worker 0 did not answer within 25 s", retryable=True), 503, "unavailable"),
+        (b"[]\n", 503, "unavailable"),  # a service that does not answer at all takes longer
+        (refused("{data}: vbucket 2: the floor is above that", retryable=False), 410, "view-invalidated"),
+    ],
+    ids=["a worker hangs", "the supervisor is strange", "the history is gone"],
+)
+def test_errors_of_the_service_are_no_bad_requests_and_have_no_paths(
+    site: Site, source: Source, answer: bytes, status: int, name: str
+) -> None:
+    with service_that_answers(source.path, answer.replace(b"{data}", source.path.encode())):
+        found = site.client.post("/v1/query", json={"sql": "SELECT count(*) FROM documents"})
+    assert (found.status_code, found.json()["type"]) == (status, f"urn:dcp-mirror:{name}")
+    assert (found.headers.get("retry-after") == "1") == (status == 503)
+    for secret in (source.path, "worker", "kill", "Traceback"):
+        assert secret not in found.text
+    assert ask(site, "SELECT count(*) FROM documents").headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_user_who_may_read_nothing_takes_no_place(source: Source, tmp_path: Path) -> None:
+    write_users(tmp_path / "users.json", nil=("nope.nope",))
+    with running(Path(source.path), source, sql=True, users_file=tmp_path / "users.json") as site:
+        assert ask(site, "SELECT 1", 403, auth=("nil", PASSWORD)).json()["type"].endswith("forbidden")
+        assert not processes(OWN_BYTES)
+
+
+def test_a_user_holds_one_place_at_most_while_others_wait(source: Source, tmp_path: Path) -> None:
+    """Two queries of one user stopped those of all others for as long as they liked."""
+    write_users(tmp_path / "users.json", ann=("*",), bob=("*",))
+    with running(Path(source.path), source, sql=True, sql_processes=2, users_file=tmp_path / "users.json") as site:
+
+        def endless() -> httpx.Response:
+            return site.client.post("/v1/query", json={"sql": ENDLESS}, auth=("bob", PASSWORD))
+
+        first = in_thread(endless)
+        until("a query", lambda: len(busy(OWN_BYTES)) == 1)
+        second = in_thread(endless)
+        until("both queries", lambda: len(busy(OWN_BYTES)) == 2)
+        assert ask(site, "SELECT 1 AS a", auth=("ann", PASSWORD)).json()["rows"] == [[1]]
+        ended = second()
+        assert (ended.status_code, ended.json()["type"]) == (503, "urn:dcp-mirror:too-busy")
+        assert ended.headers["retry-after"] == "1"
+        until("the first query", lambda: busy(OWN_BYTES))[0].kill()
+        assert first().status_code == 503
+
+
+class Place:
+    """A process that has always answered."""
+
+    idle = answers = True
+    displaced = False
+
+    async def end(self) -> None: ...
+
+
+async def test_places_go_to_users_without_one_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QueryChild, "start", lambda _: asyncio.sleep(0, Place()))
+    queries = Queries(validated({"sql_processes": 2}))
+    first = [await queries.take("ann"), await queries.take("bob")]
+    order: list[str] = []
+
+    async def wait(name: str) -> QueryChild:
+        child = await queries.take(name[:3])
+        order.append(name)
+        return child
+
+    names = ("bob2", "ann2", "bob3", "cat1", "cat2")
+    waiting = {name: asyncio.create_task(wait(name)) for name in names}
+    await asyncio.sleep(0)
+    queries.give_back(first[0])
+    await waiting["ann2"]
+    assert order == ["ann2"], "bob came first, but holds a place"
+    waiting["bob3"].cancel()
+    queries.give_back(first[1])
+    await waiting["bob2"]
+    assert order == ["ann2", "bob2"], "now bob holds none, and came before"
+    queries.give_back(await waiting["bob2"])
+    queries.give_back(await waiting["ann2"])
+    await asyncio.gather(waiting["cat1"], waiting["cat2"])
+    for name in ("cat1", "cat2"):
+        queries.give_back(waiting[name].result())
+    await asyncio.wait_for(queries.close(), 10)
 
 
 def test_processes_have_no_variable_of_the_service_and_end_with_it(

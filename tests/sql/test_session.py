@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import duckdb
 import pytest
 
 from mirror import View
 from mirror.errors import QueryFailed
+from mirror.serve.http.problems import DETAIL_LENGTH_MAX, Problem
 from mirror.sql import Session
-from tests.spark.mirrors import SmallMirror
+from mirror.sql.session import SLEEPING
+from storage.format import records
+from storage.model import Collection, Manifest, ManifestUid, Seqno, SnapshotRange
+from tests.spark.mirrors import GROUPS, VBUCKETS, SmallMirror
 from tests.sql.rig import SCOPES, collections, put, rows
 
 
@@ -34,6 +39,13 @@ def test_each_collection_is_a_table_and_the_default_one_is_documents(mirror: Sma
         ("SELECT 1; SELECT 2", "one statement"),
         ("SELECT * FROM read_csv('/etc/passwd')", "read_csv is not available"),
         ("FROM '/etc/passwd'", "does not exist"),
+        ("SELECT pg_sleep(100)", "pg_sleep is not available"),
+        ("SELECT * FROM range(3) t(a) WHERE Sleep_MS(a) IS NULL", "sleep_ms is not available"),
+        ("SELECT list_transform([1], lambda x: main.pg_sleep(x))", "pg_sleep is not available"),
+        ("WITH x AS (INSERT INTO documents VALUES (1) RETURNING *) SELECT * FROM x", "only SELECT"),
+        ("WITH x AS (COPY (SELECT 1) TO '/tmp/x.csv') SELECT 1", "only SELECT"),
+        ("SELECT (WITH x AS (DELETE FROM documents RETURNING 1) SELECT count(*) FROM x)", "only SELECT"),
+        ("SELECT 1 UNION ALL (WITH x AS (UPDATE documents SET n = 1 RETURNING 1) SELECT * FROM x)", "only SELECT"),
     ],
 )
 def test_a_query_that_cannot_be_answered_says_why(mirror: SmallMirror, view: View, query: str, what: str) -> None:
@@ -52,6 +64,50 @@ def test_a_thousand_conditions_are_answered_and_as_many_levels_refused(mirror: S
         assert session.run(f"SELECT n FROM documents WHERE {others}").reader.read_all().to_pylist() == [{"n": 1}]
         with pytest.raises(QueryFailed, match="nested too deep"):
             session.run("WITH a AS (" * 5_000 + "SELECT 1" + ")" * 5_000)
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("SELECT count(*) FROM (WITH documents AS (SELECT 1) SELECT * FROM documents), documents", 2),
+        ("WITH orders AS (SELECT n FROM documents) SELECT sum(n) FROM orders", 3),
+        ("WITH orders AS (SELECT total AS n FROM inventory.orders) SELECT sum(n) FROM orders", 5),
+        ("SELECT sum(total) FROM orders WHERE total > (WITH orders AS (SELECT 1 AS a) SELECT a FROM orders)", 5),
+        ("WITH a AS (SELECT 7 AS n), b AS (SELECT * FROM a) SELECT n FROM b", 7),
+        ("WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r WHERE n < 5) SELECT sum(n) FROM r", 15),
+        ("SELECT sum(n) FROM (SELECT n FROM documents UNION ALL VALUES (10))", 13),
+    ],
+)
+def test_a_table_of_the_query_hides_a_collection_in_its_scope_alone(
+    mirror: SmallMirror, view: View, query: str, found: int
+) -> None:
+    ids = collections(mirror, "orders")
+    put(mirror, {"a": {"n": 1}, "b": {"n": 2}})
+    put(mirror, {"o": {"total": 5}}, collection_id=ids["orders"])
+    assert rows(view, query) == [(found,)]
+
+
+def test_every_sleeping_function_of_duckdb_is_known() -> None:
+    names = "SELECT function_name FROM duckdb_functions() WHERE function_name SIMILAR TO '.*(sleep|wait|delay).*'"
+    with duckdb.connect() as connection:
+        assert {name for (name,) in connection.execute(names).fetchall()} == SLEEPING
+
+
+def test_a_long_list_of_names_is_cut(mirror: SmallMirror, view: View) -> None:
+    """A hint of 80 KiB ended in an internal error."""
+    for vbid in range(VBUCKETS):
+        writer = mirror.writers[vbid % GROUPS]
+        seqno = mirror.seqnos[vbid] + 1
+        scopes = {number: f"{number:03}" + "s" * 240 for number in range(8, 308)}
+        entries = {number: Collection(number, number, "x", Seqno(seqno)) for number in scopes}
+        frame = records.HEADER.pack(0x80, 0x5F, 0, 13, 0, 0, 13, 0, 0) + seqno.to_bytes(8, "big") + bytes(5)
+        snapshot = SnapshotRange(Seqno(seqno), Seqno(seqno))
+        writer.vbuckets[vbid].system_event(seqno, frame, Manifest(ManifestUid(1), scopes, entries), snapshot)
+        writer.vbuckets[vbid].publish(seqno, seqno)
+        writer.commit()
+    with Session(view) as session, pytest.raises(QueryFailed, match="table x is ambiguous") as caught:
+        session.run("SELECT * FROM x")
+    assert len(Problem("bad-request", caught.value.what, hint=caught.value.hint).hint) <= DETAIL_LENGTH_MAX
 
 
 def test_other_collections_than_the_allowed_ones_do_not_exist(mirror: SmallMirror, view: View) -> None:

@@ -30,7 +30,7 @@ from mirror.serve.access.auth import Reader
 from mirror.serve.http.documents import collection_id
 from mirror.serve.http.problems import Problem, internal, of_storage
 from mirror.serve.http.requests import Parameters, collection_name, parse_position, position_text, vbucket
-from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service, leaves_line, send_and_drain
+from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service, leaves_line, owner, send_and_drain
 from mirror.serve.objects import CollectionNames, change_parts, collection_of, dumps
 from storage.errors import Closed, StorageError, Unavailable, ViewInvalidated
 from storage.read.states import Unreadable
@@ -86,16 +86,16 @@ async def get_changes(request: Request) -> Response:
         if perf_counter() > ends_s:
             await service.turns.turn()
             ends_s = perf_counter() + STEP_S
-    owner = f"user {reader.name}" if reader.name else f"peer {request.state.slot.peer}"
+    whose = owner(request, reader)
     if service.requests.streams.total() >= service.streams_max:
         raise Problem("too-busy", f"this process has {service.streams_max} streams already")
-    if service.requests.streams[owner] >= service.streams_per_reader_max:
-        raise Problem("too-busy", f"{owner} has {service.streams_per_reader_max} streams already")
+    if service.requests.streams[whose] >= service.streams_per_reader_max:
+        raise Problem("too-busy", f"{whose} has {service.streams_per_reader_max} streams already")
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
     if request.method == "HEAD":
         return Response(None, 200, headers, "text/event-stream")
     texts = ChangeStream(service, vbids, position, keep, reader).run(follow=follow)
-    return EventStream(texts, headers, service, owner, partial(service.rights_changed, reader))
+    return EventStream(texts, headers, service, whose, partial(service.rights_changed, reader))
 
 
 class EventStream(Response):

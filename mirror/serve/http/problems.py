@@ -68,7 +68,7 @@ class Problem(Exception):
         self.name = name
         self.status, self.title = TITLES[name]
         self.detail = detail[:DETAIL_LENGTH_MAX]
-        self.hint = hint
+        self.hint = hint[:DETAIL_LENGTH_MAX]
         self.more = more
         self.headers = dict(headers or {})
         if self.status == 503:

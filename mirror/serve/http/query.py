@@ -16,10 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mirror.serve.access.auth import Reader
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.query_pool import Queries
 from mirror.serve.http.requests import Parameters, body_of, header, json_of, moment
-from mirror.serve.http.service import Header, Service, leaves_line
+from mirror.serve.http.service import Header, Service, leaves_line, owner
 
 SQL_LENGTH_MAX = 64 * 1024
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
@@ -28,9 +29,9 @@ EXAMPLE = '{"sql": "SELECT count(*) FROM documents"}'
 
 
 class QueryAnswer(Response):
-    def __init__(self, request: Request, queries: Queries, query: dict[str, Any]) -> None:
+    def __init__(self, request: Request, queries: Queries, query: dict[str, Any], owner: str) -> None:
         super().__init__(None, 200)
-        self._request, self._queries, self._query = request, queries, query
+        self._request, self._queries, self._query, self._owner = request, queries, query, owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the query, and send its answer. Raises Problem only before anything was sent."""
@@ -39,7 +40,7 @@ class QueryAnswer(Response):
         try:
             async with asyncio.timeout(timeout_s):
                 with leaves_line(self._request):
-                    child = await self._queries.take()
+                    child = await self._queries.take(self._owner)
                 try:
                     with leaves_line(self._request):
                         head = await child.ask(self._query)
@@ -60,6 +61,7 @@ class QueryAnswer(Response):
     def _head(self, head: dict[str, Any]) -> list[Header]:
         return [
             (b"cache-control", b"no-store"),
+            (b"x-content-type-options", b"nosniff"),
             (b"content-type", (ARROW if self._query["arrow"] else JSON).encode()),
             (b"content-length", b"%d" % head["bytes"]),
             (b"mirror-truncated", json.dumps(head["truncated"]).encode()),
@@ -83,6 +85,13 @@ def parse(body: bytes, rows_max: int) -> dict[str, Any]:
     return {"sql": found["sql"], "as_of_ms": as_of_ms, "rows_max": rows_max if limit is None else limit}
 
 
+def refuse_who_reads_nothing(service: Service, reader: Reader) -> None:
+    """Raise Problem if the reader may read no collection: its queries would only take places."""
+    manifests = () if reader.reads_all else map(service.view.manifest, service.mirror.manifest_vbids())
+    if not reader.reads_all and not any(reader.may_read(name) for each in manifests for name in each.ids):
+        raise Problem("forbidden", f"{reader.name or 'anonymous'} may not read any collection")
+
+
 async def post_query(request: Request) -> Response:
     service: Service = request.state.service
     reader = await service.reader(request)
@@ -90,6 +99,7 @@ async def post_query(request: Request) -> Response:
     queries = service.queries
     if queries is None:
         raise Problem("not-found", "this service answers no SQL", hint="set sql = true")
+    refuse_who_reads_nothing(service, reader)
     body = await body_of(request)
     settings = queries.settings
     query = await service.read_in_bulk(request, partial(parse, body, settings.sql_rows_max))
@@ -100,4 +110,4 @@ async def post_query(request: Request) -> Response:
         "memory_bytes": settings.sql_memory_bytes,
         "patterns": sorted(reader.patterns),
     }
-    return QueryAnswer(request, queries, query)
+    return QueryAnswer(request, queries, query, owner(request, reader))

@@ -2,7 +2,8 @@
 
 The HTTP process sends a line of JSON for a query, and gets a line of JSON for its answer, then the answer's bytes.
 Invariants: an answer is sent once it is complete; when the HTTP process hangs up or ends, this process releases its
-lease, or lets it expire, and ends; the kernel, too, limits the memory of this process.
+lease, or lets it expire, and ends; the kernel, too, limits the memory of this process; a process that keeps much memory
+after a query ends with that query's answer.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import traceback
 from contextlib import ExitStack, closing
 from typing import Any
 
-from mirror.errors import MirrorError
+import psutil
+
+from mirror.errors import MirrorError, QueryFailed
 from mirror.serve.access.auth import Reader
 from mirror.serve.http.problems import Problem, internal, of_storage
 from mirror.sql import Session
 from mirror.sql.answers import Body
+from mirror.typed.bodies import DocumentDoesNotFit
 from storage.errors import StorageError
 from storage.read.view import Time, open_view
 
@@ -34,21 +38,33 @@ NICENESS = 5
 LEAVE_TRIES, LEAVE_TRY_S = 60, 0.05
 """Limit of interrupts of an abandoned query, and seconds after each. DuckDB's planner ignores them."""
 
+LEFT_BYTES_MAX = 128 * 1024 * 1024
+"""Memory that a process may keep from earlier queries. If it keeps more it ends, so that the next query has its own."""
+
 JsonObject = dict[str, Any]
+
+
+def held_bytes() -> int:
+    """Return the memory that RLIMIT_DATA counts."""
+    return int(psutil.Process().memory_info().data)
 
 
 class QueryProcess:
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self._session: Session | None = None
+        self._held_bytes_max = held_bytes() + LEFT_BYTES_MAX
 
     def run(self) -> None:
         threading.Thread(target=self._watch, daemon=True).start()
         for request in self._line.makefile("rb"):
             head, pieces = self._answer(json.loads(request))
+            head["ends"] = held_bytes() > self._held_bytes_max
             self._line.sendall(json.dumps(head).encode() + b"\n")
             for piece in pieces:
                 self._line.sendall(piece)
+            if head["ends"]:
+                return
 
     def _watch(self) -> None:
         """End this process once the other end has hung up."""
@@ -73,15 +89,19 @@ class QueryProcess:
             problem = Problem(
                 "too-large", "the query needs more memory than it may have", hint="raise sql_memory_bytes"
             )
-        except MirrorError as error:
+        except (QueryFailed, DocumentDoesNotFit) as error:
             problem = Problem("bad-request", error.what, hint=error.hint)
+        except MirrorError:  # of the service, for its operator
+            traceback.print_exc()
+            problem = Problem("unavailable", "the service could not hold the history of this query", hint="ask again")
         except Exception:
             traceback.print_exc()
             problem = internal()
         else:
             head = {"bytes": sum(map(len, body.pieces)), "rows": body.row_count, "truncated": body.is_cut}
             return head, body.pieces
-        return {"name": problem.name, "detail": problem.detail, "hint": problem.hint, **problem.more}, []
+        detail, hint = (each.replace(request["data"], "DATA") for each in (problem.detail, problem.hint))
+        return {"name": problem.name, "detail": detail, "hint": hint, **problem.more}, []
 
     def _query(self, request: JsonObject, body: Body) -> None:
         reader = Reader("", frozenset(request["patterns"]))

@@ -287,6 +287,11 @@ class Service:
         return True
 
 
+def owner(request: Request, reader: Reader) -> str:
+    """Return whose share a request takes: the user's, or the peer's if it is anonymous."""
+    return f"user {reader.name}" if reader.name else f"peer {request.scope['state']['slot'].peer}"
+
+
 def _not_logged_in() -> Problem:
     return Problem("not-authenticated", "wrong user or password")
 

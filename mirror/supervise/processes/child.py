@@ -127,7 +127,7 @@ class Child:
         process dies, hangs, or takes no commands.
         """
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
-            raise SupervisionError(f"{process_name(self.slot)} takes no commands")
+            raise SupervisionError(f"{process_name(self.slot)} takes no commands", retryable=True)
         number = self.send_command(command)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -135,7 +135,8 @@ class Child:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise SupervisionError(f"{process_name(self.slot)} did not answer within {timeout_s:g} s") from None
+            what = f"{process_name(self.slot)} did not answer within {timeout_s:g} s"
+            raise SupervisionError(what, retryable=True) from None
         finally:
             self._answers.pop(number, None)
 
