@@ -39,6 +39,8 @@ UNHEARD = "servers do not report"
 UNCONNECTED = "being connected to their node"
 MISLED = "clients are led to a mirror that does not answer for its vbuckets"
 
+HELD = "held until every copy has persisted them"
+
 CONNECTING = ("starting", "requesting", "no-active-node")
 """States of a vbucket that moves to another node, or whose first connection is being opened, if it has no node."""
 CONNECTING_S = 10.0
@@ -89,6 +91,8 @@ class Trouble:
             return "operations.md#a-corrupt-group"
         if self.what == MISLED:
             return "settings.md#kv_nodes"
+        if self.what == HELD:
+            return "troubleshooting.md#symptoms"
         if self.state == DISK_FULL:
             return "operations.md#the-disk-is-full"
         return f"troubleshooting.md#states-of-{'a-vbucket' if self.what in BROKEN.values() else 'the-service'}"
@@ -212,6 +216,8 @@ def _trouble(row: Row, failed: Mapping[int, bool], lag_limit_s: float) -> tuple[
         return (CATCHING_UP, UNCONNECTED) if connects(row) else (DEGRADED, WITHOUT_CONTACT)
     if row["state"] == "waiting" and row["last_error"] and _late(row, HELD_UP_S):
         return DEGRADED, "waiting after an error"
+    if (row.get("held_s") or 0) > lag_limit_s:
+        return DEGRADED, HELD
     if not row["published_seqno"] and row["lag_seqnos"] != 0:
         return CATCHING_UP, "not published"
     if _late(row, lag_limit_s):
@@ -258,7 +264,8 @@ def _error_of(rows: Sequence[Row], process_errors: Mapping[int, str]) -> str | N
     if _silent(rows[0]):
         return process_errors.get(rows[0]["worker"])
     with_error = (*BROKEN, "waiting", "starting")
-    return next((row["detail"] or row["last_error"] for row in rows if row["state"] in with_error), None)
+    found = (row for row in rows if row["state"] in with_error or row.get("held_s"))
+    return next((row["detail"] or row["last_error"] for row in found), None)
 
 
 def _places(rows: Sequence[Row], concerned: Sequence[Row]) -> str:

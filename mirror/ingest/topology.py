@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar
 
-from mirror.errors import BucketChanged
+from mirror.errors import BucketChanged, NotSupported
 from storage.model import Identity
 
 NO_NODE = -1
@@ -200,6 +200,12 @@ def check_bucket(mirrored: Identity, uuid: str | None, vbucket_count: int) -> No
         raise BucketChanged(
             f"bucket {name} at the source has {vbucket_count} vbuckets, the data directory has {mirrored.vbucket_count}"
         )
+
+
+def check_persists(found: ClusterMap, bucket: str) -> None:
+    """For `publish = persisted`: raise NotSupported if the bucket never persists anything."""
+    if found.ephemeral:
+        raise NotSupported(f"bucket {bucket} is ephemeral: it never persists data", hint="set publish to received")
 
 
 def newest_of(maps: Sequence[ClusterMap], bucket_uuid: str | None = None) -> ClusterMap:

@@ -31,6 +31,7 @@ from mirror.errors import (
     ConfigError,
     ExitCode,
     MirrorError,
+    NotSupported,
     OlderMap,
     PrivilegeMissing,
     TlsFailed,
@@ -46,7 +47,7 @@ from mirror.ingest.instructions import RequestStream
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.reactions import on_refusal
 from mirror.ingest.selection import StreamFilter
-from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, check_bucket
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, check_bucket, check_persists
 from mirror.wire import events as ev
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame, request
@@ -277,6 +278,11 @@ class Doctor:
                 text += f"; {len(without)} have no active node, the first is {without[0]}"
             remedy = "fail the missing node over, or bring it back: the mirror waits for them"
             self._judge("map", not without, text, remedy)
+        if self._settings.publish == "persisted":
+            try:
+                check_persists(found, self._access.source.bucket)
+            except NotSupported as error:
+                self._fail("bucket", error)
         if view is None:
             return False
         try:
@@ -325,7 +331,7 @@ class Doctor:
         troubles = self._status["troubles"]
         if troubles:
             remedy = f"see docs/{troubles[0]['procedure']}"
-            self._say("service", WARN, f"{self._status['state']}: {self._status['message']}", remedy)
+            self._say("service", WARN, f"{self._status['state']}: {'; '.join(self._status['reasons'])}", remedy)
         else:
             self._say("service", OK, str(self._status["state"]))
 

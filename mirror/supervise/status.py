@@ -26,6 +26,7 @@ from storage.read.view import View, open_view
 class VbucketRow(TypedDict):
     persisted_seqno: int | None
     held_snapshots: int | None
+    held_s: float | None
     stale: bool | None
     history_floor_seqno: int | None
     history_floor_ms: int | None

@@ -37,7 +37,7 @@ class ScriptedSession:
     sends_purge_seqno = False
     ready = True
     backfill_at = 0.0
-    received_at = 0.0
+    received_at = silent_s = 0.0
     address = "node"
 
     def __init__(self) -> None:

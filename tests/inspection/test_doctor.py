@@ -217,15 +217,24 @@ async def test_another_map_of_the_same_revision_is_named(tmp_path: Path) -> None
         assert "other ports" in steps["map"][1].remedy
 
 
+async def test_an_ephemeral_bucket_is_no_source_of_persisted_data(cluster: SandboxCluster, tmp_path: Path) -> None:
+    cluster.bucket.map.ephemeral = True
+    cluster.bucket.map.bump()
+    steps = await examined(cluster.connection_string, tmp_path, publish="persisted")
+    assert (steps["bucket"][1].verdict, steps["bucket"][1].remedy) == (StepVerdict.FAIL, "set publish to received")
+    assert "never persists data" in steps["bucket"][1].text
+    assert len((await examined(cluster.connection_string, tmp_path))["bucket"]) == 1
+
+
 async def test_what_the_running_service_says_is_repeated_and_compared(cluster: SandboxCluster, tmp_path: Path) -> None:
     mirror = await filled(cluster, tmp_path)
     ports = [cluster.nodes[owner].port for owner in cluster.bucket.map.owners]
     rows = [{"vbid": vbid, "node": f"127.0.0.1:{port if vbid else 1}"} for vbid, port in enumerate(ports)]
-    sound = {"state": "following", "message": "", "troubles": [], "vbuckets": rows[1:]}
+    sound = {"state": "following", "message": "", "reasons": [], "troubles": [], "vbuckets": rows[1:]}
     steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path), status=sound)
     assert (steps["service"][0].text, len(steps["map"])) == ("following", 1)
     trouble = {"procedure": "troubleshooting.md#states-of-the-service"}
-    wrong = {"state": "degraded", "message": "1 of 4 vbuckets damaged", "troubles": [trouble], "vbuckets": rows}
+    wrong = {"state": "degraded", "reasons": ["1 of 4 vbuckets damaged"], "troubles": [trouble], "vbuckets": rows}
     steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path), status=wrong)
     assert steps["service"][0].text == "degraded: 1 of 4 vbuckets damaged"
     assert steps["map"][1].text.startswith("the service streams 1 vbuckets from 127.0.0.1:1")

@@ -94,6 +94,16 @@ SITUATIONS: dict[str, tuple[list[Row], str, list[str]]] = {
     "behind from the start": (
         [GOOD, row(1, 5, 9, None)], "catching up", ["1 of 2 vbuckets behind since before the service started: 1"],
     ),
+    "a copy does not persist": (
+        [GOOD, row(1, 5, 9, 31.0, held_s=31.0, detail="held: the replica at db2:11210 has persisted seqno 5")],
+        "degraded", ["1 of 2 vbuckets held until every copy has persisted them: 1 "
+                     "(held: the replica at db2:11210 has persisted seqno 5)"],
+    ),
+    "a copy persists slowly": (
+        [GOOD, row(1, 5, 9, 31.0, held_s=3.0, detail="held: the replica at db2:11210 has persisted seqno 5")],
+        "catching up", ["1 of 2 vbuckets more than 30 s behind: 1 "
+                        "(held: the replica at db2:11210 has persisted seqno 5)"],
+    ),
     "a position is not known yet": ([GOOD, row(1, 5, None)], "catching up", ["1 of 2 vbuckets of unknown lag: 1"]),
 }  # fmt: skip
 

@@ -241,6 +241,7 @@ EVERY_BAD_STATE = {
     "failing": Bad({"degraded"}, {"state": "failing"}),
     "finished": Bad({"degraded"}, {"state": "finished"}),
     "waits after an error": Bad({"degraded"}, {"state": "waiting", "last_error": "busy", "lag_s": 2.0}),
+    "a copy does not persist": Bad({"degraded"}, {"held_s": 31.0, "detail": "held: the replica at db2:11210"}),
     "a silent worker": Bad({"degraded"}, {"report_age_s": 4.0}),
     "a store fails": Bad({"degraded"}, more={"groups": [{"group": 1, "error": "input/output error", "full": False}]}),
     "a start on a full disk": Bad(

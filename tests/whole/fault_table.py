@@ -236,6 +236,11 @@ def slow_link(site: Site) -> None:
     site.do(site.source.cluster.faults.slow, 4000, dcp_only=False, future=True)
 
 
+def stop_flusher(site: Site) -> None:
+    bucket = site.source.cluster.bucket
+    site.do(bucket.persistence_holds.update, {(vbid, bucket.map.owners[vbid]): 0 for vbid in (3, 4)})
+
+
 def wrong_settings(site: Site) -> None:
     with (site.data.parent / "settings.toml").open("a") as file:
         file.write('\nkv = "nowhere"\n')
@@ -295,6 +300,10 @@ FAULTS = {
     ),
     "a node is down at the start": Fault(
         down_at_the_start, "degraded", "without contact", "source-lost", "(?i)refused"
+    ),
+    "a copy does not persist": Fault(
+        stop_flusher, "degraded", r"held until every copy has persisted them.*the active copy at 127\.0\.0\.1:",
+        "degraded", "the active copy at 127", flags=("--set", "publish=persisted", "--set", "ready_lag_limit_s=2"),
     ),
     "the link is slow": Fault(slow_link, "catching up", "of unknown lag", doctor="catching up|unknown lag"),
     "a reload is refused": Fault(wrong_settings, "", "settings-refused", "settings-refused"),

@@ -19,7 +19,7 @@ from functools import partial
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
-from mirror.errors import ClusterError, ConfigError, MirrorError, NotSupported
+from mirror.errors import ClusterError, ConfigError, MirrorError
 from mirror.feed.cluster.collection_watch import CollectionWatch
 from mirror.feed.cluster.connections import Connections, FailureCount, NodeKeeper, report_defect
 from mirror.feed.cluster.map_follower import MapFollower
@@ -35,7 +35,7 @@ from mirror.ingest import events
 from mirror.ingest.instructions import VbucketStatus
 from mirror.ingest.selection import Selection
 from mirror.ingest.state import Phase
-from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision, check_bucket
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision, check_bucket, check_persists
 from mirror.log import get_logger
 from storage.model import Identity
 from storage.write.writer import GroupWriter
@@ -173,11 +173,8 @@ class Consumer:
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
         """Raise BucketChanged or NotSupported for a map with which mirroring cannot continue."""
         check_bucket(self.identity, found.bucket_uuid, found.vbucket_count)
-        if found.ephemeral and self._gated:
-            raise NotSupported(
-                f"bucket {self.identity.bucket_name} is ephemeral: it never persists data",
-                hint="set publish to received",
-            )
+        if self._gated:
+            check_persists(found, self.identity.bucket_name)
 
     def on_newer_map(self, found: ClusterMap) -> None:
         (self._share_map or self.follow)(found)

@@ -48,6 +48,25 @@ def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
     return min(seen.persisted_seqno, seen.last_seqno_received or 0)
 
 
+class SlowestCopy:
+    """The copy of a vbucket that holds its snapshots up: one that does not answer, or has persisted least."""
+
+    def __init__(self, copies: list[NodeAddress], seqnos: Sequence[int | None]) -> None:
+        """`copies`, the active one first, and the persisted seqno of each; None: it does not say."""
+        self.copies = copies
+        self.seqno: int | None = None
+        if not copies:
+            self.text = "held: the cluster map has no address of one of its copies"
+            return
+        at = min(range(len(copies)), key=lambda number: -1 if (seqno := seqnos[number]) is None else seqno)
+        self.seqno = seqnos[at]
+        copy = f"the {'replica' if at else 'active copy'} at {copies[at]}"
+        if self.seqno is None:
+            self.text = f"held: {copy} does not report what it has persisted"
+        else:
+            self.text = f"held: {copy} has persisted no more than seqno {self.seqno:,}"
+
+
 class PersistencePoller:
     """Asks the copies of each vbucket with a held snapshot, over one connection without DCP to each node."""
 
@@ -63,35 +82,33 @@ class PersistencePoller:
         try:
             while True:
                 await self._clock.sleep(self._settings.persistence_poll_interval_ms / 1000)
-                vbuuids = {
-                    vbucket.vbid: vbuuid for vbucket in vbuckets if (vbuuid := vbucket.observed_vbuuid) is not None
-                }
-                if vbuuids:
-                    copies = {vbid: self._copies.copies_of(vbid) for vbid in vbuuids}
-                    found = await self.ask(vbuuids)
-                    for vbucket in vbuckets:
-                        if vbucket.vbid in found and self._copies.copies_of(vbucket.vbid) == copies[vbucket.vbid]:
-                            vbucket.persisted(vbuuids[vbucket.vbid], found[vbucket.vbid])
+                held = {vbucket: vbuuid for vbucket in vbuckets if (vbuuid := vbucket.observed_vbuuid) is not None}
+                if not held:
+                    continue
+                found = await self.ask({vbucket.vbid: vbuuid for vbucket, vbuuid in held.items()})
+                for vbucket, vbuuid in held.items():
+                    slowest = found[vbucket.vbid]
+                    if self._copies.copies_of(vbucket.vbid) == slowest.copies:
+                        vbucket.held_by(slowest.text)
+                        if slowest.seqno is not None:
+                            vbucket.persisted(vbuuid, slowest.seqno)
         finally:
             for node in self._nodes.values():
                 node.close()
 
-    async def ask(self, vbuuids: Mapping[int, int]) -> dict[int, int]:
-        """Return by vbid the seqno that all copies have persisted. A vbucket is left out if a copy did not answer."""
+    async def ask(self, vbuuids: Mapping[int, int]) -> dict[int, SlowestCopy]:
+        """Return by vbid the copy that has persisted least."""
         by_node: dict[NodeAddress, list[int]] = {}
-        for vbid in vbuuids:
-            for address in self._copies.copies_of(vbid):
+        copies = {vbid: self._copies.copies_of(vbid) for vbid in vbuuids}
+        for vbid, addresses in copies.items():
+            for address in addresses:
                 by_node.setdefault(address, []).append(vbid)
         answers = await asyncio.gather(*(self._ask_node(address, vbids, vbuuids) for address, vbids in by_node.items()))
-        found: dict[int, int] = {}
-        missing: set[int] = set()
-        for vbids, seen in zip(by_node.values(), answers, strict=True):
-            for vbid in vbids:
-                if vbid in seen:
-                    found[vbid] = min(found.get(vbid, seen[vbid]), seen[vbid])
-                else:
-                    missing.add(vbid)
-        return {vbid: seqno for vbid, seqno in found.items() if vbid not in missing}
+        seen = dict(zip(by_node, answers, strict=True))
+        return {
+            vbid: SlowestCopy(addresses, [seen[address].get(vbid) for address in addresses])
+            for vbid, addresses in copies.items()
+        }
 
     async def _ask_node(self, address: NodeAddress, vbids: Sequence[int], vbuuids: Mapping[int, int]) -> dict[int, int]:
         """Return the persisted seqnos of one node, by vbid; empty if it cannot be reached."""

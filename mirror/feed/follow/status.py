@@ -102,6 +102,8 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str,
     contact, status, text = _contact(vbucket), vbucket.status, vbucket.text
     if vbucket.streaming and not vbucket.in_contact:
         status, text = VbucketStatus.WAITING, str(contact["last_error"])
+    elif (hold := vbucket.hold) is not None:
+        text = hold[0]
     return {
         "vbid": vbucket.vbid,
         "state": "stalled" if vbucket.stalled_streams else "failing" if failing else str(status),
@@ -126,6 +128,7 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str,
         "resync_why": vbucket.sink.resync_why,
         "persisted_seqno": vbucket.gate.persisted_seqno if vbucket.gate is not None else None,
         "held_snapshots": vbucket.gate.waiting if vbucket.gate is not None else 0,
+        "held_s": round(vbucket.hold[1], 1) if vbucket.hold is not None else None,
         "stale": state.staging_branch != state.branch and published > 0,
         "history_floor_seqno": int(state.history_floor_seqno),
         "local_purge_seqno": int(state.local_purge_seqno),

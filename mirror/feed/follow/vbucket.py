@@ -71,6 +71,8 @@ class MirroredVbucket(VbucketHost):
         """The session of the last poll, and the high seqno that it brought; None: unknown."""
         self.source_silent_ms: int | None = None
         """If the node is a mirror without contact to its own source, the time since the loss; otherwise None."""
+        self._held_by, self._held_at = "", clock.monotonic()
+        """The copy that holds snapshots up, and the time of the last release, or of the first hold since."""
         self._maps = maps
         self._collections = collections
         self._filter: StreamFilter | None = None
@@ -266,6 +268,18 @@ class MirroredVbucket(VbucketHost):
         assert self.machine is not None
         return self.machine.stored.failover_log.newest_vbuuid or None
 
+    @property
+    def hold(self) -> tuple[str, float] | None:
+        """What holds complete snapshots up, and for how many seconds; None if nothing is held."""
+        if self.gate is None or not self.gate.waiting or not self._held_by:
+            return None
+        return self._held_by, self._clock.monotonic() - self._held_at
+
+    def held_by(self, text: str) -> None:
+        if not self._held_by:
+            self._held_at = self._clock.monotonic()
+        self._held_by = text
+
     def persisted(self, vbuuid: int, seqno: int) -> None:
         """Publish held snapshots: every copy has persisted the history `vbuuid` up to `seqno`."""
         if self.gate is None or vbuuid != self.observed_vbuuid:
@@ -274,5 +288,6 @@ class MirroredVbucket(VbucketHost):
         self.report(self.machine.shown.status, self.machine.shown.text)  # an earlier refusal is over
         released = self.gate.release(seqno, self.sink.state())
         if released is not None:
+            self._held_by = ""
             self.writer.publish(*released)
             self.group.schedule()
