@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,6 +31,8 @@ KEYS = keys_of(0, 2_000)
 ENDS = ("sys.exit", "os._exit", "SIGKILL", "exec", "garbage collection")
 HANG_S = 60
 """SIGALRM ends a child after this time."""
+REQUESTS_MAX = 4
+"""A worker of the server ends after so many."""
 TURN_S = 0.002
 PURGED = "purged"
 """Said of a scan that the purger overtook: what it should say."""
@@ -249,7 +252,76 @@ def writer(path: str) -> None:
     opened.close()
 
 
-PROGRAMS: dict[str, Callable[..., None]] = {"PARENT": parent, "FORKER": forker, "WRITER": writer}
+def found_preloaded(path: str) -> str:
+    """What a child of the forkserver finds."""
+    from tests.storage import preloaded
+
+    assert preloaded.DOCUMENT is not None
+    return refused(lambda: preloaded.VIEW.get(KEYS[0])) or read_again(path)
+
+
+def forkserver(path: str) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.storage.preloaded"])
+    with context.Pool(2, maxtasksperchild=1) as workers:
+        for said in workers.map(found_preloaded, [path] * 6, chunksize=1):
+            say(said)
+
+
+class Application:
+    """Answers with what it found, in a view that it opens with the first request of a process."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._views: dict[int, View] = {}
+
+    def __call__(self) -> str:
+        view = self._views.get(os.getpid()) or self._views.setdefault(os.getpid(), open_view(self._path, partial=True))
+        return found_in(view)
+
+
+def serve(listener: socket.socket, application: Application) -> None:
+    """A worker, which ends after a few requests and on SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for _ in range(REQUESTS_MAX):
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(f"{os.getpid()} {application()}\n".encode())
+    sys.exit(0)
+
+
+def server(path: str) -> None:
+    """A preforking server: it loads and calls the application, forks workers, and replaces those that end."""
+    application = Application(path)
+    listener = socket.create_server(("127.0.0.1", 0))
+    say(f"{application()} {listener.getsockname()[1]}")
+    workers: set[int] = set()
+    ended = end_of_input()
+    while not ended.is_set():
+        while len(workers) < 3:
+            pid = os.fork()
+            if pid == 0:
+                serve(listener, application)
+            workers.add(pid)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        workers.discard(pid)
+        if pid and os.waitstatus_to_exitcode(status) not in (0, -signal.SIGKILL):
+            say(f"a worker ended with {os.waitstatus_to_exitcode(status)}")
+        if (said := application()) not in ("right", PURGED):
+            say(said)
+        time.sleep(TURN_S)
+    for pid in workers:
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {
+    "PARENT": parent,
+    "FORKER": forker,
+    "FORKSERVER": forkserver,
+    "SERVER": server,
+    "WRITER": writer,
+}
 
 if __name__ == "__main__":
     scan.CHUNK_ROWS = 500  # an unfinished read has something to read yet

@@ -1,18 +1,20 @@
 """Programs that fork, as preforking servers do: parent and child each read in a view of their own, and no process
 loses its place in LMDB's table of readers.
 
-    pytest tests/storage/test_forks.py             3 rounds with backups and counts
+    pytest tests/storage/test_forks.py             2 rounds with backups and counts
     pytest -m long tests/storage/test_forks.py     100 rounds
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from storage.env.environment import Environment
 from storage.errors import Closed
 from storage.read.view import View, open_view
 from tests.processes import ProcessGroup
-from tests.storage.forking import ENDS, KEYS, STATES, fill, found_in, read_again
+from tests.storage.forking import ENDS, KEYS, PURGED, REQUESTS_MAX, STATES, fill, found_in, read_again
 from tests.storage.rig import Clock
 from tests.storage.test_backup import Kept
 
@@ -96,6 +98,47 @@ def test_an_iterator_of_keys_that_forks_ends_in_the_child(path: str) -> None:
         assert found_in(view) == "right"
 
 
+def test_children_of_a_forkserver_that_has_a_view_read_in_views_of_their_own(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(path)
+    monkeypatch.setenv("PRELOADED_MIRROR", path)
+    with program("FORKSERVER", path) as running:
+        said, _ = running.communicate(timeout=120)
+    assert said.splitlines() == ["right"] * 6
+
+
+def answer(port: int) -> tuple[int, str]:
+    """A worker's process id, and what it found. A worker that is killed at that moment gives no answer."""
+    received = ""
+    while not received:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection, suppress(ConnectionError):
+            received = connection.makefile().read().strip()
+    pid, _, said = received.partition(" ")
+    return int(pid), said
+
+
+def test_a_preforking_server_that_read_before_it_forked_answers_right_while_the_mirror_is_written(path: str) -> None:
+    """As gunicorn with preload_app: workers end after some requests, or are killed, and are replaced."""
+    fill(path)
+    with program("WRITER", path), program("SERVER", path) as server, open_view(path, partial=True) as view:
+        assert server.stdout is not None
+        loaded, port = server.stdout.readline().split()
+        assert loaded in ("right", PURGED)
+        pids = set()
+        for number in range(24):
+            pid, said = answer(int(port))
+            assert said in ("right", PURGED)
+            pids.add(pid)
+            if number % 8 == 5:
+                assert slow_count(view) == len(KEYS)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        assert len(pids) >= 24 // REQUESTS_MAX
+        assert server.communicate(timeout=60)[0] == ""
+        assert server.returncode == 0
+
+
 # -- rounds ------------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +191,7 @@ def test_counts_and_backups_are_right_while_programs_fork(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backup was made that could not be restored; counts were wrong, and a process died of a signal."""
-    live_through(path, tmp_path, 3, monkeypatch)
+    live_through(path, tmp_path, 2, monkeypatch)
 
 
 @pytest.mark.long

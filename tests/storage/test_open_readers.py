@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
+from threading import Event, Lock, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,9 @@ import pytest
 from storage.admin.check import check
 from storage.history import branches, chain, index, merge, purge, removal
 from storage.read import bulk, scan, vbucket_reader
+from storage.read.view import open_view
 from tests.seeds import seed_from
+from tests.storage.open_readers import REFUSALS
 from tests.storage.test_writer import TO_THE_END, VBIDS, Store
 
 STEPS_OF_A_WORLD = 400
@@ -47,6 +51,33 @@ def shrink(patch: pytest.MonkeyPatch, rng: Random) -> None:
     patch.setattr(vbucket_reader, "MANIFESTS_MAX", rng.choice((1, 2)))
 
 
+class ReadingThread:
+    """Opens a view, reads and closes it, again and again, while others work, and fork."""
+
+    def __init__(self, path: str) -> None:
+        self.lock = Lock()
+        """Held during each turn: a writer that is to be opened again needs all views closed."""
+        self.error: Exception | None = None
+        self._path = path
+        self._ended = Event()
+        self._thread = Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.wait(0.005):
+                with self.lock, open_view(self._path, partial=True) as view, suppress(*REFUSALS):
+                    for document in (document for vbid in VBIDS for document in view.scan(vbid, now=0)):
+                        assert document.value == b"%d" % document.seqno, document
+        except Exception as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        assert self.error is None, repr(self.error)
+
+
 def live_through(seed: int, steps: int, counts: Counter[str]) -> None:
     """Run one world: a store, its model, and readers."""
     rng = Random(seed)
@@ -71,6 +102,10 @@ def live_through(seed: int, steps: int, counts: Counter[str]) -> None:
             if reader not in store.readers:
                 counts[f"{reader.kind} {'refused' if reader.refused else 'finished'}"] += 1
 
+    def crash_and_reopen() -> None:
+        with threads[0].lock, threads[1].lock:
+            store.crash_and_reopen()
+
     weights: dict[Callable[[], Any], float] = {
         publish: 30,
         stage: 2,
@@ -81,7 +116,8 @@ def live_through(seed: int, steps: int, counts: Counter[str]) -> None:
         lambda: store.roll_back(vbid=vbid(), share=rng.choice((1.0, 0.95, 0.8, 0.5, rng.random()))): 3,
         lambda: store.abandon(vbid=vbid()): 1,
         lambda: store.begin_resync(vbid=vbid()): 0.8,
-        store.crash_and_reopen: 0.3,
+        crash_and_reopen: 0.3,
+        store.fork: 0.3,
         lambda: store.purge(keep=rng.randint(1, 4), steps=rng.choice((1, 1, 2, 5, TO_THE_END))): 14,
         lambda: store.take_token(vbid=vbid()): 2,
         store.changes_bring_every_token_up_to_date: 0.5,
@@ -93,8 +129,10 @@ def live_through(seed: int, steps: int, counts: Counter[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch, rng)
         store.dead_for_ms = rng.choice((5, 40, 400))
+        threads: list[ReadingThread] = []
         try:
             store.create()
+            threads += [ReadingThread(store.path), ReadingThread(store.path)]
             for number, action in enumerate(rng.choices(list(weights), list(weights.values()), k=steps)):
                 try:
                     action()
@@ -107,7 +145,11 @@ def live_through(seed: int, steps: int, counts: Counter[str]) -> None:
                     raise AssertionError(f"DCP_MIRROR_READERS_SEED={seed}, step {number}: {error!r}") from error
             assert check(store.path).problems == []
         finally:
-            store.teardown()
+            try:
+                for thread in threads:
+                    thread.end()
+            finally:
+                store.teardown()
 
 
 def run(steps_min: int, record_property: Callable[[str, object], None]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +27,7 @@ from hypothesis.stateful import (
 
 from storage.admin.check import check
 from storage.env import directory
-from storage.errors import NoSuchBoundary, ViewInvalidated
+from storage.errors import Closed, NoSuchBoundary, ViewInvalidated
 from storage.format.records import decode_row
 from storage.history.branches import all_branches, purge_row
 from storage.history.purge import Window
@@ -55,6 +58,20 @@ def in_bulk(view: View, vbid: int, as_of: int | None = None) -> list[dict[bytes,
         found.append({row.key: (int(row.seqno), row.value) for row in rows})
         assert len(found[-1]) == len(rows)
     return found
+
+
+def in_child(work: Callable[[], object]) -> None:
+    """Do it in a forked child, which must end well."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(60)
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 class Store(RuleBasedStateMachine):
@@ -299,6 +316,24 @@ class Store(RuleBasedStateMachine):
     def read_on(self, steps: int) -> None:
         """Each ends with what was there at the boundary that it named, or is refused."""
         self.readers = [reader for reader in self.readers if reader.goes_on(steps)]
+
+    @rule()
+    def fork(self) -> None:
+        """A child reads the same in a view of its own; what it inherits is refused, or ends right."""
+
+        def read() -> None:
+            inherited, readers = self.view, self.readers
+            self.view = open_view(self.path, partial=True)
+            self.views_show_the_model()
+            self.as_of_shows_every_boundary()
+            for call in (inherited.states, lambda: inherited.get(KEYS[0][0]), inherited.published):
+                with pytest.raises(Closed, match="open another view in the child"):
+                    call()
+            while readers:
+                readers = [reader for reader in readers if reader.goes_on(50)]
+            inherited.close()
+
+        in_child(read)
 
     @rule()
     def changes_bring_every_token_up_to_date(self) -> None:

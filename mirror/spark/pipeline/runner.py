@@ -57,8 +57,8 @@ class LocalRunner:
         self._prepare = prepare
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """Run a single task, or all if `parallelism` is 1, in this process. Other processes are spawned, never forked:
-        an LMDB environment must not be used after a fork.
+        """Run a single task, or all if `parallelism` is 1, in this process. Other processes are spawned, because this
+        process may have threads.
         """
         if self.parallelism == 1 or len(tasks) <= 1:
             return self._run_here(function, tasks, progress)
