@@ -43,6 +43,7 @@ COUNTED = (
     "rev_only",
     "purged_here",
     "purged_there",
+    "never_sent",
     "moved",
     "not_compared",
     "behind_seqnos",

@@ -10,8 +10,9 @@ are of one history. Each key's newest versions in both copies are compared. L is
   has caught up.
 - Both sides purge old tombstones. A tombstone that only the mirror has is no difference: the source has purged it or no
   longer sends it. A tombstone that only the source has is a missing deletion, except if the mirror's purger has passed
-  it. A *document* that only the mirror has is a difference. But if B < E and the source has purged above B, it may have
-  purged the document's tombstone (`excuse_purged`).
+  it, or if the source did not send it: each node purges by itself, and after a failover another node may have it
+  (`NEVER_SENT`). A *document* that only the mirror has is a difference. But if B < E and the source has purged above B,
+  it may have purged the document's tombstone (`excuse_purged`).
 - Versions that differ only in their revision, by one, count as equal (`REV_ONLY`): when a durable delete aborts,
   kv_engine 7.2.4 raises the revision of the committed version in memory.
 - If the later copy lacks a document's collection, a drop or flush came between the two moments: the key is `MOVED`. If
@@ -45,6 +46,8 @@ class Verdict(Enum):
     REV_ONLY = "rev_only"
     PURGED_HERE = "purged_here"
     PURGED_THERE = "purged_there"
+    NEVER_SENT = "never_sent"
+    """A tombstone that the source had purged where and when this copy began; another node may still have it."""
 
 
 DIFFERENCES = frozenset((Verdict.MISSING_HERE, Verdict.MISSING_THERE, Verdict.DIFFERENT))
@@ -57,6 +60,8 @@ class Side:
     manifest: Manifest
     purge_seqno: Callable[[], int] = lambda: 0
     """Returns the seqno up to which tombstones may be gone. It rises: call this after a tombstone was found missing."""
+    missing_seqno: int = 0
+    """Tombstones up to here may be missing because the source did not send them."""
 
     def has_collection(self, version: Fingerprint) -> bool:
         """True if the version's collection exists and began before the version."""
@@ -113,6 +118,7 @@ class VbucketResult:
     """Keys that differ only in their revision, by one; they count as equal."""
     purged_here: int = 0
     purged_there: int = 0
+    never_sent: int = 0
     moved: int = 0
     """Keys that changed between the two moments. If a service runs, they were compared again."""
     not_compared: int = 0
@@ -164,11 +170,12 @@ class VbucketResult:
 def not_said(results: Iterable[VbucketResult]) -> str:
     found = list(results)
     seqnos, keys_left = sum(each.behind_seqnos for each in found), sum(each.not_compared for each in found)
-    revisions = sum(each.rev_only for each in found)
+    revisions, unsent = sum(each.rev_only for each in found), sum(each.never_sent for each in found)
     parts = [
         f"compared up to the published seqnos: the source is {seqnos:,} seqnos ahead" if seqnos else "",
         f"{keys_left:,} keys changed meanwhile and were not compared" if keys_left else "",
         f"of {revisions:,} keys the revision alone differs, by one: durable deletes were aborted" if revisions else "",
+        f"{unsent:,} tombstones of the source were purged before they could be sent to this mirror" if unsent else "",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -187,6 +194,8 @@ def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, sou
     if there is not None:
         if not mirror.has_collection(there) and mirror.seqno > source.seqno:
             return Verdict.MOVED
+        if there.deleted and there.seqno <= mirror.missing_seqno:
+            return Verdict.NEVER_SENT
         return Verdict.PURGED_HERE if there.deleted and there.seqno <= mirror.purge_seqno() else Verdict.MISSING_HERE
     assert here is not None, "a key is on one side at least"
     if here.deleted:

@@ -229,8 +229,10 @@ class Verifier:
     # -- reads of the mirror --------------------------------------------------------------------------------------
 
     def _side(self, reading: BoundaryRead, vbid: int) -> Side:
-        manifest = reading.manifest(vbid)
-        return Side(int(reading.pin(vbid).seqno), manifest, lambda: int(self._view.state(vbid).local_purge_seqno))
+        manifest, state = reading.manifest(vbid), self._view.state(vbid)
+        missing_seqno = min(state.missing_seqno, state.history_floor_seqno)
+        seqno = int(reading.pin(vbid).seqno)
+        return Side(seqno, manifest, lambda: int(self._view.state(vbid).local_purge_seqno), missing_seqno)
 
     def _fingerprints(self, reading: BoundaryRead, vbid: int) -> Iterator[Fingerprint]:
         for collection_id in sorted(reading.manifest(vbid).collections, key=keys.encode_collection_id):

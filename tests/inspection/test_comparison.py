@@ -24,8 +24,8 @@ def manifest(**begins: int) -> Manifest:
     return Manifest(ManifestUid(len(begins)), {0: "_default"}, collections)
 
 
-def side(seqno: int, *, purge_seqno: int = 0, **begins: int) -> Side:
-    return Side(seqno, manifest(**begins), lambda: purge_seqno)
+def side(seqno: int, *, purge_seqno: int = 0, missing_seqno: int = 0, **begins: int) -> Side:
+    return Side(seqno, manifest(**begins), lambda: purge_seqno, missing_seqno)
 
 
 ALIVE, DEAD = version("k", 5), version("k", 5, deleted=True)
@@ -53,6 +53,10 @@ ALIVE, DEAD = version("k", 5), version("k", 5, deleted=True)
         (None, DEAD, side(9, purge_seqno=4), side(9), Verdict.MISSING_HERE),
         (None, DEAD, side(9, purge_seqno=5), side(9), Verdict.PURGED_HERE),
         (None, ALIVE, side(9, purge_seqno=5), side(9), Verdict.MISSING_HERE),
+        (None, DEAD, side(9, missing_seqno=5), side(9), Verdict.NEVER_SENT),
+        (None, DEAD, side(9, missing_seqno=4), side(9), Verdict.MISSING_HERE),
+        (None, ALIVE, side(9, missing_seqno=5), side(9), Verdict.MISSING_HERE),
+        (ALIVE, version("k", 6, deleted=True), side(9, missing_seqno=9), side(9), Verdict.DIFFERENT),
         (ALIVE, None, side(9), side(9), Verdict.MISSING_THERE),
         (ALIVE, None, side(7), side(9), Verdict.MISSING_THERE),
         (DEAD, None, side(9), side(9), Verdict.PURGED_THERE),

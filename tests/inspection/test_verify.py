@@ -13,9 +13,10 @@ import lmdb
 import pytest
 
 from mirror.feed.read.reader import SourceReader
-from mirror.inspection.comparison import VbucketResult
+from mirror.inspection.comparison import VbucketResult, Verdict, not_said
 from mirror.inspection.verify import Verifier
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.data.bucket import fork
 from storage.env import directory
 from storage.format import keys, seal
 from storage.read.view import open_view
@@ -219,6 +220,37 @@ async def test_tombstones_that_a_side_has_forgotten_are_no_difference(cluster: S
     results = await verified(mirror, cluster, service=False)
     assert states(results) == ["equal"] * VBUCKETS
     assert any("forgotten deletions" in result.detail for result in results)
+
+
+async def test_tombstones_that_were_purged_at_the_node_of_the_first_fill_are_reported_apart(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    """Each node purges by itself: after a failover to one that purged less, 88 tombstones were "missing here"."""
+    write(cluster, 100)
+    for number in range(40):
+        cluster.delete(f"doc-{number}")
+    write(cluster, 100, "later")
+    cluster.bucket.to_disk()
+    replica = fork(cluster.bucket)
+    cluster.bucket.purge()
+    mirror = await filled(cluster, tmp_path)
+    cluster.vbuckets[:] = replica.vbuckets
+    for vbid in range(VBUCKETS):
+        cluster.failover(vbid)
+    results = await verified(mirror, cluster, service=False)
+    assert states(results) == ["equal"] * VBUCKETS
+    unsent = sum(result.never_sent for result in results)
+    assert unsent > 30
+    assert f"{unsent} tombstones of the source were purged before" in not_said(results)
+    cluster.delete("doc-50")  # above what was purged then, a missing deletion is a difference
+    mirror.start(cluster.connection_string)
+    await caught_up(mirror, cluster)
+    await mirror.stop()
+    (vbid,) = [vbid for vbid in range(VBUCKETS) if cluster.vbucket(vbid).log[-1].deleted]
+    alter(mirror, lambda txn, tree: txn.drop(tree(keys.keys_db(vbid)), delete=False), vbid)
+    (result,) = await verified(mirror, cluster, service=False, vbids=[vbid])
+    tombstones = [each for each in result.differences if each.there is not None and each.there.deleted]
+    assert [each.verdict for each in tombstones] == [Verdict.MISSING_HERE]
 
 
 # -- something is wrong -------------------------------------------------------------------------------------------
