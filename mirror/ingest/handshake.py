@@ -44,7 +44,7 @@ def begin(machine: MachineState, out: list[Instruction]) -> Phase:
         return machine.abandon(None, out)
     if continues:
         return _request(machine, out)
-    return _resync(machine, "the requested collections are not those of the stored data", out)
+    return resync(machine, "the requested collections are not those of the stored data", out)
 
 
 def _filter_continues(machine: MachineState) -> bool:
@@ -164,7 +164,7 @@ def _roll_back(machine: MachineState, seqno: int, why: str, out: list[Instructio
 def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
     machine.handshake.next_vbuuid = None
     if machine.handshake.common_tried:
-        return _resync(machine, why, out)
+        return resync(machine, why, out)
     if not machine.connected:
         return machine.idle(out)
     text = f"{why}: looking for common history in the source's failover log"
@@ -185,7 +185,7 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
     # rows. If the source really has less, it answers the next request with ROLLBACK and the true seqno.
     common = common_history(machine.stored.failover_log, boundary_seqno, event.failover_log)
     if common is None:
-        return _resync(machine, "no common history with the source", out)
+        return resync(machine, "no common history with the source", out)
     machine.handshake.next_vbuuid = common.vbuuid
     # Roll back first, then cut the failover log. In the other order, a crash in between would leave rows under a wrong
     # history, and the source would accept a request with that history.
@@ -204,7 +204,7 @@ def log_refused(machine: MachineState, event: ev.FailoverLogRefused, out: list[I
     return machine.react(reaction, b"", out)
 
 
-def _resync(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
+def resync(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
     if machine.assembler.boundary_seqno == 0:  # no old copy to keep
         return begin(machine, out)
     text = f"{why}: fetching the vbucket again next to the old copy"

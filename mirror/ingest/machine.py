@@ -125,7 +125,7 @@ _ROWS: Mapping[Phase, Mapping[type, Move]] = {
         ev.StreamRefused: Move(handshake.refused, (*_WENT_BACK, Phase.REFUSED, Phase.REQUESTING)),
     },
     Phase.STREAMING: {
-        SnapshotMarker: _MESSAGE,
+        SnapshotMarker: Move(streaming.message, (Phase.STREAMING, *_BROKEN, Phase.OPENING_RESYNC)),
         SeqnoAdvanced: _MESSAGE,
         SystemEvent: _MESSAGE,
         OsoSnapshot: _MESSAGE,

@@ -12,7 +12,7 @@ from typing import Any
 
 from mirror.ingest import events as ev
 from mirror.ingest.assembler import Assembler, Violation
-from mirror.ingest.handshake import finish
+from mirror.ingest.handshake import finish, resync
 from mirror.ingest.instructions import (
     AnswerMarker,
     Instruction,
@@ -91,6 +91,12 @@ def _marked(machine: MachineState, event: SnapshotMarker, out: list[Instruction]
             machine.marker_acks.append((event.end_seqno, event.opaque))
         else:
             return violated(machine, "too many markers that ask for an answer", out)
+    start_seqno, reported = machine.offset.start_seqno, event.reported_purge_seqno or 0
+    if not machine.offset.inside_snapshot and 0 < start_seqno == machine.assembler.position_seqno < reported:
+        # The source should have answered ROLLBACK (docs/protocol.md 2.5, case 2): deletions may be missing. It lets a
+        # filtered stream pass if a purge has lowered the collection's high seqno (MB-71917).
+        machine.close_stream(out)
+        return resync(machine, f"the source purged deletions up to {reported} and let {start_seqno} pass", out)
     machine.unsaved_marker = event
     if event.end_seqno == 0:
         _perhaps_empty(machine, out)

@@ -143,6 +143,7 @@ def requested_filter(
     collections: Container[int],
     manifest_uid: int,
     known_keys: frozenset[str] = KEYS,
+    may_be_empty: bool = False,
 ) -> FilterT:
     """Parse a stream request's filter. `scopes` and `collections` are the ids that exist for the client. A client that
     did not negotiate collections gets the default collection, and cannot send a filter (docs/protocol.md 2.4). Raises
@@ -153,7 +154,7 @@ def requested_filter(
             raise Refused(Status.EINVAL)
         return kind(collections=frozenset({0}), legacy=True)
     try:
-        found = parse_filter(value, has_stream_ids=has_stream_ids, known=known_keys)
+        found = parse_filter(value, has_stream_ids=has_stream_ids, known=known_keys, may_be_empty=may_be_empty)
     except RemoteProtocolError as error:
         raise Refused(error.status) from None
     if found.scope_id is not None and found.scope_id not in scopes:

@@ -30,8 +30,13 @@ class FilterRequest:
     purge_seqno: int | None = None
 
 
-def parse_filter(value: bytes, *, has_stream_ids: bool, known: frozenset[str] = KEYS) -> FilterRequest:
-    """Parse the value of a request on a connection with collections; ignore keys that are not in `known`."""
+def parse_filter(
+    value: bytes, *, has_stream_ids: bool, known: frozenset[str] = KEYS, may_be_empty: bool = False
+) -> FilterRequest:
+    """Parse the value of a request on a connection with collections; ignore keys that are not in `known`.
+
+    With `may_be_empty`, the list of collections may be empty.
+    """
     fields = {key: content for key, content in _object(value).items() if key in known} if value else {}
     if value and not fields:
         raise _wrong("The value of the request has no known key")
@@ -54,7 +59,7 @@ def parse_filter(value: bytes, *, has_stream_ids: bool, known: frozenset[str] = 
         scope_id = _hex(fields["scope"])
     elif "collections" in fields:
         names = fields["collections"]
-        if not isinstance(names, list) or not names:
+        if not isinstance(names, list) or not (names or may_be_empty):
             raise _wrong("`collections` must be a list of ids")
         collections = frozenset(_hex(name) for name in names)
     return FilterRequest(scope_id, collections, stream_id, None if purge_seqno is None else int(purge_seqno))

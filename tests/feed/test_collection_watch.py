@@ -17,6 +17,7 @@ from mirror.errors import NotSupported
 from mirror.feed.cluster.collection_watch import HIDDEN, CollectionWatch
 from mirror.ingest.selection import Selection, SourceManifest, StreamFilter
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.data.manifest import BucketManifest
 from mirror.server.session import ALL_PRIVILEGES, SYSTEM_COLLECTIONS
 from mirror.wire.constants import Status, StreamEndReason
 from storage.errors import UnknownCollection
@@ -244,6 +245,29 @@ async def test_a_node_whose_manifest_is_older_is_queried_again(
     mirror = mirrors.start(selection=AIRLINE)
     await until_holds(mirror, "inventory.airline", keys(20))
     assert "manifest is older" in mirror.row(1)["last_error"]
+
+
+@pytest.mark.parametrize("selection", [Selection(), AIRLINE], ids=["bucket", "collection"])
+async def test_documents_stay_while_a_restarted_node_has_no_manifest(
+    cluster: SandboxCluster, mirrors: Mirrors, selection: Selection
+) -> None:
+    """After its restart a node of 8.0 has manifest 0 until the cluster manager pushes the newest one again."""
+    write(cluster, 20)
+    mirror = mirrors.start(selection=selection)
+    await until_holds(mirror, "inventory.airline", keys(20))
+    pushed, cluster.bucket.manifest = cluster.bucket.manifest, BucketManifest()
+    await mirror.stop()
+    mirror.start(cluster.connection_string)
+    states = {"streaming"} if selection.whole else {"waiting"}
+    await mirror.until(lambda: {row["state"] for row in mirror.status()["vbuckets"]} <= states, "the older manifest")
+    for number in range(2):
+        await cluster.restart_node(number)
+    await mirror.until(lambda: all(node["reconnects"] for node in mirror.status()["nodes"]), "other sessions")
+    assert documents(mirror, "inventory.airline") == keys(20)
+    cluster.bucket.manifest = pushed
+    write(cluster, 3, "later")
+    await until_holds(mirror, "inventory.airline", keys(20) | keys(3, "later"))
+    assert {row["resyncs_begun"] for row in mirror.status()["vbuckets"]} == {0}
 
 
 async def test_a_source_without_collections_is_one_clear_error(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from mirror.errors import ClusterError, HandshakeFailed, SourceTimeout
 from mirror.feed.connection.bootstrap import Handshake
 from mirror.feed.follow.watch import SourceWatch
 from mirror.health import assess
+from mirror.ingest.selection import Selection
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.dcp.stream import ProducerStream
 from mirror.supervise.status import reported_row
 from tests.feed.harness import Mirrors
 from tests.manual_clock import ManualClock
@@ -68,6 +70,31 @@ async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_c
     await mirror.follow()
     await mirror.until_state(2, "streaming")
     assert mirror.status()["counters"]["requested_again_bytes"] == 0
+
+
+async def test_an_announced_end_that_never_comes_is_requested_again(
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8.0.2 may announce a hidden durable write's seqno to a filtered stream, and send nothing there (MB-73354)."""
+    mirrors.compares = False  # the mirror has one collection
+    cluster.bucket.create_scope("s")
+    cluster.bucket.create_collection("s", "c")
+    mirror = mirrors.start(selection=Selection.of(None, ["s.c"]))
+    await mirror.until(lambda: all(row["lag_seqnos"] == 0 for row in mirror.status()["vbuckets"]), "no lag")
+    finish = ProducerStream._finish
+
+    def withhold(stream: ProducerStream, out: bytearray) -> None:
+        stream._last_sent = stream._snapshot_end  # as if an item had been sent there
+        finish(stream, out)
+
+    monkeypatch.setattr(ProducerStream, "_finish", withhold)
+    with cluster.vbucket(2).group():
+        cluster.bucket.set("seen", {"a": 1}, collection="s.c", vbid=2)
+        cluster.bucket.prepare("hidden", {}, collection="s.c", vbid=2)
+    await mirror.until(lambda: mirror.row(2)["stalls"] > 0, "a stall")
+    monkeypatch.setattr(ProducerStream, "_finish", finish)
+    await mirror.until_published(2, cluster.vbucket(2).high_seqno)
+    assert [node["reconnects"] for node in mirror.status()["nodes"]] == [0]
 
 
 async def test_how_far_the_source_is_does_not_wait_for_the_next_poll(cluster: SandboxCluster, mirrors: Mirrors) -> None:

@@ -276,6 +276,28 @@ def test_inside_a_snapshot_that_overruns_the_end_the_request_reaches_to_the_snap
     assert rig.last(ins.RequestStream).end_seqno == 9
 
 
+@pytest.mark.parametrize(("purge_seqno", "passes"), [(0, True), (100, True), (101, False), (None, True)])
+def test_a_vbucket_is_fetched_again_if_the_source_let_it_on_below_the_purge_seqno(
+    purge_seqno: int | None, passes: bool
+) -> None:
+    """A filtered mirror may lack deletions then (MB-71917)."""
+    rig = streaming_at(100)
+    done = marker(rig, 101, 150, DISK, purge_seqno)
+    if passes:
+        assert kinds(done) == []
+        assert ins.RetryAfter not in kinds(rows(rig, 150))
+        return
+    assert kinds(done) == [ins.CloseStream, ins.BeginResync, ins.RequestStream]
+    assert requested(rig) == (0, 0, 0, 0)
+    assert "purged deletions up to 101 and let 100 pass" in rig.reports[-2].text
+
+
+def test_a_purge_seqno_above_a_position_inside_a_snapshot_is_no_sign_of_missing_deletions() -> None:
+    rig = rig_at(100, staged=110, open_snapshot=(101, 120))
+    rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
+    assert kinds(marker(rig, 101, 120, DISK, 115)) == []
+
+
 # --- accepted ---
 
 

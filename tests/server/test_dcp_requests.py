@@ -12,7 +12,7 @@ import pytest
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
-from mirror.wire.constants import Opcode, Status, StreamRequestFlag, VbucketRole
+from mirror.wire.constants import Opcode, Status, StreamEndReason, StreamRequestFlag, VbucketRole
 from mirror.wire.frame import Frame
 from storage.model import SEQNO_MAX, FailoverLog
 from tests.recordings import frames
@@ -349,6 +349,25 @@ async def test_flags_that_a_server_does_not_know_are_refused_from_7_2_on(profile
         cluster.set("k", {})
         client = await Client.dcp(cluster)
         assert (await client.ask(codec_dcp.to_frame(request(0, 0, flags)))).status == status
+
+
+@pytest.mark.parametrize(("profile", "status"), [("7.2", Status.EINVAL), ("8.0", Status.SUCCESS)])
+async def test_a_stream_of_no_collection_ends_at_once_from_8_0_on(profile: str, status: int) -> None:
+    async with SandboxCluster(vbuckets=1, profile=profile) as cluster:
+        cluster.set("k", {})
+        client = await Client.dcp(cluster)
+        value = b'{"collections":[]}'
+        assert (await client.ask(codec_dcp.to_frame(replace(request(0, 0), value=value)))).status == status
+        if status == Status.SUCCESS:
+            await client.until(lambda: client.of(ev.StreamEnd))
+            assert [event.reason for event in client.of(ev.StreamEnd)] == [StreamEndReason.FILTER_EMPTY]
+
+
+async def test_a_node_of_8_0_hangs_up_on_a_purge_seqno_that_is_too_long() -> None:
+    async with SandboxCluster(vbuckets=1, profile="8.0") as cluster:
+        client = await Client.dcp(cluster)
+        client.send(codec_dcp.to_frame(replace(request(0, 0), value=b'{"purge_seqno":"%023d"}' % 1)))
+        await asyncio.wait_for(client.closed.wait(), 10)
 
 
 async def test_a_stream_from_the_latest_begins_at_the_high_seqno() -> None:

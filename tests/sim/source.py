@@ -149,6 +149,7 @@ class SimProducer(SandboxProducer):
         source = self.source
         plain = super()._open_stream(request, stream_filter, history)
         options = {"disk_flags": plain._disk_flags, "announced_ends": plain._announced_ends}
+        options["ephemeral"] = source.ephemeral
         stream = SimStream(plain.vbucket, request, plain._filter, plain._controls, source.rng, plain._tuning, **options)
         stream._encoder = SimEncoder(self.controls)
         stream.counts, stream.shapes = source.counts, source.shapes
@@ -237,6 +238,8 @@ class Source:
             checkpoints_kept=rng.choice((1, 2, 4)),
         )
         self.bucket.tuning.live_snapshot_items = live_snapshot_items
+        self.bucket.tuning.purge_seqno_reported = rng.random() < 0.85
+        self.ephemeral = rng.random() < 0.3
         self.nodes = [SimNode(number, self.bucket) for number in range(2)]
         for vbid in range(vbuckets):
             self.bucket.map.owners[vbid] = vbid % 2

@@ -74,6 +74,7 @@ def parse(
     has_collections: bool,
     has_stream_ids: bool,
     known: frozenset[str] = KEYS,
+    may_be_empty: bool = False,
     sees_system: bool = True,
 ) -> SandboxFilter:
     """Return the filter of a stream request. Raises Refused.
@@ -91,6 +92,7 @@ def parse(
         collections=manifest.collections.keys() - (hidden.system_collections if hidden else set()),
         manifest_uid=manifest.uid,
         known_keys=known,
+        may_be_empty=may_be_empty,
     )
     inside = (each.collection_id for each in manifest.collections.values() if each.scope_id == found.scope_id)
     found.shown = frozenset(inside) if found.collections is None else found.collections

@@ -7,6 +7,7 @@ turn, as in kv_engine (docs/protocol.md 2.8).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from mirror.sandbox.dcp import filter as filters
 from mirror.sandbox.dcp.filter import SandboxFilter
 from mirror.sandbox.dcp.stream import DISK, ProducerStream
 from mirror.server.controls import Controls
-from mirror.server.errors import Refused, rolled_back, unknown_collection
+from mirror.server.errors import OutOfPlace, Refused, rolled_back, unknown_collection
 from mirror.server.producer import Producer, ProducerPort, StreamHistory
 from mirror.wire.constants import (
     SnapshotFlag,
@@ -31,6 +32,7 @@ from mirror.wire.constants import (
 from mirror.wire.events import StreamRequest
 from storage.model import FailoverLog
 
+_LONG_PURGE_SEQNO = re.compile(rb'"purge_seqno"\s*:\s*"[0-9]{21,}"')
 PIECE_BYTES = 256 * 1024
 TURNS_BYTES = 1024 * 1024
 """Limit of the bytes sent at once while the streams take turns: 1 KiB for each of 1,024 streams."""
@@ -124,12 +126,16 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         return request
 
     def _parse_filter(self, request: StreamRequest) -> SandboxFilter:
+        profile = self._port.bucket.profile
+        if profile.since(8, 0) and _LONG_PURGE_SEQNO.search(request.value):
+            raise OutOfPlace("a purge seqno above 64 bits")  # 8.0.2 hangs up
         return filters.parse(
             request.value,
             self._port.bucket.manifest,
             has_collections=self.controls.collections,
             has_stream_ids=self.controls.stream_ids,
-            known=self._port.bucket.profile.stream_keys,
+            known=profile.stream_keys,
+            may_be_empty=profile.since(8, 0),
             sees_system=self._port.sees_system(),
         )
 

@@ -145,6 +145,11 @@ class ProducerStream:
         if self._lacks_tombstones():
             out += self.end(StreamEndReason.STATE_CHANGED)  # kv_engine reports a rollback by this reason
             return False
+        is_partial = not self._first_marker_sent and self.seqno < self._request.snap_end_seqno
+        holds_all = self._filter.holds_all(vbucket.collection_high_seqno, self.seqno)
+        if holds_all and not is_partial and self.seqno < vbucket.purge_seqno:
+            self.seqno = high  # kv_engine skips the backfill (v8.0.2 engines/ep/src/dcp/backfill_by_seqno_disk.cc)
+            return True
         if self._filter.legacy:
             high = vbucket.collection_high_seqno.get(0, 0)
             if high <= self.seqno:
