@@ -167,7 +167,7 @@ class SqlSession:
     def _answered(self, query: str) -> Any:
         relation = self._connection.sql(self._prepare(query, self._tree(query)))
         for name, kind in zip(relation.columns, relation.types, strict=True):
-            if _overflows(kind):
+            if _is_lost(kind):
                 raise QueryFailed(f"column {name} has the type {kind}", hint="cast it to VARCHAR")
         return relation.to_arrow_reader(BATCH_ROWS)
 
@@ -346,11 +346,13 @@ class _Table(ds.Dataset):  # type: ignore[misc]
             raise
 
 
-def _overflows(kind: Any) -> bool:
-    """Return True for a DuckDB type with unsigned numbers of 128 bits, because Arrow makes large ones negative."""
+def _is_lost(kind: Any) -> bool:
+    """Return True for a DuckDB type with values that Arrow changes: large unsigned numbers of 128 bits become negative,
+    and times lose their zone.
+    """
     if kind.id in ("list", "array", "struct", "map", "union"):
-        return any(_overflows(child) for _, child in kind.children if not isinstance(child, int))
-    return bool(kind.id == "uhugeint")
+        return any(_is_lost(child) for _, child in kind.children if not isinstance(child, int))
+    return kind.id in ("uhugeint", "time with time zone")
 
 
 def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:

@@ -212,13 +212,52 @@ def test_a_range_scan_is_of_the_user_who_began_it(site: Site) -> None:
     )
     assert client.log_in(BOB) == 0
     assert client.ask(go_on).status == Status.EACCESS
-    assert (
-        client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, value=body, datatype=1, vbucket=VBID)).status == Status.EACCESS
-    )
+    again = client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, value=body, datatype=1, vbucket=VBID))
+    assert again.status == Status.UNKNOWN_COLLECTION
     assert client.log_in(USER, "wrong") == Status.AUTH_ERROR
     assert client.ask(fr.request(Opcode.GET, key=b"small")).status == Status.EACCESS
     other = kv(site.kv, user=BOB)
     assert other.ask(go_on).status == Status.KEY_ENOENT
+
+
+def test_a_collections_number_does_not_say_whether_it_exists(site: Site) -> None:
+    """KV and DCP gave one status for a collection that may not be read, and another for one that does not exist."""
+
+    def by_http(number: int) -> list[object]:
+        bob = web(site.http, user=BOB)
+        base = f"/v1/collections/{number}/documents"
+        return [bob.get(path)[0] for path in (f"{base}/secret", base, f"/v1/changes?follow=false&collection={number}")]
+
+    def by_kv(number: int) -> list[object]:
+        client = kv(site.kv, user=BOB)
+        client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR, Feature.JSON]))
+        scan = json.dumps({"collection": f"{number:x}", "range": {"start": "AA==", "end": "/w=="}}).encode()
+        frames = [fr.request(opcode, key=bytes([number]) + b"secret", vbucket=VBID) for opcode in GETTERS]
+        frames.append(fr.request(Opcode.RANGE_SCAN_CREATE, value=scan, datatype=1, vbucket=VBID))
+        seqnos = bytes(3) + b"\1" + number.to_bytes(4, "big")
+        frames.append(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=seqnos))
+        answers = [client.ask(each) for each in frames]
+        assert all(each.status for each in answers)
+        return [(each.status, each.value) for each in answers]
+
+    def by_dcp(number: int) -> list[object]:
+        client = kv(site.dcp, user=BOB)
+        client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR]))
+        client.ask(codec_kv.select_bucket(b"orders"))
+        value = b'{"collections":["%x"]}' % number
+        request = ev.StreamRequest(VBID, 0, 0, SEQNO_MAX, 0, 0, 0, value, opaque=7)
+        for event in (ev.DcpOpen(b"bob", 1, opaque=1), ev.DcpControl(b"enable_noop", b"true", opaque=2), request):
+            client.line.sendall(codec_dcp.encode(event))
+        while (answer := client.receive()).opaque != 7:
+            pass
+        assert answer.status
+        return [answer.status, answer.value]
+
+    for ask in (by_http, by_kv, by_dcp):
+        assert ask(9) == ask(77), "9 exists, and bob may not read it"
+
+
+GETTERS = (Opcode.GET, Opcode.GET_META, Opcode.GET_REPLICA, Opcode.SUBDOC_GET)
 
 
 @pytest.mark.parametrize(

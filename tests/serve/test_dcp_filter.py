@@ -75,25 +75,28 @@ def test_a_filter_by_scope_takes_its_new_collections_and_is_empty_when_it_ends()
 
 
 @pytest.mark.parametrize(
-    ("patterns", "value", "allowed"),
+    ("patterns", "value", "status"),
     [
-        (("*",), b"", True),
-        (("shop.*",), b"", False),
-        (("shop.*",), b'{"scope":"8"}', True),
-        (("shop.c9",), b'{"scope":"8"}', False),
-        (("shop.c9",), b'{"collections":["9"]}', True),
-        (("shop.c9",), b'{"collections":["9","a"]}', False),
-        (("_default._default",), b'{"collections":["0"]}', True),
+        (("*",), b"", None),
+        (("shop.*",), b"", Status.EACCESS),
+        (("shop.*",), b'{"scope":"8"}', None),
+        (("shop.c9",), b'{"scope":"8"}', Status.EACCESS),
+        (("shop.c9",), b'{"collections":["9"]}', None),
+        (("shop.c9",), b'{"collections":["9","a"]}', Status.UNKNOWN_COLLECTION),
+        (("_default._default",), b'{"scope":"8"}', Status.UNKNOWN_SCOPE),
+        (("_default._default",), b'{"collections":["0"]}', None),
     ],
 )
-def test_nothing_passes_that_the_reader_may_not_read(patterns: tuple[str, ...], value: bytes, allowed: bool) -> None:
+def test_nothing_passes_that_the_reader_may_not_read(
+    patterns: tuple[str, ...], value: bytes, status: Status | None
+) -> None:
     reader = Reader("r", frozenset(patterns))
-    if allowed:
+    if status is None:
         made(value, reader=reader)
         return
     with pytest.raises(Refused) as caught:
         made(value, reader=reader)
-    assert caught.value.status == Status.EACCESS
+    assert caught.value.status == status
 
 
 def test_a_client_without_collections_needs_the_default_one() -> None:

@@ -84,7 +84,8 @@ def test_readers_get_what_they_may_read_and_nothing_else(guarded: Site) -> None:
 
 def test_changes_of_other_collections_are_not_listed(guarded: Site) -> None:
     found = guarded.changes(("shop", "secret"))
-    assert [event["data"].get("document", {}).get("collection_id") for event in found] == [9, None]
+    read = [(event["event"], event["data"].get("document", {}).get("collection_id")) for event in found]
+    assert sorted(read) == [("end", None), ("mutation", 9), *[("system_event", 9)] * VBUCKETS]
     assert len(guarded.changes(("all", "secret"))) == VBUCKETS + 3
     guarded.get("/v1/changes", 403, params={"collection": "_default"}, auth=("shop", "secret"))
 
@@ -293,10 +294,53 @@ def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) ->
         eventually_now(lambda: not site.server.service.requests.streams)
 
 
+def test_an_error_that_waited_is_judged_by_the_rights_at_its_end(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal of an error's answer was a 500 in plain text."""
+    after = Service.after
+    file = with_users(tmp_path / "users.json", {"ann": "x"})
+
+    async def removes(*arguments: Any, **more: Any) -> Any:
+        with_users(file, {})
+        return await after(*arguments, **more)
+
+    monkeypatch.setattr(Service, "after", removes)
+    with running(tmp_path / "data", source, users_file=file) as site:
+        for path in ("/documents/none?token=1:1:1&timeout_ms=0", "/documents?vbid=1&token=1:1:1&timeout_ms=0"):
+            with_users(file, {"ann": "x"})
+            answer = site.client.get(f"/v1/collections/_default{path}", auth=("ann", "x"))
+            assert (answer.status_code, answer.json()["type"]) == (403, "urn:dcp-mirror:forbidden")
+
+
+def test_no_answer_is_taken_for_another_type(site: Site) -> None:
+    site.source.put("a")
+    shown = site.get("/openapi.json").json()["paths"]
+    for path, operations in shown.items():
+        for filled in (
+            path.format(collection="_default", key="a", vbid=1),
+            path.format(collection="x", key="b", vbid=99),
+        ):
+            for method in operations:
+                query = "?follow=false" if path == "/v1/changes" else ""
+                answer = site.client.request(method, filled + query)
+                assert answer.headers["x-content-type-options"] == "nosniff", (method, filled, answer.status_code)
+    for path in ("/", "/page.js", "/openapi.json", "/nothing"):
+        assert site.client.get(path).headers["x-content-type-options"] == "nosniff", path
+
+
+def test_changes_are_not_sent_in_chunks_to_a_client_without_chunks(site: Site) -> None:
+    answer = site.raw(b"GET /v1/changes?follow=false HTTP/1.0\r\nHost: localhost\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"transfer-encoding" not in answer.lower()
+    assert b"use HTTP/1.1" in answer
+
+
 def test_a_website_cannot_read_this_machine_by_a_name_of_its_own(site: Site) -> None:
     site.source.put("a")
     site.get(site.document("a"), 403, headers={"Host": "evil.example"})
-    for host in ("localhost", "localhost:8091", "127.0.0.1", "[::1]:80", "mirror.localhost"):
+    local = ("localhost", "localhost:8091", "127.0.0.1", "[::1]:80", "mirror.localhost")
+    for host in (*local, "LOCALHOST", "localhost.", "LocalHost.:80", "Mirror.Localhost."):
         site.get(site.document("a"), headers={"Host": host})
     for path in ("/readyz", "/livez", "/openapi.json", "/", "/page.js", "/nothing"):
         site.get(path, 403, headers={"Host": "evil.example"})

@@ -133,6 +133,45 @@ def test_an_answer_is_arrow_for_who_accepts_it(site: Site) -> None:
     assert table.to_pydict() == {"n": [0, 1, 2, 3, 4], "city": ["c0", "c1", "c2", "c0", "c1"]}
 
 
+@pytest.mark.parametrize(
+    ("accept", "arrow"),
+    [
+        ("*/*", False),
+        ("{arrow};q=0", False),
+        ("{arrow};q=0.000, */*", False),
+        ("{arrow};q=nonsense", False),
+        ("application/json, {arrow};q=0.5", False),
+        ("{arrow}2", False),
+        ("{arrow};q=0.5", True),
+        ("application/json;q=0.5, {ARROW}; Q=1.0", True),
+        ("text/html, {arrow}", True),
+    ],
+)
+def test_accept_is_a_list_with_weights(site: Site, accept: str, arrow: bool) -> None:
+    name = ARROW["Accept"]
+    answer = ask(site, "SELECT 1", headers={"Accept": accept.format(arrow=name, ARROW=name.upper())})
+    assert answer.headers["content-type"] == (name if arrow else "application/json")
+
+
+@pytest.mark.parametrize(
+    ("sql", "words"),
+    [
+        ("SELECT TIMETZ '12:00:00+02' AS t", "TIME WITH TIME ZONE"),
+        ("SELECT [TIMETZ '12:00:00+02'] AS t", "TIME WITH TIME ZONE"),
+        *((f"SELECT {value} AS t", "24:00:00") for value in (
+            "TIME '24:00:00'", "[TIME '24:00:00']", "{'a': TIME '24:00:00'}", "map {'a': [TIME '24:00:00']}",
+            "array_value(TIME '24:00:00')", "TIME '24:00:00'::TIME_NS",
+        )),
+    ],
+)  # fmt: skip
+def test_a_time_that_json_would_change_is_an_error_with_a_remedy(site: Site, sql: str, words: str) -> None:
+    problem = ask(site, sql, 400).json()
+    assert words in problem["detail"]
+    assert "VARCHAR" in problem["hint"]
+    shown = ask(site, "SELECT TIME '24:00:00'::VARCHAR, TIMETZ '12:00:00+02'::VARCHAR, [TIME '23:59:59']").json()
+    assert shown["rows"] == [["24:00:00", "12:00:00+02", ["23:59:59"]]]
+
+
 @pytest.mark.parametrize(("limit", "count"), [(None, 40), (3, 3), (0, 0), (40, 40)])
 def test_rows_above_the_limit_are_cut_and_the_answer_says_so(limit: int | None, count: int, site: Site) -> None:
     for headers in ({}, ARROW):

@@ -29,6 +29,7 @@ from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.log import get_logger
 from mirror.wire.sasl import HASHES, ITERATIONS_MAX, ITERATIONS_MIN, ScramVerifier, salt_of
+from storage.model import Manifest
 
 SECRET_BYTES_MIN = 16
 USERS_FILE_BYTES_MAX = 8 * 1024 * 1024
@@ -57,6 +58,19 @@ class Reader:
     def may_read(self, collection: str) -> bool:
         """Return True if the patterns match `scope.collection`."""
         return not self.patterns.isdisjoint(("*", f"{collection.partition('.')[0]}.*", collection))
+
+
+def visible(manifest: Manifest, reader: Reader) -> Manifest:
+    """Return a manifest's collections and scopes that a reader may read. Every reader may see the default scope."""
+    names = manifest.names()
+    collections = {number: entry for number, entry in manifest.collections.items() if reader.may_read(names[number])}
+    seen = {entry.scope_id for entry in collections.values()}
+    scopes = {
+        number: name
+        for number, name in manifest.scopes.items()
+        if number in seen or number == 0 or f"{name}.*" in reader.patterns
+    }
+    return Manifest(manifest.uid, scopes, collections)
 
 
 class SourceUser:

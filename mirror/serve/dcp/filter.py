@@ -6,7 +6,7 @@ collections that the scope has in the manifest at the snapshot's end; only colle
 
 from __future__ import annotations
 
-from mirror.serve.access.auth import Reader
+from mirror.serve.access.auth import Reader, visible
 from mirror.server.errors import Refused
 from mirror.server.producer import ProducerFilter, requested_filter
 from mirror.wire.constants import Status
@@ -42,13 +42,14 @@ def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> 
 def parse(
     value: bytes, manifest: Manifest, reader: Reader, *, has_collections: bool, has_stream_ids: bool
 ) -> ServedFilter:
+    shown = manifest if reader.reads_all else visible(manifest, reader)
     found = requested_filter(
         ServedFilter,
         value,
         has_collections=has_collections,
         has_stream_ids=has_stream_ids,
-        scopes=manifest.scopes,
-        collections=manifest.collections,
+        scopes=shown.scopes,
+        collections=shown.collections,
         manifest_uid=manifest.uid,
     )
     check_reader(found, manifest, reader)

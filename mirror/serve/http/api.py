@@ -187,7 +187,8 @@ async def get_readyz(request: Request) -> Response:
 
 async def get_openapi(request: Request) -> Response:
     Parameters(request, ())
-    return Response(description(), 200, {"Cache-Control": "no-cache"}, "application/json")
+    headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
+    return Response(description(), 200, headers, "application/json")
 
 
 def page_file(name: str) -> bytes:
@@ -294,6 +295,8 @@ class GuardedApp:
             problem = _problem_of(error, scope)
             if status:
                 raise
+            reader = state.pop("reader", None)
+            problem = (reader and self._service.rights_changed(reader)) or problem
             await problem.response()(scope, receive, counted)
         finally:
             memory.hold(0)

@@ -55,6 +55,8 @@ log = get_logger("http")
 async def get_changes(request: Request) -> Response:
     service: Service = request.state.service
     reader = await service.reader(request)
+    if request.scope["http_version"] == "1.0":  # the server would send chunks all the same
+        raise Problem("bad-request", "changes are sent in chunks, which HTTP/1.0 lacks", hint="use HTTP/1.1")
     await service.turns.turn()  # looking at 1,024 vbuckets takes 1.5 ms
     parameters = Parameters(request, ("vbid", "since", "follow", "collection", *WAIT_PARAMETERS))
     view = service.view

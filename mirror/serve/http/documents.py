@@ -25,8 +25,8 @@ from mirror.serve.http.requests import (
     Page,
     Parameters,
     body_of,
-    header,
     json_of,
+    list_header,
     path_collection,
     path_key,
     requested_keys,
@@ -108,7 +108,9 @@ class DocumentRequest(NamedTuple):
         as_of = parameters.as_of()
         tokens, timeout_s = service.tokens(parameters)
         vbid = service.view.vbid_of(key)
-        return DocumentRequest(collection, key, vbid, form, as_of, tokens, timeout_s, header(request, b"if-none-match"))
+        return DocumentRequest(
+            collection, key, vbid, form, as_of, tokens, timeout_s, list_header(request, b"if-none-match")
+        )
 
     def read(self, service: Service, reader: Reader, bytes_max: int) -> Document | None:
         """Raises AnswerTooLarge for a document of more than `bytes_max` bytes."""

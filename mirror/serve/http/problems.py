@@ -81,7 +81,7 @@ class Problem(Exception):
         return found | ({"hint": self.hint} if self.hint else {}) | self.more
 
     def response(self) -> Response:
-        headers = {"Cache-Control": "no-store"} | self.headers
+        headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"} | self.headers
         return Response(dumps(self.object()), self.status, headers, MEDIA_TYPE)
 
 

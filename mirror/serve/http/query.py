@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from mirror.serve.access.auth import Reader
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.query_pool import Queries
-from mirror.serve.http.requests import Parameters, body_of, header, json_of, moment
+from mirror.serve.http.requests import Parameters, accepts, body_of, json_of, moment
 from mirror.serve.http.service import Header, Service, leaves_line, owner
 
 SQL_LENGTH_MAX = 64 * 1024
@@ -104,7 +104,7 @@ async def post_query(request: Request) -> Response:
     settings = queries.settings
     query = await service.read_in_bulk(request, partial(parse, body, settings.sql_rows_max))
     query |= {
-        "arrow": ARROW in (header(request, b"accept") or ""),
+        "arrow": accepts(request, ARROW, rather_than=JSON),
         "data": str(settings.data),
         "verify_reads": settings.verify_reads,
         "memory_bytes": settings.sql_memory_bytes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ PAGE_LENGTH_MAX = 4096
 PARAMETERS_MAX = 2_048
 """Limit of parameters in a URL: one for each vbucket of a bucket, and all others."""
 TOKENS_MAX = 64
+WEIGHT = re.compile(r"[01](\.\d{0,3})?")
 NAME_LENGTH_MAX = 251 * 2 + 1
 """Characters of scope.collection, 251 for each name."""
 
@@ -76,6 +78,22 @@ def _url_key(found: bytes, encoding: str, name: str, *, bytes_min: int = 0) -> b
 
 def path_collection(request: Request) -> str | int:
     return collection_name(unquote(request.path_params["collection"]))
+
+
+def list_header(request: Request, name: bytes) -> str | None:
+    """Return a header that is a list: all its lines, joined (RFC 9110, section 5.3)."""
+    found = [str(value, "latin-1") for each, value in request.scope["headers"] if each == name]
+    return ", ".join(found) if found else None
+
+
+def accepts(request: Request, media_type: str, rather_than: str) -> bool:
+    """Return True if Accept names `media_type`, and not `rather_than` with a higher weight (RFC 9110, 12.5.1)."""
+    weights = {}
+    for each in (list_header(request, b"accept") or "").lower().split(","):
+        name, *parameters = (part.strip() for part in each.split(";"))
+        given = next((part[2:] for part in parameters if part.startswith("q=")), "1")
+        weights[name] = float(given) if WEIGHT.fullmatch(given) else 0.0
+    return weights.get(media_type, 0.0) > 0 and weights[media_type] >= weights.get(rather_than, 0.0)
 
 
 class Parameters:

@@ -338,6 +338,7 @@ def refuse_gone(request: Request) -> None:
 def _strange_name(host: str) -> str | None:
     """Return the host name of a Host header, if it is neither an address nor this machine's name."""
     name = host[: host.rindex("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+    name = name.lower().removesuffix(".")
     if not name or name == "localhost" or name.endswith(".localhost"):
         return None
     try:

@@ -17,13 +17,13 @@ from typing import TypeVar
 
 from mirror.clock import Clock
 from mirror.log import get_logger
-from mirror.serve.access.auth import Reader
+from mirror.serve.access.auth import Reader, visible
 from mirror.server.cluster_config import render_manifest
 from mirror.server.errors import NeedsMemory, Refused, unknown_collection
 from mirror.wire.constants import Status
 from storage.env import directory
 from storage.errors import AnswerTooLarge, NotHeld, StorageError, Unavailable, UnknownCollection, ViewInvalidated
-from storage.model import Document, Manifest, VbucketState
+from storage.model import DEFAULT_COLLECTION, Document, Manifest, VbucketState
 from storage.read import scan, states, stream
 from storage.read.states import Unreadable
 from storage.read.stream import ServedState
@@ -291,24 +291,15 @@ class KvBucket:
 
 
 def _check_collection(collection_id: int, manifest: Manifest, reader: Reader) -> None:
+    """Refuse a collection that the reader may not read as one that does not exist, so that numbers say nothing. The
+    default collection is known to all.
+    """
     name = manifest.name_of(collection_id)
-    if name is None:
-        raise unknown_collection(manifest.uid)
-    if not reader.may_read(name):
+    if name is not None and reader.may_read(name):
+        return
+    if collection_id == DEFAULT_COLLECTION and not reader.reads_all:
         raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read this collection")
-
-
-def visible(manifest: Manifest, reader: Reader) -> Manifest:
-    """Return a manifest's collections and scopes that a reader may read. Every reader may see the default scope."""
-    names = manifest.names()
-    collections = {number: entry for number, entry in manifest.collections.items() if reader.may_read(names[number])}
-    seen = {entry.scope_id for entry in collections.values()}
-    scopes = {
-        number: name
-        for number, name in manifest.scopes.items()
-        if number in seen or number == 0 or f"{name}.*" in reader.patterns
-    }
-    return Manifest(manifest.uid, scopes, collections)
+    raise unknown_collection(manifest.uid)
 
 
 def _collection_of(wire_key: bytes) -> int:
