@@ -2,8 +2,8 @@
 
 The form is as recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md; each official client accepts it
 (docs/protocol.md 2.12). Invariants: clients look for a node without a host at the address they connected to, which is
-right only for a single node; a node's management ports are its key-value ports, and these answer HTTP with
-`NO_MANAGEMENT`.
+right only for a single node; a node's management ports are its key-value ports, which answer HTTP
+(`management`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,6 @@ from dataclasses import dataclass
 
 from mirror.wire.events import CollectionSettings
 from storage.model import Collection
-
-NO_MANAGEMENT = (
-    b"HTTP/1.1 501 Not Implemented\r\nContent-Type: text/plain\r\nContent-Length: 38\r\nConnection: close\r\n\r\n"
-    b"this server has no management service\n"
-)
-"""The answer to HTTP on a key-value port: management clients fail at once, with this text in their error."""
 
 KV_PORT = 11210
 """The plain port in the map for a node that listens only with TLS, as in clusters' maps."""
@@ -120,11 +114,6 @@ def render_manifest(
         {"name": scopes[scope_id], "uid": f"{scope_id:x}", "collections": each} for scope_id, each in inside.items()
     ]
     return json.dumps({"uid": f"{uid:x}", "scopes": found}, separators=(",", ":")).encode()
-
-
-def is_http(data: bytes) -> bool:
-    """Return True if `data` begins an HTTP request: it begins with a letter, as no frame does."""
-    return data[:1].isalpha()
 
 
 def _node(node: ConfigNode) -> dict[str, object]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import SandboxCluster
-from mirror.server.cluster_config import NO_MANAGEMENT, ConfigBucket, ConfigNode, render
+from mirror.server.cluster_config import ConfigBucket, ConfigNode, render
 from mirror.wire import codec_kv
 from tests.sandbox.client import Client
 
@@ -49,25 +48,6 @@ def test_a_node_satisfies_each_client_without_and_with_tls(node: ConfigNode, buc
     services = json.loads(config)["nodesExt"][0]["services"]
     assert services.get("mgmt") == services.get("kv")
     assert services.get("mgmtSSL") == services.get("kvSSL")
-
-
-@pytest.mark.parametrize("request_line", [b"GET /pools HTTP/1.1\r\n\r\n", b"P"])
-async def test_http_is_answered_at_once_that_there_is_no_management(request_line: bytes) -> None:
-    async with SandboxCluster(vbuckets=4) as cluster:
-        port = cluster.nodes[0].port
-        assert await answer_to(request_line, port) == NO_MANAGEMENT
-        assert await answer_to(b"\x40" + bytes(23), port) == b"", "neither a frame nor HTTP"
-    _, body = NO_MANAGEMENT.split(b"\r\n\r\n")
-    assert f"Content-Length: {len(body)}\r\n".encode() in NO_MANAGEMENT
-
-
-async def answer_to(sent: bytes, port: int | None) -> bytes:
-    """Everything that a server sends before it hangs up."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(sent)
-    received = await asyncio.wait_for(reader.read(), 30)
-    writer.close()
-    return received
 
 
 @pytest.mark.parametrize(("nodes", "hosts"), [(1, [None]), (3, ["127.0.0.1"] * 3)])

@@ -25,9 +25,9 @@ from mirror.sandbox.kv.session import SandboxSession
 from mirror.sandbox.node.link import NetworkLink
 from mirror.server import dcp_requests, dispatch, requests
 from mirror.server import document_requests as reads
-from mirror.server.cluster_config import NO_MANAGEMENT, is_http
 from mirror.server.controls import Controls
 from mirror.server.errors import OutOfPlace
+from mirror.server.management import Management, is_http
 from mirror.server.producer import IDLE_TIMEOUT_S
 from mirror.server.session import DCP_STREAM, Operation
 from mirror.wire import frame as fr
@@ -108,6 +108,9 @@ class NodeConnection(asyncio.Protocol):
         """Fault: fall silent after this many more pieces from inside snapshots; None: no fault."""
         self._transport: asyncio.Transport
         self._buffer = FrameBuffer()
+        self._is_new = True
+        self._management: Management | None = None
+        """Set if the client speaks HTTP."""
         self._last_received_s = asyncio.get_running_loop().time()
 
     # --- asyncio
@@ -127,19 +130,26 @@ class NodeConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.link.silent:
             return
-        self._buffer.feed(data)
         self._last_received_s = asyncio.get_running_loop().time()
+        if self._is_new:
+            self._is_new = False
+            if is_http(data):
+                self._management = Management(self.session, self.write, self.hang_up)
+        if self._management is not None:
+            self._management.feed(data)
+            return
+        self._buffer.feed(data)
         try:
             while (frame := self._buffer.next_frame()) is not None and not self._transport.is_closing():
                 self._dispatch(frame)
         except (RemoteProtocolError, OutOfPlace):
-            if is_http(data):
-                self.write(NO_MANAGEMENT)
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.node.connections.discard(self)
         self.link.closed()
+        if self._management is not None:
+            self._management.close()
         if self.producer is not None:
             self.producer.stop()
 
@@ -181,6 +191,12 @@ class NodeConnection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         self.link.send(data)
+
+    def map_changed(self) -> None:
+        if self._management is not None:
+            self._management.map_changed()
+        elif (message := self.session.map_notification()) is not None:
+            self.write(fr.encode(message))
 
     async def writable(self) -> None:
         await self.link.writable()
@@ -322,6 +338,4 @@ class SandboxNode:
     def announce_map(self) -> None:
         """Send the new map, or only its revision, to the clients that negotiated this (SDK RFC 75)."""
         for connection in self.connections:
-            message = connection.session.map_notification()
-            if message is not None:
-                connection.write(fr.encode(message))
+            connection.map_changed()

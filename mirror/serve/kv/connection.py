@@ -34,8 +34,8 @@ from mirror.serve.kv.fast import BYTES_MAX, Counters, answer_gets
 from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address
 from mirror.server import dispatch, document_requests, requests
-from mirror.server.cluster_config import NO_MANAGEMENT, is_http
 from mirror.server.errors import NeedsMemory
+from mirror.server.management import Management, is_http
 from mirror.server.outgoing import Outgoing
 from mirror.server.session import Later, Operation, Reply
 from mirror.server.turns import LARGE_BYTES, Turns, Worker
@@ -109,6 +109,9 @@ class KvConnection(asyncio.Protocol):
         self._later: set[asyncio.Task[None]] = set()
         self._goodbye = False
         """True to hang up when all answers are written."""
+        self._is_new = True
+        self._management: Management | None = None
+        """Set if the client speaks HTTP."""
         self.ended = False
 
     # -- asyncio
@@ -126,12 +129,21 @@ class KvConnection(asyncio.Protocol):
         self._pieces.clear()
         for task in self._later:
             task.cancel()
+        if self._management is not None:
+            self._management.close()
         self.slot.release()
         self._host.closed(self)
 
     def data_received(self, data: bytes) -> None:
         self.last_received_s = self._host.now_s
         if self.ended:
+            return
+        if self._is_new:
+            self._is_new = False
+            if is_http(data):
+                self._management = Management(self.session, self.outgoing.write, self.hang_up, self.slot.establish)
+        if self._management is not None:
+            self._management.feed(data)
             return
         self._pieces.append(data)
         self._size += len(data)
@@ -176,6 +188,15 @@ class KvConnection(asyncio.Protocol):
         if not (self.ended or self._paused):
             self._flush([fr.encode(frame)])
 
+    def map_changed(self) -> None:
+        if self._management is None:
+            if (frame := self.session.map_notification()) is not None:
+                self.push(frame)
+        elif self._paused:  # it connects again, and gets the newest map
+            self.abort()
+        else:
+            self._management.map_changed()
+
     # -- work
 
     def _work(self) -> None:
@@ -188,14 +209,11 @@ class KvConnection(asyncio.Protocol):
         out: list[bytes] = []
         counters = self._host.counters
         began, answered = perf_counter(), counters.requests
-        start = pos
         try:
             pos = self._answer_all(data, pos, out)
         except ProtocolError as error:
             log.debug("request-invalid", error=str(error))
             counters.errors += 1
-            if is_http(data[start : start + 1]):
-                out.append(NO_MANAGEMENT)
             self._flush(out)
             self.hang_up()
             return

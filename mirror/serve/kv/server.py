@@ -119,11 +119,9 @@ class KvServer:
         Change Notification).
         """
         self._map = cluster_map
-        for connection in self.connections:
+        for connection in list(self.connections):
             connection.session.cluster_map = cluster_map
-            frame = connection.session.map_notification()
-            if frame is not None:
-                connection.push(frame)
+            connection.map_changed()
 
     # -- for connections
 
