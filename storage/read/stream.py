@@ -30,6 +30,7 @@ from storage.format.records import (
 from storage.history import branches, chain, index
 from storage.model import (
     SEQNO_MAX,
+    Boundary,
     Branch,
     BranchReason,
     FailoverLog,
@@ -44,8 +45,13 @@ from storage.read.vbucket_reader import Served, VbucketReader
 
 PIECE_ROWS = 2_000
 """Maximum number of rows that one transaction looks at."""
-SETTLED_MS = 10_000
-"""A boundary this much older than the newest boundary is settled: a failover is not expected to undo it."""
+SETTLED_SHARE = 0.5
+"""A boundary is settled if it is at least this share of the kept history older than the newest boundary. The first
+snapshot of a follower from below the floor ends at a settled boundary, and a failover that loses settled boundaries
+lets such a follower begin again, because it may hold half of a snapshot. By age in seconds instead, a vbucket with one
+change in ten seconds lost settled boundaries in each failover, and all its followers began again. With a larger share
+the purger could reach the end of a large snapshot while it is sent.
+"""
 
 Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and DCP message."""
@@ -116,14 +122,22 @@ def _as_of(reader: VbucketReader, txn: Transaction, now: ServedState, seqno: int
 
 def _settled_seqno(reader: VbucketReader, txn: Transaction, links: chain.Chain, floor_seqno: int) -> int:
     """Return the seqno of the newest settled boundary above the floor, or the floor."""
-    newest_ms = None
-    for boundary in chain.boundaries(txn, reader.vbid, links):
-        newest_ms = boundary.history_ms if newest_ms is None else newest_ms
-        if boundary.seqno <= floor_seqno:
-            break
-        if newest_ms - boundary.history_ms >= SETTLED_MS:
-            return int(boundary.seqno)
-    return floor_seqno
+    low, high = floor_seqno, links[0].cut
+    floor, newest = (chain.newest_boundary(txn, reader.vbid, links, seqno) for seqno in (low, high))
+    while low < high and floor is not None and newest is not None:  # their times rise with their seqnos
+        middle = (low + high + 1) // 2
+        boundary = chain.newest_boundary(txn, reader.vbid, links, middle)
+        if boundary is None or _is_settled(boundary, floor, newest):
+            low = middle
+        else:
+            high = int(boundary.seqno) - 1
+    found = chain.newest_boundary(txn, reader.vbid, links, low)
+    return floor_seqno if found is None else max(floor_seqno, int(found.seqno))
+
+
+def _is_settled(boundary: Boundary, floor: Boundary, newest: Boundary) -> bool:
+    kept_ms = max(1, newest.history_ms - floor.history_ms)
+    return newest.history_ms - boundary.history_ms >= SETTLED_SHARE * kept_ms
 
 
 def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno: int) -> int:
@@ -148,8 +162,9 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
             return 0
         left = of_history or [each for each in passed if each.from_seqno > seqno][:1]
         base_seqno = int(left[0].to_seqno) if left else _kept_seqno(reader, txn, pinned, vbuuid, seqno)
+        floor = chain.newest_boundary(txn, reader.vbid, pinned.links, pinned.pub.floor_seqno)
         taken_back = [each for each in rollbacks if _may_hold(each, pinned.failover_log, vbuuid, base_seqno)]
-        crossed = any(each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno) for each in taken_back)
+        crossed = any(each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno, floor) for each in taken_back)
     return 0 if crossed else base_seqno
 
 
@@ -176,9 +191,9 @@ def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool
     return lost.from_vbuuid == vbuuid or end_seqno is None or end_seqno > seqno
 
 
-def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
-    """Return True if a boundary above `after_seqno` was settled before the rollback `lost`, or if rows that it took
-    back have been purged.
+def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int, floor: Boundary | None) -> bool:
+    """Return True if a boundary above `after_seqno` may have been settled before the rollback `lost`, or if rows that
+    it took back have been purged. `floor`: the present one. The floor only rises, so fewer boundaries were settled.
     """
     try:
         links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
@@ -186,9 +201,14 @@ def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
         newest = chain.newest_boundary(txn, lost.vbid, links, lost.from_seqno)
     except CorruptedError:  # the branch is gone
         return True
-    if first is None or newest is None or any(link.kept_seqno < link.cut > after_seqno for link in links):
+    if (
+        first is None
+        or newest is None
+        or floor is None
+        or any(link.kept_seqno < link.cut > after_seqno for link in links)
+    ):
         return True
-    return newest.history_ms - first.history_ms >= SETTLED_MS
+    return _is_settled(first, floor, newest)
 
 
 class Commits:

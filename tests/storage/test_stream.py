@@ -337,8 +337,31 @@ def test_a_follower_across_a_rollback_that_the_source_did_not_ask_for_begins_aga
 def test_a_first_snapshot_to_a_boundary_settled_on_a_lost_branch_is_not_cut(windowed: Store, clock: list[int]) -> None:
     """A follower was sent [0, 48] as one while 90 was the newest."""
     put_all(windowed, 37, 48)
-    clock[0] += stream.SETTLED_MS
+    clock[0] += 10_000
     put_all(windowed, 90)
     windowed.writer.vbuckets[0].rollback(48)
     fail_over(windowed, 37, (8, 40), (7, 0))
     assert shared_seqno(windowed, 7, 37) == 0
+
+
+@pytest.mark.parametrize("interval_ms", [1, 2_000, 10_000, 60_000])
+def test_a_follower_of_a_vbucket_with_few_writes_keeps_what_a_failover_leaves(
+    windowed: Store, clock: list[int], interval_ms: int
+) -> None:
+    """With one change in 10 s, followers began from 0 after each failover, because lost boundaries were 10 s apart."""
+    seqnos = list(range(10, 200, 10))
+    for seqno in seqnos:
+        put_all(windowed, seqno)
+        clock[0] += interval_ms
+    for kept in (seqnos[-2], seqnos[-4], seqnos[-6]):
+        fail_over(windowed, kept, (kept, kept + 5), (7, 0))
+        assert shared_seqno(windowed, 7, kept + 5) == kept
+
+
+def test_a_first_snapshot_ends_in_the_middle_of_the_kept_history(windowed: Store, clock: list[int]) -> None:
+    for seqno in range(10, 210, 10):
+        put_all(windowed, seqno)
+        clock[0] += 3_000
+    with open_view(windowed.path) as view:
+        _, ends = stream.next_ends(view.reader(0), 0, 0, 100)
+    assert [each.pub.seqno for each in ends] == [100]
