@@ -193,7 +193,7 @@ def _observe_seqno(session: Session, frame: Frame) -> Reply:
     history = session.vbucket_history(vbid)
     current, persisted = history.current_seqno, history.persisted_seqno
     if persisted is None:
-        raise Refused(Status.NOT_SUPPORTED, "a mirror with publish=received does not know persisted seqnos")
+        raise session.persistence_unknown()
     newest, end_seqno = history.failover_log.newest_vbuuid, history.failover_log.end_of(vbuuid, current)
     if end_seqno is None:
         raise Refused(Status.KEY_ENOENT)

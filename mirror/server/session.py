@@ -305,6 +305,10 @@ class Session(ABC):
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         """Raises Refused for a vbucket that is not served here now."""
 
+    def persistence_unknown(self) -> Refused:
+        """Return the refusal for a client that asks which seqnos are persisted (`VbucketHistory.persisted_seqno`)."""
+        return Refused(Status.NOT_SUPPORTED, "a mirror with publish=received does not know persisted seqnos")
+
     @abstractmethod
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
         """Yield the statistics named `group`, of one vbucket or all, in parts of bounded work. Raises Refused."""

@@ -8,13 +8,16 @@ import random
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.dcp import connection as dcp_connection
 from mirror.serve.dcp.connection import NOTED_S, SourceContact
+from mirror.serve.dcp.server import PERSISTENCE_UNKNOWN
 from mirror.serve.dcp.stream import PIECE_BYTES
 from mirror.serve.kv.connection import KvConnection
 from mirror.server.outgoing import HIGH_WATER_BYTES
+from mirror.wire import codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
@@ -27,6 +30,24 @@ from tests.serve.kv_rig import DEFAULT, Store, serving, with_users
 VBUCKETS = 1
 LARGE = 40_000
 STREAM = fr.request(Opcode.DCP_STREAM_REQ, extras=bytes(16) + b"\xff" * 8 + bytes(24), opaque=3)
+
+
+async def test_a_client_that_waits_for_persistence_is_named_once_in_the_log_and_in_status(store: Store) -> None:
+    """Kafka's connector and go-dcp got no documents, and the mirror said nothing."""
+    store.put(b"a", b"value", 1)
+    store.log(0, (7, 0))
+    with capture_logs() as lines:
+        async with serving_dcp(store.path) as endpoint:
+            for _ in range(3):
+                client = await endpoint.client()
+                for _ in range(3):
+                    assert (await client.ask(codec_kv.observe_seqno(0, 7))).status == Status.NOT_SUPPORTED
+            assert endpoint.server.warnings == [PERSISTENCE_UNKNOWN]
+    assert [each["event"] for each in lines].count("persistence-unknown") == 1
+    async with serving_dcp(store.path, publishes_persisted=True) as endpoint:
+        client = await endpoint.client()
+        assert (await client.ask(codec_kv.observe_seqno(0, 7))).status == 0
+        assert endpoint.server.warnings == []
 
 
 async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(store: Store, users_file: Path) -> None:

@@ -87,6 +87,8 @@ class DcpHost(Host, Protocol):
 
     def named(self, connection: DcpConnection, name: str) -> None: ...
 
+    def persistence_refused(self, agent: str) -> None: ...
+
 
 class DcpSession(KvSession):
     grantable = KvSession.grantable | {Feature.MIRROR}
@@ -104,6 +106,10 @@ class DcpSession(KvSession):
         served = self.bucket.state_for_dcp(vbid)
         persisted_seqno = served.pub.seqno if self.bucket.publishes_persisted else None
         return VbucketHistory(served.failover_log, served.pub.seqno, persisted_seqno)
+
+    def persistence_unknown(self) -> Refused:
+        self.connection.persistence_refused(self.agent)
+        return super().persistence_unknown()
 
     def open_producer(self, name: str, flags: int) -> None:
         """Make this a DCP connection, and close the user's older connection with the same name."""
@@ -134,6 +140,9 @@ class DcpConnection(KvConnection):
     @property
     def contact(self) -> SourceContact | None:
         return self._host.contact
+
+    def persistence_refused(self, agent: str) -> None:
+        self._host.persistence_refused(agent)
 
     @property
     def silence_s(self) -> float:

@@ -30,6 +30,11 @@ from mirror.serve.listener import Address
 
 log = get_logger("dcp")
 
+PERSISTENCE_UNKNOWN = (
+    "a DCP client waits until writes are persisted at the source, which this mirror does not know: "
+    "set publish = persisted, or turn off the client's rollback mitigation (docs/reading.md)"
+)
+
 
 class DcpServer(KvServer):
     connection_type = DcpConnection
@@ -42,6 +47,7 @@ class DcpServer(KvServer):
         self.watch = Watch(lambda: bucket.view)
         self.dcp_counters = DcpCounters()
         self.contact: SourceContact | None = None
+        self.warnings: list[str] = []
         self._names: dict[tuple[str, str], DcpConnection] = {}
 
     async def start(self, sockets: Sequence[tuple[Address, socket.socket]], tls: ssl.SSLContext | None = None) -> None:
@@ -67,6 +73,12 @@ class DcpServer(KvServer):
             log.info("connection-name-taken", name=name)
             older.abort()
         self._names[key] = connection
+
+    def persistence_refused(self, agent: str) -> None:
+        """Warn once: such a client gets nothing, asks again every few seconds, and may not say why."""
+        if not self.warnings:
+            log.warning("persistence-unknown", agent=agent[:80], message=PERSISTENCE_UNKNOWN)
+            self.warnings.append(PERSISTENCE_UNKNOWN)
 
     def closed(self, connection: KvConnection) -> None:
         if isinstance(connection, DcpConnection):

@@ -93,6 +93,10 @@ class DcpServing(KvServing):
         super().__init__(settings, sockets, revision, login_secret)
         assert isinstance(self._server, DcpServer)
         self._contact = self._server.contact = SourceContact(self._bucket.view.vbids, SystemClock())
+        self._warnings = self._server.warnings
+
+    def status(self) -> ProcessReport:
+        return {**super().status(), "warnings": self._warnings}
 
     async def request(self, command: ProcessCommand) -> Reply:
         if not isinstance(command, NoteContact):
