@@ -21,7 +21,7 @@ import typer
 from cli import options, output, render
 from cli.exits import CommandEnded
 from mirror.clock import SystemClock
-from mirror.config import Values
+from mirror.config import Settings, Values
 from mirror.config_reader import LoadedSettings
 from mirror.errors import ExitCode
 from mirror.feed.connection.connection_string import parse
@@ -125,9 +125,9 @@ def run(
             loaded.settings,
             look_up_with(SystemClock()),
             clock=SystemClock(),
-            required_groups=loaded.settings.groups if loaded.provenance["groups"] != "default" else None,
+            required_groups=with_required_groups(loaded)[1],
             until_caught_up=until_caught_up,
-            reload=lambda: read().settings,
+            reload=lambda: with_required_groups(read()),
             progress=progress,
             announce=announce,
             accept_older_map=accept_older_map,
@@ -141,6 +141,12 @@ def run(
             output.echo(f"caught up: {render.progress_line(last)} in {output.duration(elapsed_s)}", err=True)
     if code:
         raise CommandEnded(int(code))
+
+
+def with_required_groups(loaded: LoadedSettings) -> tuple[Settings, int | None]:
+    """Return the settings, and the number of groups that an existing directory must have; None: any number."""
+    settings = loaded.settings
+    return settings, settings.groups if loaded.provenance["groups"] != "default" else None
 
 
 def end_with(code: ExitCode) -> None:

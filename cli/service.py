@@ -42,10 +42,14 @@ def stop(
 
 
 def reload(data: options.DataOption = None, config: options.ConfigOption = None) -> None:
-    """Make the service of a data directory read its settings again, as SIGHUP does. `events` shows the changes."""
+    """Make the service of a data directory read its settings again, as SIGHUP does. Shows what changed; exit code 2 if
+    the settings are refused.
+    """
     path = options.data_directory(data, config)
-    if client.ask(path, ReloadSettings()) is None:
+    answer = client.ask(path, ReloadSettings())
+    if answer is None:
         raise SupervisionError(f"no service runs for {path}", hint="start it with `dcp-mirror run`")
+    output.echo(answer["text"])
 
 
 ASSETS = {"alerts.yml": "dcp-mirror-alerts.yml", "dashboard.json": "dcp-mirror-dashboard.json"}

@@ -1,6 +1,6 @@
 """The commands of the control socket.
 
-Each client has a task on the service's event loop; `stop` and `reload` are queued as signals. Invariants: a refused
+Each client has a task on the service's event loop; `stop` and `reload` are queued as signals are. Invariants: a refused
 command changes nothing, except that a lease ends if a worker refuses its renewal; a new lease is held by all workers of
 its vbuckets, or by none.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, assert_never
 
 from mirror.config import OF_SOURCE, to_wire
@@ -30,6 +30,7 @@ from mirror.messages import (
     control_command,
 )
 from mirror.supervise.context import ServiceContext
+from mirror.supervise.events.kinds import SettingsRead
 from mirror.supervise.leases import LeaseRecord
 from mirror.supervise.processes.child import Child, WorkerRefused
 from mirror.supervise.processes.table import Processes
@@ -41,9 +42,15 @@ OWNER_TIMEOUT_S = 25.0
 
 class Commands:
     def __init__(
-        self, context: ServiceContext, processes: Processes, reports: Reports, signalled: Callable[[int], None]
+        self,
+        context: ServiceContext,
+        processes: Processes,
+        reports: Reports,
+        signalled: Callable[[int], None],
+        reload: Callable[[], Awaitable[SettingsRead]],
     ) -> None:
-        """`signalled` queues a signal as if the service had received it."""
+        """`signalled` queues a signal as if the service had received it. `reload` raises ConfigError."""
+        self._reload = reload
         self._context = context
         self._processes = processes
         self._reports = reports
@@ -62,8 +69,7 @@ class Commands:
                     await self._reports.collect()
                 return {"status": self._reports.document()}
             case ReloadSettings():
-                self._signalled(signal.SIGHUP)
-                return {}
+                return {"text": (await self._reload()).text}
             case StopService():
                 self._signalled(signal.SIGTERM)
                 return {}

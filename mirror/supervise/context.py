@@ -1,9 +1,9 @@
 """Values that the parts of one service share: settings, data directory, the mirror's identity, cluster maps, leases.
 
-Each value has one writer: the reload writes `settings`, the setup `identity` and `maps`, the supervisor `leases` and
-`stopping`, mirrors.py `mirror_troubles`. Invariants: `maps` is set if `identity` is; a cluster map's revision is
-written to disk before workers follow the map (a failed write is retried later); no map older than the record is
-followed.
+Each value has one writer: the reload writes `settings` and `refused_settings`, the setup `identity` and `maps`, the
+supervisor `leases` and `stopping`, mirrors.py `mirror_troubles`. Invariants: `maps` is set if `identity` is; a cluster
+map's revision is written to disk before workers follow the map (a failed write is retried later); no map older than the
+record is followed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class ServiceContext:
     leases: LeaseBook | None = None
     """None until the service has workers."""
     stopping: bool = False
+    refused_settings: str | None = None
+    """The sentence on the last reload, if it was refused."""
     mirror_troubles: tuple[str, ...] = ()
     """Contradictions between `kv_nodes` and the mirrors that it names."""
 

@@ -56,7 +56,7 @@ class Setup:
         data = str(self._context.data)
         if directory.exists(data):
             identity = directory.load(data)
-            self._check(identity)
+            self.check(self._context.settings, identity, self._required_groups)
             self._open(identity)
         else:
             directory.check_unused(data)
@@ -133,23 +133,24 @@ class Setup:
         self.share()
         context.maps = MapBook(str(context.data), identity.bucket_uuid, accept_older=self._accept_older_map)
 
-    def _check(self, identity: Identity) -> None:
-        data, required = self._context.data, self._required_groups
+    def check(self, settings: Settings, identity: Identity, required: int | None) -> None:
+        """Raise ConfigError if the directory contradicts the settings, or has not the `required` number of groups."""
+        data = self._context.data
         if required is not None and required != identity.group_count:
             raise ConfigError(
                 f"{data} was made with {identity.group_count} groups, not {required}",
                 hint=f"leave --groups out or give {identity.group_count}; another number needs a new directory",
                 setting="groups",
             )
-        stored, requested = Selection.parse(identity.selection), self._selection
+        stored, requested = Selection.parse(identity.selection), Selection.of(settings.scope, settings.collections)
         if not requested.whole and requested != stored:
             raise ConfigError(
                 f"{data} mirrors {stored}, not {requested}",
                 hint="leave --collection and --scope out or give the same; another choice needs a new data directory",
                 setting="scope" if requested.scope is not None else "collections",
             )
-        self.check_nodes(self._context.settings, identity)
-        vbuckets = self._context.settings.vbuckets
+        self.check_nodes(settings, identity)
+        vbuckets = settings.vbuckets
         held = (identity.vbids[0], identity.vbids[-1])
         if vbuckets is not None and vbucket_range(vbuckets, "vbuckets") != held:
             raise ConfigError(

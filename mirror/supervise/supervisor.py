@@ -15,11 +15,13 @@ import errno
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mirror.clock import Clock
 from mirror.config import AT_START, EFFECTS, Settings, required_data, required_source, to_wire
 from mirror.errors import ClusterError, ConfigError, ExitCode, MirrorError, SupervisionError
+from mirror.feed.connection.connection_string import parse
 from mirror.health import STOPPING, of_mirror
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
@@ -67,7 +69,12 @@ class Tick:
     pass
 
 
-Event = Signalled | TaskFinished | Tick | ChildMessage | ChildExited
+@dataclass(frozen=True, slots=True)
+class ReloadRequested:
+    done: asyncio.Future[SettingsRead]
+
+
+Event = Signalled | ReloadRequested | TaskFinished | Tick | ChildMessage | ChildExited
 
 Progress = Callable[[Status], None]
 
@@ -81,7 +88,7 @@ class Supervisor:
         clock: Clock,
         required_groups: int | None = None,
         until_caught_up: bool = False,
-        reload: Callable[[], Settings] | None = None,
+        reload: Callable[[], tuple[Settings, int | None]] | None = None,
         progress: Progress | None = None,
         notifier: Notifier | None = None,
         command: Callable[[int], Sequence[str]] = worker_command,
@@ -91,8 +98,8 @@ class Supervisor:
     ) -> None:
         """`progress` gets each new status; `announce` gets a line for each address that is open to readers.
 
-        With `required_groups`, an existing directory must have that many groups. With `accept_older_map`, the first map
-        found is followed even if it is older than the recorded map.
+        With `required_groups`, an existing directory must have that many groups; `reload` returns new settings, and
+        that number. With `accept_older_map`, the first map found is followed even if it is older than the recorded map.
         """
         data = required_data(settings)
         required_source(settings)
@@ -127,7 +134,11 @@ class Supervisor:
             stop=self.stop,
         )
         self._commands = Commands(
-            self._context, self._processes, self._reports, lambda number: self._events.put_nowait(Signalled(number))
+            self._context,
+            self._processes,
+            self._reports,
+            lambda number: self._events.put_nowait(Signalled(number)),
+            self._ask_reload,
         )
         self._background: set[asyncio.Task[None]] = set()
         self._started_s = clock.monotonic()
@@ -280,6 +291,8 @@ class Supervisor:
                 self._exited(event)
             case Signalled():
                 self._signalled(event.number)
+            case ReloadRequested():
+                self._reload_requested(event.done)
             case TaskFinished():
                 self._finished(event.task)
 
@@ -336,7 +349,8 @@ class Supervisor:
 
     def _signalled(self, number: int) -> None:
         if number == signal.SIGHUP and not (self._had_terminal and not has_terminal()):
-            self._reload_settings()
+            with suppress(ConfigError, SupervisionError):  # the event log has it
+                self._reload_settings()
             return
         if self._until_caught_up and not self._context.stopping:
             self._exit = ExitCode.INTERRUPTED
@@ -361,34 +375,63 @@ class Supervisor:
 
     # a reload
 
-    def _reload_settings(self) -> None:
-        """Read the settings again. If one setting is refused, none changes."""
-        if self._reload is None or self._context.stopping:
-            return
+    async def _ask_reload(self) -> SettingsRead:
+        """Have the main loop read the settings again, between two events."""
+        done: asyncio.Future[SettingsRead] = asyncio.get_running_loop().create_future()
+        self._events.put_nowait(ReloadRequested(done))
+        return await done
+
+    def _reload_requested(self, done: asyncio.Future[SettingsRead]) -> None:
+        try:
+            event = self._reload_settings()
+        except (ConfigError, SupervisionError) as error:
+            if not done.done():
+                done.set_exception(error)
+        else:
+            if not done.done():
+                done.set_result(event)
+
+    def _reload_settings(self) -> SettingsRead:
+        """Read the settings again. If one setting is refused, now or by the next start, none changes.
+
+        Raises ConfigError with the text of the event, SupervisionError.
+        """
+        context = self._context
+        if self._reload is None or context.stopping:
+            raise SupervisionError(
+                "the service reads no settings: it stops" if context.stopping else "no settings file"
+            )
         self._notifier.reloading(self._clock.monotonic())
         try:
-            found = self._reload()
+            found, required_groups = self._reload()
+            parse(required_source(found))
             if found.on_event is not None:
                 words_of(found.on_event)
             readers_gid(found)
-            self._setup.check_nodes(found, self._context.identity)
+            if context.identity is not None:
+                self._setup.check(found, context.identity, required_groups)
             self._listeners.change(found)
             self._hook.use(found.on_event)
         except ConfigError as error:
-            self._event_log.add(SettingsRefused(why=str(error)))
-        else:
-            self._use_settings(found)
-        if self._reports.was_ready:
-            self._notifier.ready()
+            refused = SettingsRefused(why=str(error))
+            context.refused_settings = refused.text
+            self._event_log.add(refused)
+            raise ConfigError(refused.text) from error
+        finally:
+            if self._reports.was_ready:
+                self._notifier.ready()
+        context.refused_settings = None
+        return self._use_settings(found)
 
-    def _use_settings(self, found: Settings) -> None:
+    def _use_settings(self, found: Settings) -> SettingsRead:
         """Apply these settings, except those that need a restart of the service."""
         context = self._context
         different = [name for name in to_wire(found) if getattr(found, name) != getattr(context.settings, name)]
         changed = [name for name in different if EFFECTS[name] not in AT_START]
         need_restart = tuple(name for name in different if EFFECTS[name] in AT_START)
         context.settings = replace(found, **{name: getattr(context.settings, name) for name in need_restart})
-        self._event_log.add(SettingsRead(in_force=tuple(changed), need_restart=need_restart))
+        event = SettingsRead(in_force=tuple(changed), need_restart=need_restart)
+        self._event_log.add(event)
         if context.identity is not None and "readers_group" in changed:
             self._setup.share()
         self._processes.replan()
@@ -399,6 +442,7 @@ class Supervisor:
             self._spawn_task(self._send_kv_nodes(revision))
         for child in self._processes.alive():
             child.outdated = child.outdated or outdated_by(child.slot, changed)
+        return event
 
     async def _send_kv_nodes(self, revision: int) -> None:
         """Send the new `kv_nodes` to the KV processes, which tell their clients."""

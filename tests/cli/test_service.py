@@ -7,7 +7,6 @@ from pathlib import Path
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import LIMIT_S, background, call
 from tests.processes import without_rootly_powers
-from tests.supervise.conftest import eventually_now as eventually
 
 
 def test_a_service_is_waited_for_reloaded_and_stopped(source: SandboxThread, tmp_path: Path) -> None:
@@ -25,8 +24,11 @@ def test_a_service_is_waited_for_reloaded_and_stopped(source: SandboxThread, tmp
         out, _ = waiting.communicate(timeout=LIMIT_S)
         assert (waiting.returncode, '"state":"following"' in out) == (0, True)
         settings.write_text("history_s = 200\n")
-        assert call("reload", "--data", data).code == 0
-        eventually(lambda: "history_s" in call("events", "--data", data).out)
+        reloaded = call("reload", "--data", data)
+        assert (reloaded.code, reloaded.out) == (0, "settings read again: in force now: history_s\n")
+        settings.write_text('history_s = "2 weeks"\n')
+        call("reload", "--data", data).assert_complains(2, "the new settings are refused, the old ones stay in force")
+        assert "the new settings are refused" in " ".join(call("status", "--data", data).out.split())
         assert call("stop", "--data", data).code == 0
         assert service.wait(LIMIT_S) == 0
     result = call("status", "--data", data, "--wait-ready", "--timeout", "0.1")

@@ -243,6 +243,70 @@ def test_every_rule_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
     assert "SUCCESS" in promtool("test", "rules", file)
 
 
+def of_instance(series: Series, instance: str) -> Series:
+    label = f'instance="{instance}",job="dm"'
+    return {
+        each.replace("{", f"{{{label},") if "{" in each else f"{each}{{{label}}}": values
+        for each, values in series.items()
+    }
+
+
+def test_every_rule_fires_for_one_of_two_mirrors_and_stops_when_its_series_end(tmp_path: Path) -> None:
+    tests = []
+    for name, (minute, firing, quiet) in CASES.items():
+        if name == "DcpMirrorAbsent":
+            continue
+        one = of_instance(firing, "b") | of_instance(quiet, "a")
+        tests.append(promtool_test(name, minute, one, fires=True))
+        ended = {each: f"{values} stale _x100" for each, values in of_instance(firing, "b").items()}
+        tests.append(promtool_test(name, 120, ended, fires=False))
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}))
+    assert "SUCCESS" in promtool("test", "rules", file)
+
+
+ALIVE = {"dcp_mirror_up": "1x2000", "up": "1x2000"}
+
+
+@pytest.mark.parametrize(
+    ("series", "absent"),
+    [
+        (of_instance(ALIVE, "a"), []),
+        (
+            of_instance(ALIVE, "a") | of_instance({"dcp_mirror_up": "1x10 stale _x2000", "up": "1x10 0x2000"}, "b"),
+            ["b"],
+        ),
+        (of_instance(ALIVE, "a") | of_instance({"dcp_mirror_up": "1x10 _x2000", "up": "1x10 0x2000"}, "b"), ["b"]),
+        (of_instance(ALIVE, "a") | of_instance({"dcp_mirror_up": "1x10 0x2000", "up": "1x2000"}, "b"), ["b"]),
+        (of_instance(ALIVE, "a") | of_instance({"dcp_mirror_up": "1x10 stale", "up": "1x10 stale"}, "b"), []),
+        (of_instance(ALIVE, "a") | {'up{instance="node:9100",job="other"}': "0x2000"}, []),
+        ({}, [None]),
+    ],
+    ids=["alive", "dead", "dead without a marker", "no service", "no longer scraped", "another job", "none"],
+)
+def test_the_alert_of_a_mirror_that_is_gone_names_it(series: Series, absent: list[str | None], tmp_path: Path) -> None:
+    """One of two mirrors was dead for an hour, and for days, and no alert fired: the other one answered."""
+    expected = [
+        {
+            "exp_labels": {"severity": "critical"} | ({"instance": name, "job": "dm"} if name else {}),
+            "exp_annotations": {
+                "runbook": "docs/troubleshooting.md#states-of-the-service",
+                "summary": f"{name} does not answer scrapes" if name else "No mirror answers scrapes",
+                "description": "No service of dcp-mirror runs there, or its HTTP listener is not reached.",
+            },
+        }
+        for name in absent
+    ]
+    checks = [
+        {"eval_time": f"{minute}m", "alertname": "DcpMirrorAbsent", "exp_alerts": expected} for minute in (70, 1500)
+    ]
+    given = [{"series": each, "values": values} for each, values in series.items()]
+    test = {"interval": "1m", "input_series": given, "alert_rule_test": checks}
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}))
+    assert "SUCCESS" in promtool("test", "rules", file)
+
+
 def headings(document: str) -> set[str]:
     lines = re.findall(r"(?m)^#+ (.*)$", (DOCS / document).read_text())
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}

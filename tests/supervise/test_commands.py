@@ -22,7 +22,7 @@ from tests.supervise.service import ask, pids, running, service_of, serving
 async def test_new_limits_of_leases_take_effect_without_a_restart_of_workers(tmp_path: Path) -> None:
     asking = {"op": "lease", "id": "a", "name": "job", "seconds": 30, "positions": [[0, 1, 5]]}
     fresh = settings_for(tmp_path, lease_max_s=10)
-    async with serving(service_of(tmp_path, reload=lambda: fresh)) as service:
+    async with serving(service_of(tmp_path, reload=lambda: (fresh, None))) as service:
         await eventually(running(service))
         before = pids(service)
         assert (await ask(tmp_path, asking))["ok"]

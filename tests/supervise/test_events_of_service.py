@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError, ConnectFailed
 from mirror.feed.cluster.discovery import Source
@@ -110,17 +111,20 @@ async def test_settings_that_are_read_again_are_said_one_by_one(
         settings_for(tmp_path, workers=1, on_event="'open"),
     ]
 
-    def reload() -> Settings:
+    def reload() -> tuple[Settings, int | None]:
         answer = found.pop(0)
         if isinstance(answer, ConfigError):
             raise answer
-        return answer
+        return answer, None
 
     async with in_process.serving(tmp_path, reload=reload) as service:
         await eventually(lambda: service.status_document()["events"])
         for count in range(2, 6):
-            await ask(tmp_path, {"op": "reload"})
+            answer = await ask(tmp_path, {"op": "reload"})
             await eventually(functools.partial(has_events, service, count))
+            [event] = service.status_document()["events"][:1]
+            assert (event["text"] in str(answer.get("text", answer.get("error"))), answer["ok"]) == (True, count < 4)
+            assert service.status_document()["warnings"] == ([] if count < 4 else [event["text"]])
         events = service.status_document()["events"][3::-1]
         first, second, third, fourth = events
         assert (first["in_force"], first["need_restart"]) == (["http", "lease_max_s", "on_event"], ["source"])
@@ -131,6 +135,31 @@ async def test_settings_that_are_read_again_are_said_one_by_one(
         assert (second["in_force"], second["need_restart"]) == (["http", "lease_max_s", "on_event"], [])
         assert (third["event"], third["why"]) == ("settings-refused", "the file is no TOML")
         assert "close its quotes" in fourth["why"]
+
+
+@pytest.mark.parametrize(
+    ("values", "groups", "says"),
+    [
+        ({"groups": 16}, 16, "was made with 4 groups, not 16"),
+        ({"vbuckets": "0-3"}, None, "was made to hold vbuckets 0-7, not 0-3"),
+        ({"scope": "shop"}, None, "mirrors the whole bucket, not scope shop"),
+    ],
+)
+async def test_a_reload_refuses_what_the_next_start_would_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], groups: int | None, says: str
+) -> None:
+    """It said "only after a restart of the service"; the restart ended with exit code 2, and the unit stayed down."""
+    in_process.use(monkeypatch, lambda ours: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(ours)]})
+    fresh = settings_for(tmp_path, workers=1, **values)
+    async with in_process.serving(tmp_path, reload=lambda: (fresh, groups)) as service:
+        await eventually(lambda: service.status_document()["events"])
+        answer = await ask(tmp_path, {"op": "reload"})
+        assert (answer["ok"], answer["exit_code"]) == (False, 2)
+        assert says in answer["error"]
+        event = service.status_document()["events"][0]
+        assert (event["event"], says in event["why"]) == ("settings-refused", True)
+    with pytest.raises(ConfigError, match=says):
+        await Supervisor(fresh, scripted.look_up, clock=SystemClock(), required_groups=groups).run()
 
 
 async def test_a_lease_that_nobody_renews_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,12 @@ async def service(
     data: Path, reload: Callable[[], Settings] | None = None, **values: Any
 ) -> AsyncIterator[tuple[Supervisor, list[str]]]:
     lines: list[str] = []
-    made = service_of(data, settings=served(data, **values), announce=lines.append, reload=reload)
+    made = service_of(
+        data,
+        settings=served(data, **values),
+        announce=lines.append,
+        reload=None if reload is None else lambda: (reload(), None),
+    )
     async with serving(made) as supervisor:
         await until(lambda: lines and {row["phase"] for row in supervisor.status_document()["servers"]} == {"running"})
         yield supervisor, lines

@@ -47,7 +47,7 @@ async def test_the_service_lets_the_group_in_at_start_and_after_a_reload(
     def reported(number: int, event: str) -> Callable[[], bool]:
         return lambda: [each["event"] for each in service.status_document()["events"]][:number][-1:] == [event]
 
-    async with in_process.serving(data, reload=lambda: fresh.pop(0)) as service:
+    async with in_process.serving(data, reload=lambda: (fresh.pop(0), None)) as service:
         await eventually(lambda: service.status_document()["events"])
         assert mode_of(data) == 0o700
         await ask(data, {"op": "reload"})

@@ -32,7 +32,7 @@ async def test_a_second_interrupt_does_not_wait(tmp_path: Path, monkeypatch: pyt
 
 async def test_fewer_workers_after_a_reload_take_over_the_groups(tmp_path: Path) -> None:
     fresh = settings_for(tmp_path, workers=1)
-    async with serving(service_of(tmp_path, reload=lambda: fresh)) as service:
+    async with serving(service_of(tmp_path, reload=lambda: (fresh, None))) as service:
         await eventually(running(service))
         os.kill(os.getpid(), signal.SIGHUP)
         await eventually(running(service, 1))
@@ -42,7 +42,7 @@ async def test_fewer_workers_after_a_reload_take_over_the_groups(tmp_path: Path)
 
 async def test_changed_settings_reach_the_workers_by_a_restart_of_each(tmp_path: Path) -> None:
     fresh = settings_for(tmp_path, commit_interval_ms=50)
-    async with serving(service_of(tmp_path, reload=lambda: fresh)) as service:
+    async with serving(service_of(tmp_path, reload=lambda: (fresh, None))) as service:
         await eventually(running(service))
         before = pids(service)
         await ask(tmp_path, {"op": "reload"})
@@ -54,7 +54,7 @@ async def test_a_new_heartbeat_timeout_is_in_force_without_a_restart(tmp_path: P
     """Servers kept the old one until they were replaced."""
     settings = settings_for(tmp_path, worker_heartbeat_timeout_s=3600)
     fresh = settings_for(tmp_path, worker_heartbeat_timeout_s=2)
-    async with serving(service_of(tmp_path, settings=settings, reload=lambda: fresh)) as service:
+    async with serving(service_of(tmp_path, settings=settings, reload=lambda: (fresh, None))) as service:
         await eventually(running(service))
         before = pids(service)
         await ask(tmp_path, {"op": "reload"})

@@ -353,7 +353,8 @@ class Reports:
 
     def _warnings(self) -> list[str]:
         found = [text for child in self._processes.alive() for text in child.status.get("warnings") or ()]
-        return list(dict.fromkeys([*self._processes.quarantine.groups.values(), *found]))
+        refused = [self._context.refused_settings] if self._context.refused_settings is not None else []
+        return list(dict.fromkeys([*refused, *self._processes.quarantine.groups.values(), *found]))
 
     def _process_row(self, number: int, slot: ProcessSlot) -> dict[str, object]:
         child, now_ms = slot.child, self._context.now_ms()
