@@ -130,8 +130,7 @@ def text_of(value: Any) -> str:
     return "".join(found)
 
 
-def _quoted(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+_quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def _shown(value: Any) -> str:
@@ -157,7 +156,7 @@ def struct_reader(fields: Any, zone: str, epoch: str | None, path: str = "") -> 
     def read(value: Any, problems: Problems) -> dict[str, Any]:
         if type(value) is not dict:
             raise Misfit(f"{_shown(value)} is not an object")
-        if value.keys() - names:
+        if not columns.keys().isdisjoint(map(folded, value.keys() - names)):
             value = in_columns(value, columns, problems, path)
         found = {}
         for name, reader in readers:

@@ -585,6 +585,8 @@ MUTATIONS = (
     Mutation(_BODIES, "[0-9.][eE][-+]?[0-9]|", "[0-9.][eE][+]?[0-9]|", _OF_NUMBERS),
     Mutation(_BODIES, 'raise pa.ArrowInvalid("a number that Arrow does not round")', "pass", _OF_BODIES),
     Mutation(_BODIES, "lines.view(pa.string()).validate(full=True)", "pass", _OF_BODIES),
+    Mutation(_BODIES, "odd = pc.is_valid(objects)  # every one", "return None", _OF_BODIES),
+    Mutation(_BODIES, "order = pc.sort_indices(rows)", "order = rows", _OF_BODIES),
     Mutation(_DOCUMENTS, 'self._bodies_read += batch.column("live").true_count', "pass", _OF_DOCUMENTS),
     Mutation(_DOCUMENTS, "overwrite=True, marks=marks)", "overwrite=True)", _OF_DOCUMENTS),
     # --- one judgement, and who hears it

@@ -244,3 +244,15 @@ def test_a_document_of_any_depth_is_read_or_named(kind: str, begin: bytes, end: 
 def test_bytes_that_are_no_text_become_signs_of_their_own() -> None:
     bodies = (b'{"a":"\xff"}', b'{"a":"x\xed\xa0\x80"}')
     assert columns(pa.schema([("a", pa.string())]), *bodies) == [["\ufffd", "x\ufffd\ufffd\ufffd"]]
+
+
+@pytest.mark.parametrize("others", [(), ("x" * 300,), ("ß", "x" * 300), ("Total_",)])
+def test_a_field_has_its_column_in_every_spelling(others: tuple[str, ...]) -> None:
+    """Among many or long names, one that JSON may escape hid the spellings of all."""
+    schema = pa.schema([(name, pa.struct([("Id", pa.int64())])) for name in ("Total", *others)])
+    spellings = (b"Total", b"total", b"TOTAL", b"\\u0054otal", b"t\\u004ftal")
+    bodies = [b'{"%b":{"%b":%d}}' % (spellings[at % 5], b"iD" if at % 3 else b"Id", at) for at in range(60)]
+    bodies[7] = b'{"Total":{"Id":1},"total":{}}'
+    found = parsed(schema, bodies, mode="permissive")
+    assert found.columns[0].to_pylist() == [None if at == 7 else {"Id": at} for at in range(60)]
+    assert found.misfits == {7: "Total: the document has both Total and total"}
