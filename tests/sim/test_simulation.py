@@ -97,7 +97,7 @@ MUST_HAPPEN = (
     "mid-snapshot resumes of a reader",
     "mid-snapshot resumes",
     "open snapshots written down",
-    "pages or large that stayed open finished",
+    "pages within that stayed open finished",
     "pages that stayed open ended by ViewInvalidated",
     "pages that stayed open finished",
     "power cuts between commits",
