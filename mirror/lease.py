@@ -7,6 +7,7 @@ if a service starts later, the thread requests the lease then. Invariant: the po
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -47,6 +48,7 @@ class Lease:
         self._positions = [[vbid, branch, seqno] for vbid, (branch, seqno) in sorted(positions.items())]
         self._name = name
         self._seconds = seconds
+        self._pid = os.getpid()
         self._ended = threading.Event()
         self.id = lease_id or uuid.uuid4().hex
         self.lost: MirrorError | None = None
@@ -85,8 +87,10 @@ class Lease:
                     return
 
     def leave(self) -> bool:
-        """Stop renewing. The lease ends if no other process renews it. Return False if this was called before."""
-        if self._ended.is_set():
+        """Stop renewing. The lease ends if no other process renews it. Return False if this was called before, or in a
+        forked child: the lease is its parent's.
+        """
+        if os.getpid() != self._pid or self._ended.is_set():
             return False
         self._ended.set()
         self._renewing.join()

@@ -7,7 +7,8 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,20 @@ def without_rootly_powers() -> None:
     if os.geteuid() == 0:
         for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
             assert ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
+
+
+def in_child(work: Callable[[], object]) -> None:
+    """Do it in a forked child, which must end well."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(60)
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def end_group(number: int) -> None:

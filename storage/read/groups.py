@@ -33,6 +33,8 @@ class Groups:
         """The readers of vbuckets that were read before, by vbid. Once the time `environment.look_at` of a reader has
         passed, call the method `reader` instead.
         """
+        self.inherited = False
+        """True in a child that was forked after the view was opened."""
         self._closed: str | None = None
         self._lock = Lock()
         """Held while environments are opened or released."""
@@ -108,6 +110,7 @@ class Groups:
 
     def leave_to_parent(self) -> None:
         """Close in a forked child, without a call of LMDB: LMDB's transactions belong to the parent."""
+        self.inherited = True
         self._closed = f"opened before a fork; {AFTER_FORK}"
         self._lock = Lock()  # another thread of the parent may hold the old one
         self.readers.clear()

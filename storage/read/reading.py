@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Lock
 from typing import NamedTuple, Self
 
-from storage.errors import Unavailable, ViewInvalidated
+from storage.env.environment import AFTER_FORK
+from storage.errors import Closed, Unavailable, ViewInvalidated
 from storage.format import keys
 from storage.format.tokens import AsOf, Pin, positions_of, unknown_collection
 from storage.model import Document, Manifest
@@ -93,8 +94,15 @@ class BoundaryRead:
 
     def close(self) -> None:
         """End the lease."""
-        with self._lock:
-            self._held.close()
+        if not self._groups.inherited:
+            with self._lock:
+                self._held.close()
+
+    def _exclusively(self) -> Lock:
+        """Return the lock. Raises Closed in a forked child, where a thread that is not there may hold the lock."""
+        if self._groups.inherited:
+            raise Closed("opened before a fork", path=self._groups.path, hint=AFTER_FORK)
+        return self._lock
 
     def vbid_of(self, key: bytes) -> int:
         return keys.vbid_of(key, self._groups.vbucket_count)
@@ -103,7 +111,7 @@ class BoundaryRead:
 
     def pin(self, vbid: int) -> Pin:
         """Return the boundary of a vbucket. Raises Unavailable, NoSuchBoundary."""
-        with self._lock:
+        with self._exclusively():
             return self._pin(vbid)
 
     def _pin(self, vbid: int) -> Pin:
@@ -115,7 +123,7 @@ class BoundaryRead:
         """Choose the boundaries of all vbuckets, take a lease on them, and return them. Raises the errors of `pin`, and
         what the lease raises.
         """
-        with self._lock:
+        with self._exclusively():
             check_readable(self._groups, [vbid for vbid in self.vbids if vbid not in self._pins])
             pins = [self._pin(vbid) for vbid in self.vbids]
             if not self._is_held:

@@ -16,6 +16,7 @@ from mirror.messages import GrantLease
 from mirror.sandbox import SandboxCluster, SandboxThread
 from storage.read.view import View, open_view
 from tests.crash.service import Service, until
+from tests.processes import in_child
 
 VBUCKETS = 4
 
@@ -140,3 +141,22 @@ def test_without_a_service_there_is_nobody_to_ask(source: SandboxThread, tmp_pat
         assert service.ended() == 0
     with hold(data, {0: (1, 0)}, name="alone") as lease:
         assert lease.lost is None
+
+
+def test_a_forked_child_that_leaves_the_block_does_not_end_its_parents_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sys.exit does in a child."""
+    requests = tmp_path / "requests"
+
+    def record(_: Path, message: object) -> None:
+        with requests.open("a") as file:
+            file.write(type(message).__name__ + " ")
+
+    monkeypatch.setattr("mirror.lease.ask", record)
+    holding = hold(tmp_path, {0: (1, 1)}, name="test")
+    holding.__enter__()
+    in_child(lambda: holding.__exit__(None, None, None))
+    assert requests.read_text() == "GrantLease "
+    holding.__exit__(None, None, None)
+    assert requests.read_text() == "GrantLease ReleaseLease "

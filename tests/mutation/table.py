@@ -48,6 +48,8 @@ _OF_STREAMS = "tests/serve/test_dcp_requests.py -k no_more_streams"
 _OF_IDLE = "tests/serve/test_http_protocol.py -k begins_with_its_last"
 _OF_FRAMING = "tests/serve/test_http_protocol.py -k framing_has_no_end"
 _MAPS, _OF_MAPS = "mirror/supervise/context.py", "tests/supervise/test_maps.py"
+_OF_FORKS = "tests/storage/test_forks.py -k 'not counts and not server'"
+_OF_MOUNTS = "tests/storage/test_access.py -k 'overlay or overwritten'"
 _ENVIRONMENT, _OF_ENVIRONMENT = "storage/env/environment.py", "tests/storage/test_environment.py"
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/tables/documents.py", "tests/spark/tables/test_documents.py"
 _HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
@@ -715,6 +717,16 @@ MUTATIONS = (
         _OF_BIT_FLIPS,
     ),
     Mutation("storage/env/environment.py", "lmdb.BadTxnError,", "lmdb.CorruptedError,", _OF_ENVIRONMENT),
+    # --- forks, overlays, read-only mounts
+    Mutation(_ENVIRONMENT, "        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.env))\n", "", _OF_FORKS),
+    Mutation(_ENVIRONMENT, "for environment in list(_environments):", "for environment in []:", _OF_FORKS),
+    Mutation(_ENVIRONMENT, "    SHARED.open = {}\n", "", _OF_FORKS),
+    Mutation(_ENVIRONMENT, "(os.getpid(), *each)", "each", _OF_FORKS),
+    Mutation("storage/read/point_reads.py", "list(document_keys)", "document_keys", _OF_FORKS),
+    Mutation("storage/read/reading.py", "if not self._groups.inherited:", "if True:", _OF_FORKS),
+    Mutation(_ENVIRONMENT, "if commit > self.newest_commit():", "if False:", _OF_MOUNTS),
+    Mutation(_ENVIRONMENT, " or _identity_of(self.path, LOCK_FILE) == self._lock_file", "", _OF_MOUNTS),
+    Mutation(_ENVIRONMENT, "self.newest_commit() > commit + 1:", "False:", _OF_MOUNTS),
     # --- files of others are not believed, and documents are written for this user alone
     Mutation("mirror/ownership.py", "(stat.S_IWGRP | stat.S_IWOTH)", "stat.S_IWOTH", _OF_OWNERSHIP),
     Mutation("mirror/ownership.py", "found.st_uid not in (0, os.geteuid())", "False", _OF_OWNERSHIP),

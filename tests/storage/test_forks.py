@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +25,7 @@ from storage.admin.check import check
 from storage.env.environment import Environment
 from storage.errors import Closed
 from storage.read.view import View, open_view
-from tests.processes import ProcessGroup
+from tests.processes import ProcessGroup, in_child
 from tests.storage.forking import ENDS, KEYS, PURGED, REQUESTS_MAX, STATES, fill, found_in, read_again
 from tests.storage.rig import Clock
 from tests.storage.test_backup import Kept
@@ -96,6 +97,35 @@ def test_an_iterator_of_keys_that_forks_ends_in_the_child(path: str) -> None:
         assert isinstance(found, dict)
         assert sorted(found) == sorted(KEYS[:2])
         assert found_in(view) == "right"
+
+
+def test_an_inherited_reading_ends_in_the_child_although_a_thread_was_inside_of_it(path: str) -> None:
+    """The thread holds a lock, and is not there in the child. The lease of the reading is its parent's."""
+    fill(path)
+    begun, answered, ended = threading.Event(), threading.Event(), threading.Event()
+
+    @contextmanager
+    def lease(_: object) -> Iterator[None]:
+        begun.set()
+        answered.wait(60)
+        yield
+        ended.set()
+
+    with open_view(path) as view, view.reading(vbids=[0], lease=lease) as reading:
+
+        def leave() -> None:
+            with pytest.raises(Closed, match="open another view in the child"):
+                reading.pin(0)
+            reading.close()
+            assert not ended.is_set()
+
+        holder = threading.Thread(target=reading.hold)
+        holder.start()
+        begun.wait(60)
+        in_child(leave)
+        answered.set()
+        holder.join()
+    assert ended.is_set()
 
 
 def test_children_of_a_forkserver_that_has_a_view_read_in_views_of_their_own(

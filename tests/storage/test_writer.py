@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import tempfile
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,6 +31,7 @@ from storage.history.purge import Window
 from storage.model import SEQNO_MAX, Branch, Seqno
 from storage.read import bulk, states
 from storage.read.view import Token, View, open_view
+from tests.processes import in_child
 from tests.storage.model import IDENTITY, ModelVbucket, events, keys_of, log, row, span
 from tests.storage.open_readers import OpenReader, Position, begin
 from tests.storage.rig import Clock, crash, open_writer
@@ -58,20 +56,6 @@ def in_bulk(view: View, vbid: int, as_of: int | None = None) -> list[dict[bytes,
         found.append({row.key: (int(row.seqno), row.value) for row in rows})
         assert len(found[-1]) == len(rows)
     return found
-
-
-def in_child(work: Callable[[], object]) -> None:
-    """Do it in a forked child, which must end well."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.alarm(60)
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 class Store(RuleBasedStateMachine):
