@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -24,11 +23,13 @@ from mirror.serve.kv.map import ServedMap, own_node
 from mirror.serve.kv.server import KvServer
 from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address, Reserved, listening_socket, reserve
-from mirror.wire import codec_kv
+from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Feature, Opcode
+from mirror.wire.events import CollectionCreated
 from mirror.wire.frame import Frame
+from mirror.wire.system_events import encode_system_event
 from storage.env import directory
 from storage.format import keys, records
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
@@ -160,7 +161,9 @@ class Store:
         """A system event in every vbucket (or in these)."""
         named = {entry.collection_id: entry for entry in collections}
         manifest = Manifest(ManifestUid(uid or seqno), {0: "_default", **scopes}, named)
-        frame = struct.pack(">BBHBBHIIQQIB", 0x80, 0x5F, 0, 13, 0, 0, 13, 0, 0, seqno, 0, 0)
+        begun = collections[-1] if collections else DEFAULT
+        content = CollectionCreated(uid or seqno, begun.scope_id, begun.collection_id, begun.name)
+        frame = codec_dcp.encode(encode_system_event(content, vbid=0, seqno=seqno))
         for vbid in vbids or range(self.identity.vbucket_count):
             self.writer.vbuckets[vbid].system_event(seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
             self.writer.vbuckets[vbid].publish(seqno, seqno)
