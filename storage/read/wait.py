@@ -15,13 +15,13 @@ never published in the history that is served now.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from storage.errors import NotPublished, WriteLost
-from storage.model import SEQNO_MAX, Seqno, Vbuuid
+from storage.model import SEQNO_MAX, Rollback, Seqno, VbucketState, Vbuuid
 from storage.read.changes import recorded_rollbacks
 from storage.read.groups import Groups
 from storage.read.vbucket_reader import VbucketReader
@@ -66,9 +66,24 @@ class WriteStatus(Enum):
     LOST = "lost"
 
 
+class WriteState(NamedTuple):
+    """One look at a vbucket, for any number of tokens."""
+
+    state: VbucketState
+    rollbacks: Sequence[Rollback]
+
+    @staticmethod
+    def of(reader: VbucketReader) -> WriteState:
+        with reader.environment.read() as txn:
+            return WriteState(reader.state(txn), recorded_rollbacks(txn, reader.vbid))
+
+
 def write_status(reader: VbucketReader, token: MutationToken) -> WriteStatus:
-    with reader.environment.read() as txn:
-        state, known = reader.state(txn), recorded_rollbacks(txn, reader.vbid)
+    return status_in(WriteState.of(reader), token)
+
+
+def status_in(seen: WriteState, token: MutationToken) -> WriteStatus:
+    state, known = seen
     resyncing = state.staging_branch != state.branch
     here = WriteStatus.PUBLISHED if state.published_seqno >= token.seqno and not resyncing else WriteStatus.WAITING
     log = state.failover_log

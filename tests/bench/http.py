@@ -19,7 +19,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.serve.access.admission import Acceptor, Admission
 from mirror.serve.http.documents import JSON, entity_tag, headers_of
-from mirror.serve.http.protocol import BoundedProtocol, Gate, protocol_config
+from mirror.serve.http.protocol import Gate, HttpConnection
 from mirror.serve.http.server import HttpServer
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.server.turns import Turns
@@ -86,7 +86,7 @@ def _serve(pipe: Connection, data: str | None) -> None:
             await server.stop()
             await task
         else:
-            make = partial(BoundedProtocol, protocol_config(_same_bytes), Gate(), {})
+            make = partial(HttpConnection, Gate(_same_bytes), True)
             bare = Acceptor(Admission(Settings(reader_login_timeout_s=3600), Turns()), opened, make)
             pipe.send(held.address.port)
             await asyncio.to_thread(wait_closed, pipe)

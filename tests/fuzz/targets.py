@@ -204,7 +204,7 @@ def _json_body(data: bytes) -> Any:
         return {"type": "http.request", "body": data, "more_body": False}
 
     async def read() -> Any:
-        return http_requests.json_of(await http_requests.body_of(Request(scope, receive)))
+        return http_requests.json_of(await http_requests.read_body(Request(scope, receive), lambda _: None))
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
     try:

@@ -69,7 +69,7 @@ MUTATIONS = (
     Mutation(
         "mirror/serve/http/protocol.py",
         "self._gate.turns.call(self._go_on)",
-        "self.loop.call_soon(self._go_on)",
+        "self._loop.call_soon(self._go_on)",
         "tests/serve/test_http_protocol.py -k ahead_of_their_answers",
     ),
     Mutation("mirror/serve/access/admission.py", "if _is_gone(connected):", "if False:", _OF_ADMISSION),
@@ -111,10 +111,10 @@ MUTATIONS = (
         "tests/storage/test_stream.py -k looks_while",
     ),
     Mutation(
-        "mirror/serve/dcp/watch.py",
+        "mirror/serve/watch.py",
         "found += [each for each in self._followers if each % group_count == group]",
         "raise",
-        "tests/serve/test_dcp_watch.py",
+        "tests/serve/test_watch.py",
     ),
     # --- a mirror as the source
     Mutation(
@@ -523,12 +523,24 @@ MUTATIONS = (
     Mutation(
         "mirror/serve/dcp/producer.py", "self._counters.open_streams >= PROCESS_STREAMS_MAX", "False", _OF_STREAMS
     ),
-    Mutation("mirror/serve/http/protocol.py", "self._framing_bytes += len(data)", "pass", _OF_FRAMING),
+    Mutation("mirror/serve/http/framing.py", "self._trailer_bytes += len(line)", "pass", _OF_FRAMING),
     Mutation(
         "mirror/serve/http/protocol.py",
-        "answer_now, self._answer_now = self._answer_now, None",
-        "answer_now = self._answer_now",
+        "at_once=at_once and not self._framing.byte_count",
+        "at_once=True",
         "tests/serve/test_http_protocol.py -k came_together",
+    ),
+    Mutation(
+        "mirror/serve/http/waits.py",
+        "if state is None or status_in(state, token) is not WriteStatus.WAITING:",
+        "if True:",
+        "tests/serve/test_http_waits.py",
+    ),
+    Mutation(
+        "mirror/serve/http/service.py",
+        "self.bodies.take(owner, byte_count)",
+        "pass",
+        "tests/serve/test_http_service.py -k bodies",
     ),
     Mutation(
         "mirror/serve/http/documents.py",
@@ -536,7 +548,7 @@ MUTATIONS = (
         "found = parsed.read(service, reader, 1 << 40)",
         "tests/serve/test_http_protocol.py -k in_pieces",
     ),
-    Mutation("mirror/serve/http/protocol.py", "if left_s > 0:", "if False:", _OF_IDLE),
+    Mutation("mirror/serve/http/protocol.py", "if waited_s > self._gate.idle_timeout_s:", "if True:", _OF_IDLE),
     Mutation(
         "storage/read/point_reads.py",
         "if not above < dup <= up_to or",

@@ -231,9 +231,10 @@ def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
     source.put(source.key_of(2), b"x" * 15_000_000, datatype=0)
     with running(tmp_path / "data", source, users_file=file) as site, site.connect() as line:
         line.sendall(request("/v1/changes?vbid=2", "Connection: close", user="ann:x"))
-        (connection,) = eventually_now(lambda: site.server.gate.state.connections)
-        eventually_now(lambda: connection.transport.get_write_buffer_size() > 64 * 1024)
+        (connection,) = eventually_now(lambda: site.server.gate.connections)
+        eventually_now(lambda: connection.outgoing.unsent_bytes > 64 * 1024)
         with_users(file, {})
+        eventually_now(lambda: not site.server.gate.connections)
         with contextlib.suppress(ConnectionError):
             assert len(line.makefile("rb").read()) < 15_000_000
 
@@ -281,7 +282,7 @@ def test_streams_that_nobody_reads_hold_no_more_than_the_budget(site: Site) -> N
 def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) -> None:
     file = with_users(tmp_path / "users.json", {"ann": "x", "bob": "x"})
     with running(tmp_path / "data", source, users_file=file, reader_connections_max=64) as site:
-        assert site.server.service.streams_max == 8
+        assert site.server.service.streams.all_max == 8
         with contextlib.ExitStack() as stack:
 
             def opened(name: str) -> int:

@@ -204,7 +204,7 @@ def test_positions_that_make_no_sense_are_refused(site: Site) -> None:
 
 
 def test_no_more_streams_than_allowed(site: Site) -> None:
-    site.server.service.streams_max = 1
+    site.server.service.streams.all_max = 1
     with listening(site, since="now"):
         eventually_now(lambda: site.server.service.requests.streams.total() == 1)
         problem = site.get("/v1/changes", 503).json()

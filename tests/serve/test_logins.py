@@ -210,14 +210,14 @@ async def test_what_follows_a_login_waits_for_it(store: Store, users_file: Path)
 def test_an_attempt_over_http_leaves_the_line_with_its_client(source: Source, tmp_path: Path, users_file: Path) -> None:
     """Thousands that had hung up once stood before the next right password, for longer than a login may take."""
     with running(tmp_path / "data", source, users_file=users_file) as site:
-        logins, state = site.server.service.logins, site.server.gate.state
+        logins, state = site.server.service.logins, site.server.gate
         for _ in range(50):
             logins.failed("ann", LOCAL)
         site.call(logins._line.acquire())
         with site.connect() as line:
             line.sendall(request("/v1/status", user="ann:pw"))
             eventually_now(lambda: logins._line._waiters)
-        eventually_now(lambda: not state.tasks)
+        eventually_now(lambda: not state.answering)
         assert not logins._line._waiters
         site.loop.call_soon_threadsafe(logins._line.release)
 

@@ -234,7 +234,7 @@ class Admission:
         self._failures.note(asyncio.get_running_loop().time(), error=error.strerror or str(error))
 
 
-Factory = Callable[[Slot], asyncio.Protocol]
+Factory = Callable[[Slot], asyncio.BaseProtocol]
 """Makes a connection's protocol, which releases the slot at its end."""
 
 

@@ -19,12 +19,12 @@ from mirror.log import get_logger
 from mirror.serve.access.admission import Slot
 from mirror.serve.access.auth import Reader
 from mirror.serve.dcp.producer import DcpCounters, DcpProducer
-from mirror.serve.dcp.watch import Watch
 from mirror.serve.kv import connection as kv_connection
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.connection import Host, KvConnection
 from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address
+from mirror.serve.watch import Watch
 from mirror.server import dcp_requests, dispatch
 from mirror.server.controls import ALL_CONTROLS, ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION, Abilities, Controls
 from mirror.server.errors import Refused

@@ -19,8 +19,8 @@ from mirror.serve.access.auth import Reader
 from mirror.serve.dcp import filter as dcp_filter
 from mirror.serve.dcp.filter import ServedFilter
 from mirror.serve.dcp.stream import PIECE_BYTES, DcpStream
-from mirror.serve.dcp.watch import News, Watch
 from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.watch import News, Watch
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
 from mirror.server.producer import Producer, ProducerPort, StreamHistory

@@ -21,12 +21,12 @@ from mirror.log import get_logger
 from mirror.serve.access.auth import Users
 from mirror.serve.dcp.connection import DcpConnection, DcpSession, SourceContact
 from mirror.serve.dcp.producer import DcpCounters
-from mirror.serve.dcp.watch import Watch
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.connection import KvConnection
 from mirror.serve.kv.map import ServedMap
 from mirror.serve.kv.server import KvServer
 from mirror.serve.listener import Address
+from mirror.serve.watch import Watch
 
 log = get_logger("dcp")
 

@@ -23,11 +23,11 @@ from mirror import __version__
 from mirror.log import get_logger
 from mirror.serve.access.auth import Reader
 from mirror.serve.http.changes import get_changes
-from mirror.serve.http.documents import get_document, get_document_now, get_documents, scan_documents
+from mirror.serve.http.documents import answer_document, get_document, get_documents, scan_documents
 from mirror.serve.http.problems import MEDIA_TYPE, TITLES, TYPE_PREFIX, Problem, internal, of_http, of_storage
 from mirror.serve.http.query import post_query
 from mirror.serve.http.requests import Parameters, header, routed, vbucket
-from mirror.serve.http.service import Memory, Service, refuse_websites
+from mirror.serve.http.service import Credentials, Memory, Service, refuse_websites
 from mirror.serve.http.status import Report, partly_shown, partly_shown_reasons, partly_shown_rows
 from mirror.serve.metrics import CONTENT_TYPE, STATES, exposition, own_exposition
 from mirror.serve.objects import dumps, rollback_object
@@ -246,10 +246,8 @@ class GuardedApp:
 
     def answer_now(self, scope: Scope) -> Response | None:
         """Answer a GET of a document, the most frequent request, without a task, routing or ASGI messages. Return None
-        for other requests, and if the answer must wait or is sent in pieces: then call the application.
+        for other requests, and if the answer must wait or is large: then call the application.
         """
-        if scope["method"] != "GET":
-            return None
         found = self._document.path_regex.match(routed(scope["raw_path"]))
         if found is None:
             return None
@@ -259,7 +257,8 @@ class GuardedApp:
         try:
             refuse_websites(request)
             scope["endpoint"] = get_document
-            response = get_document_now(self._service, request)
+            reader = self._service.reader_or_login(request)
+            response = None if isinstance(reader, Credentials) else answer_document(self._service, request, reader)
         except Exception as error:
             response = _problem_of(error, scope).response()
         if response is not None:
@@ -280,9 +279,11 @@ class GuardedApp:
         async def counted(message: Message) -> None:
             nonlocal status, byte_count
             if message["type"] == "http.response.start":
-                reader = scope["state"].pop("reader", None)
-                if reader is not None and (refusal := self._service.rights_changed(reader)):
-                    raise refusal
+                reader = state.pop("reader", None)  # else the refusal would be refused
+                if reader is not None:
+                    if refusal := self._service.rights_changed(reader):
+                        raise refusal
+                    state["reader"] = reader
                 status = message["status"]
             else:
                 byte_count += len(message.get("body", b""))

@@ -30,7 +30,15 @@ from mirror.serve.access.auth import Reader
 from mirror.serve.http.documents import collection_id
 from mirror.serve.http.problems import Problem, internal, of_storage
 from mirror.serve.http.requests import Parameters, collection_name, parse_position, position_text, vbucket
-from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service, leaves_line, owner, send_and_drain
+from mirror.serve.http.service import (
+    BUDGETED_BYTES,
+    WAIT_PARAMETERS,
+    Service,
+    Shares,
+    leaves_line,
+    owner_of,
+    send_and_drain,
+)
 from mirror.serve.objects import CollectionNames, change_parts, collection_of, dumps
 from storage.errors import Closed, StorageError, Unavailable, ViewInvalidated
 from storage.read.states import Unreadable
@@ -88,34 +96,25 @@ async def get_changes(request: Request) -> Response:
         if perf_counter() > ends_s:
             await service.turns.turn()
             ends_s = perf_counter() + STEP_S
-    whose = owner(request, reader)
-    if service.requests.streams.total() >= service.streams_max:
-        raise Problem("too-busy", f"this process has {service.streams_max} streams already")
-    if service.requests.streams[whose] >= service.streams_per_reader_max:
-        raise Problem("too-busy", f"{whose} has {service.streams_per_reader_max} streams already")
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
     if request.method == "HEAD":
         return Response(None, 200, headers, "text/event-stream")
     texts = ChangeStream(service, vbids, position, keep, reader).run(follow=follow)
-    return EventStream(texts, headers, service, whose, partial(service.rights_changed, reader))
+    return EventStream(texts, headers, service.streams, owner_of(request))
 
 
 class EventStream(Response):
     def __init__(
-        self,
-        texts: AsyncGenerator[bytes, None],
-        headers: dict[str, str],
-        service: Service,
-        owner: str,
-        has_lost_rights: Callable[[], object],
+        self, texts: AsyncGenerator[bytes, None], headers: dict[str, str], streams: Shares, owner: str
     ) -> None:
-        """The answer counts as a stream of `owner` until it was sent, and closes `texts` in any case."""
+        """The answer counts as a stream of `owner` until it was sent, and closes `texts` in any case. Raises Problem if
+        there are too many.
+        """
         super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self._texts = texts
-        self._has_lost_rights = has_lost_rights
-        self._streams, self._owner = service.requests.streams, owner
-        self._streams[owner] += 1
+        streams.take(owner)
+        self._streams, self._owner = streams, owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -123,20 +122,11 @@ class EventStream(Response):
                 with leaves_line(Request(scope)):
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     async for text in texts:
-                        if len(text) <= BUDGETED_BYTES:
-                            await send({"type": "http.response.body", "body": text, "more_body": True})
-                            continue
-                        sending = asyncio.create_task(send_and_drain(send, text))
+                        await send_and_drain(send, text)
                         del text
-                        while not (await asyncio.wait({sending}, timeout=RIGHTS_CHECK_S))[0]:
-                            if self._has_lost_rights():
-                                scope["state"]["transport"].abort()
-                        await sending
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._streams[self._owner] -= 1
-            if not self._streams[self._owner]:
-                del self._streams[self._owner]
+            self._streams.give_back(self._owner)
 
 
 def _served(view: View, vbids: Iterable[int]) -> dict[int, Served]:

@@ -24,7 +24,6 @@ from mirror.serve.http.requests import (
     PAGE_LIMIT_MAX,
     Page,
     Parameters,
-    body_of,
     json_of,
     list_header,
     path_collection,
@@ -36,7 +35,6 @@ from mirror.serve.http.service import (
     BUDGETED_BYTES,
     WAIT_PARAMETERS,
     Budgeted,
-    Credentials,
     Header,
     Memory,
     Plain,
@@ -131,11 +129,8 @@ class DocumentRequest(NamedTuple):
         return Budgeted(memory, document.value, headers_of(document, tag, document.datatype), media_type)
 
 
-def get_document_now(service: Service, request: Request) -> Response | None:
-    """Answer like `get_document`. None: call `get_document`, because the answer must wait or is large."""
-    reader = service.reader_or_login(request)
-    if isinstance(reader, Credentials):
-        return None
+def answer_document(service: Service, request: Request, reader: Reader) -> Response | None:
+    """Answer a GET of a small document that need not wait for a write; otherwise return None."""
     parsed = DocumentRequest.of(service, request)
     if parsed.tokens:
         return None
@@ -148,8 +143,13 @@ def get_document_now(service: Service, request: Request) -> Response | None:
 
 async def get_document(request: Request) -> Response:
     service: Service = request.state.service
-    memory: Memory = request.state.memory
     reader = await service.reader(request)
+    return answer_document(service, request, reader) or await _answer_later(service, request, reader)
+
+
+async def _answer_later(service: Service, request: Request, reader: Reader) -> Response:
+    """Answer once the writes of the request's tokens are published, and there is memory for the document."""
+    memory: Memory = request.state.memory
     parsed = DocumentRequest.of(service, request)
     bytes_max = LARGE_BYTES
     while True:
@@ -170,14 +170,10 @@ async def get_documents(request: Request) -> Response:
     collection = path_collection(request)
     as_of = parameters.as_of()
     tokens, timeout_s = service.tokens(parameters)
-    body = await body_of(request)
     view = service.view
-
-    def parse() -> tuple[list[bytes], set[int]]:
-        keys = requested_keys(json_of(body))
-        return keys, {view.vbid_of(key) for key in keys}
-
-    keys, vbids = await service.read_in_bulk(request, parse)
+    async with service.body(request) as body:
+        keys = await service.read_in_bulk(request, lambda: requested_keys(json_of(body)))
+    vbids = {view.vbid_of(key) for key in keys}
 
     def read() -> tuple[bytes, int]:
         refuse_gone(request)

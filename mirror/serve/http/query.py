@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 from mirror.serve.access.auth import Reader
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.query_pool import Queries
-from mirror.serve.http.requests import Parameters, accepts, body_of, json_of, moment
-from mirror.serve.http.service import Header, Service, leaves_line, owner
+from mirror.serve.http.requests import Parameters, accepts, json_of, moment
+from mirror.serve.http.service import Header, Service, leaves_line, owner_of
 
 SQL_LENGTH_MAX = 64 * 1024
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
@@ -100,9 +100,9 @@ async def post_query(request: Request) -> Response:
     if queries is None:
         raise Problem("not-found", "this service answers no SQL", hint="set sql = true")
     refuse_who_reads_nothing(service, reader)
-    body = await body_of(request)
     settings = queries.settings
-    query = await service.read_in_bulk(request, partial(parse, body, settings.sql_rows_max))
+    async with service.body(request) as body:
+        query = await service.read_in_bulk(request, partial(parse, body, settings.sql_rows_max))
     query |= {
         "arrow": accepts(request, ARROW, rather_than=JSON),
         "data": str(settings.data),
@@ -110,4 +110,4 @@ async def post_query(request: Request) -> Response:
         "memory_bytes": settings.sql_memory_bytes,
         "patterns": sorted(reader.patterns),
     }
-    return QueryAnswer(request, queries, query, owner(request, reader))
+    return QueryAnswer(request, queries, query, owner_of(request))

@@ -12,7 +12,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes
@@ -217,7 +217,8 @@ def vbucket(text: str, count: int) -> int:
     return vbid
 
 
-async def body_of(request: Request) -> bytes:
+async def read_body(request: Request, hold: Callable[[int], None]) -> bytes:
+    """Return a request's body. `hold` counts its bytes as they come, and raises Problem if there is no memory."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > BODY_BYTES_MAX:
         raise _too_large()
@@ -225,9 +226,10 @@ async def body_of(request: Request) -> bytes:
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
-                data += chunk
-                if len(data) > BODY_BYTES_MAX:
+                if len(data) + len(chunk) > BODY_BYTES_MAX:
                     raise _too_large()
+                hold(len(chunk))
+                data += chunk
     except TimeoutError:
         raise Problem("timeout", f"the body was not there within {BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:

@@ -1,6 +1,6 @@
 """One HTTP process: the application on its sockets, from its start to its end.
 
-Knows settings, sockets and uvicorn's protocol; `api` has the answers. The supervisor starts the process, gives it
+Knows settings, sockets and connections; `api` has the answers. The supervisor starts the process, gives it
 sockets, reads its status and replaces it. Invariants: at a stop, requests in progress have `DRAIN_S` to be answered;
 streams end at once, so that their clients connect to another process.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from functools import partial
@@ -25,15 +24,15 @@ from mirror.serve.access.admission import Acceptor, Admission
 from mirror.serve.access.auth import Users
 from mirror.serve.access.tls import server_tls
 from mirror.serve.http.api import make_app
-from mirror.serve.http.protocol import BoundedProtocol, Gate, protocol_config
+from mirror.serve.http.protocol import Gate, HttpConnection
 from mirror.serve.http.service import Service
 from mirror.serve.http.status import Report
 from mirror.serve.listener import Address
 from storage.errors import StorageError
 
-SWITCH_INTERVAL_S = 0.0005
-"""Time after which a bulk read's thread lets the event loop run. Python's default is 5 ms."""
 DRAIN_S = 5.0
+SWEEP_S = 0.5
+"""Seconds between sweeps, which close connections whose time is over."""
 
 
 class HttpServer:
@@ -50,28 +49,33 @@ class HttpServer:
         """`stored` and `name`: as for `Service`."""
         self.service = Service(settings, stored, clock, name=name, users=users)
         app = make_app(self.service)
-        self.gate = Gate(settings.reader_send_timeout_s, answer_now=app.answer_now, turns=self.service.turns)
-        self.service.requests.connections = self.gate.state.connections
+        self.gate = Gate(
+            app,
+            app.answer_now,
+            self.service.has_lost_rights,
+            self.service.turns,
+            send_timeout_s=settings.reader_send_timeout_s,
+            idle_timeout_s=settings.reader_idle_timeout_s,
+        )
+        self.service.requests.connections = self.gate.connections
         self.admission = Admission(settings, self.service.turns)
         self._sockets = sockets
         self._tls = server_tls(settings) if any(address.tls for address, _ in sockets) else None
-        self._config = protocol_config(app)
-        self._config.timeout_keep_alive = int(settings.reader_idle_timeout_s)
         self._acceptors: list[Acceptor] = []
         self._stop = asyncio.Event()
 
     async def start(self) -> None:
         self._set_date()
+        self.service.waits.watch.start()
         with contextlib.suppress(StorageError):
             self.service.view.published({})  # takes 30 ms, so not in the first request
         for address, listening in self._sockets:
-            factory = partial(BoundedProtocol, self._config, self.gate, {"local": address.local})
+            factory = partial(HttpConnection, self.gate, address.local)
             tls = self._tls if address.tls else None
             self._acceptors.append(Acceptor(self.admission, listening, factory, tls, answers=True))
 
     async def run(self) -> None:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        tasks = [asyncio.create_task(each) for each in (self._stop.wait(), self._dates(), self.service.status.run())]
+        tasks = [asyncio.create_task(each) for each in (self._stop.wait(), self._sweep(), self.service.status.run())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -88,16 +92,12 @@ class HttpServer:
     async def _end(self) -> None:
         self.service.stopping.set()
         self.service.watch.wake()
+        self.service.waits.wake()
         for acceptor in self._acceptors:
             acceptor.close()
-        state = self.gate.state
-        for connection in list(state.connections):
-            connection.shutdown()
-        if state.tasks:
-            await asyncio.wait(list(state.tasks), timeout=DRAIN_S)
-        for connection in list(state.connections):
-            connection.transport.abort()
+        await self.gate.stop(DRAIN_S)
         await asyncio.sleep(0)
+        await self.service.waits.watch.stop()
         if self.service.queries is not None:
             await self.service.queries.close()
         self.service.logins.close()
@@ -105,17 +105,20 @@ class HttpServer:
         self.service.changes_thread.shutdown(wait=False, cancel_futures=True)
         self.service.mirror.close()
 
-    async def _dates(self) -> None:
+    async def _sweep(self) -> None:
         while True:
             self._set_date()
-            await self.service.clock.sleep(1.0)
+            now_s = asyncio.get_running_loop().time()
+            for connection in list(self.gate.connections):
+                connection.sweep(now_s)
+            await asyncio.sleep(SWEEP_S)
 
     def _set_date(self) -> None:
         now = formatdate(self.service.clock.wall_ms() / 1000, usegmt=True)
-        self.gate.state.default_headers[:] = [(b"date", now.encode())]
+        self.gate.date = (b"date", now.encode())
 
     def status(self) -> ProcessReport:
-        connections = len(self.gate.state.connections)
+        connections = len(self.gate.connections)
         return {
             "vbuckets": [],
             "counters": self.service.requests.counters() | {"http_connections": connections},

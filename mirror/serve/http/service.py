@@ -12,11 +12,12 @@ import asyncio
 import base64
 import contextlib
 import ipaddress
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,23 +31,25 @@ from mirror.serve.access.logins import Logins
 from mirror.serve.access.tls import certified_reader
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.query_pool import Queries
-from mirror.serve.http.requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
+from mirror.serve.http.requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header, read_body
 from mirror.serve.http.status import Report, StatusReporter
 from mirror.serve.http.view import Mirror, PublishWatch
+from mirror.serve.http.waits import WriteWaits
 from mirror.serve.metrics import Requests
 from mirror.server.turns import Budget, Turns, Worker
 from storage.read.view import AsOf, Pin, View
-from storage.read.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay_s, write_status
+from storage.read.wait import MutationToken, WriteStatus
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
 CREDENTIALS_LENGTH_MAX = 4096
 """Limit of user and password in base64, in characters."""
 BUDGETED_BYTES = 64 * 1024
 """Answers up to this size fit into a socket's buffers, and do not count in the budget."""
+SEND_BYTES = 256 * 1024
 STREAMS_SHARE = 8
 """One in this many of a process's connections may be a stream of changes."""
-STREAMS_PER_READER_SHARE = 2
-"""One in this many of these streams may be one user's, or one anonymous peer's."""
+WAITS_SHARE = 4
+"""One in this many of a process's connections may wait for writes."""
 
 Header = tuple[bytes, bytes]
 T = TypeVar("T")
@@ -73,6 +76,37 @@ class Memory:
         self.held_bytes = byte_count
 
 
+class Shares:
+    """A limit of what all clients have at once. One user, or one peer without a login, may have half of it."""
+
+    def __init__(self, what: str, all_max: int, held: Counter[str] | None = None) -> None:
+        """`held`: counts by user or peer (`owner_of`)."""
+        self.held: Counter[str] = Counter() if held is None else held
+        self.all_max = all_max
+        self._what = what
+
+    def take(self, owner: str, count: int = 1) -> None:
+        """Raises Problem if this is too much."""
+        if self.held.total() + count > self.all_max:
+            raise Problem("too-busy", f"this process has {self.all_max} {self._what} at most")
+        if self.held[owner] + count > max(1, self.all_max // 2):
+            raise Problem("too-busy", f"{owner} may have {self.all_max // 2} {self._what} at most")
+        self.held[owner] += count
+
+    def give_back(self, owner: str, count: int = 1) -> None:
+        self.held[owner] -= count
+        if not self.held[owner]:
+            del self.held[owner]
+
+    @contextlib.contextmanager
+    def taken(self, owner: str) -> Iterator[None]:
+        self.take(owner)
+        try:
+            yield
+        finally:
+            self.give_back(owner)
+
+
 class Plain(Response):
     def __init__(self, status: int, headers: Iterable[Header], body: bytes = b"") -> None:
         self.status_code, self.body, self.background = status, body, None
@@ -96,9 +130,12 @@ class Budgeted(Plain):
 
 async def send_and_drain(send: Send, body: bytes) -> None:
     """Send a part of a body; return when the client has taken it, except for what fits into buffers."""
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-    if len(body) > BUDGETED_BYTES:
-        await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits until then
+    if len(body) <= BUDGETED_BYTES:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        return
+    for at in range(0, len(body), SEND_BYTES):  # the server copies what it gets
+        await send({"type": "http.response.body", "body": body[at : at + SEND_BYTES], "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits until the rest was taken
 
 
 class Service:
@@ -126,8 +163,11 @@ class Service:
         self.watch = PublishWatch(self.mirror, clock)
         self.changes_thread = ThreadPoolExecutor(1, "changes")
         """Reads the batches of all streams of changes, one after the other."""
-        self.streams_max = max(1, settings.reader_connections_max // STREAMS_SHARE)
-        self.streams_per_reader_max = max(1, self.streams_max // STREAMS_PER_READER_SHARE)
+        streams_max = max(1, settings.reader_connections_max // STREAMS_SHARE)
+        self.streams = Shares("streams", streams_max, self.requests.streams)
+        self.waits = WriteWaits(lambda: self.view)
+        self.waiting = Shares("requests that wait for writes", max(2, settings.reader_connections_max // WAITS_SHARE))
+        self.bodies = Shares("bytes of requests", settings.reader_unsent_bytes_max)
         self.heartbeat_s = 10.0
         self.stopping = asyncio.Event()
 
@@ -197,6 +237,10 @@ class Service:
             return None
         return Problem("forbidden", RIGHTS_CHANGED, hint="log in again")
 
+    def has_lost_rights(self, state: dict[str, Any]) -> bool:
+        reader: Reader | None = state.get("reader")
+        return reader is not None and self.rights_changed(reader) is not None
+
     def judge(self, reader: Reader, collection: str | int, vbids: Iterable[int], as_of: AsOf = None) -> None:
         """Refuse a collection that the reader may not read. If it is an id, the manifests of `vbids` give its name."""
         if reader.reads_all:
@@ -237,6 +281,25 @@ class Service:
             found.append(token)
         return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
 
+    @contextlib.asynccontextmanager
+    async def body(self, request: Request) -> AsyncIterator[bytes]:
+        """Read a request's body. It counts in the budget, and in its user's share, from its first byte to the end of
+        the block. Raises Problem.
+        """
+        owner, memory, held = owner_of(request), Memory(self.budget), 0
+
+        def hold(byte_count: int) -> None:
+            nonlocal held
+            self.bodies.take(owner, byte_count)
+            held += byte_count
+            memory.hold(held)
+
+        try:
+            yield await read_body(request, hold)
+        finally:
+            memory.hold(0)
+            self.bodies.give_back(owner, held)
+
     async def read_in_bulk(self, request: Request, read: Callable[[], T]) -> T:
         """Call `read` in the worker thread. Raises Problem if the client hangs up before the end of the call."""
         with leaves_line(request):
@@ -253,11 +316,11 @@ class Service:
     ) -> T:
         """Call `read` once all tokens' writes are published; if one no longer is afterwards, repeat. Raises Problem."""
         deadline = self.clock.monotonic() + timeout_s
-        delay = POLL_MIN_S
         while True:
-            if self._stand(tokens):
+            waiting = self._not_published(tokens)
+            if waiting is None:
                 found = await self.read_in_bulk(request, read) if in_bulk else read()
-                if self._stand(tokens):
+                if (waiting := self._not_published(tokens)) is None:
                     return found
             left = deadline - self.clock.monotonic()
             if left <= 0 or self.stopping.is_set():
@@ -266,30 +329,32 @@ class Service:
                     f"the write is not published after {timeout_s:g} s",
                     hint="ask again with a longer timeout_ms, or look at the lag in /v1/status",
                 )
-            with leaves_line(request):
-                await self.clock.sleep(min(delay, left))
+            with leaves_line(request), self.waiting.taken(owner_of(request)):
+                await self.waits.wait(waiting, left)
                 await self.turns.turn()
-            delay = next_delay_s(delay)
 
-    def _stand(self, tokens: Sequence[MutationToken]) -> bool:
-        for token in tokens:
-            now = write_status(self.view.reader(token.vbid), token)
-            if now is WriteStatus.LOST:
-                raise Problem(
-                    "write-lost",
-                    f"the write {token} was undone by a failover of the source",
-                    hint="write it again",
-                    vbid=int(token.vbid),
-                    token=str(token),
-                )
-            if now is WriteStatus.WAITING:
-                return False
-        return True
+    def _not_published(self, tokens: Sequence[MutationToken]) -> MutationToken | None:
+        """Return the first token whose write is not published yet. Raises Problem if one is lost."""
+        found = self.waits.look(tokens) if tokens else None
+        if found is None:
+            return None
+        token, status = found
+        if status is WriteStatus.LOST:
+            raise Problem(
+                "write-lost",
+                f"the write {token} was undone by a failover of the source",
+                hint="write it again",
+                vbid=int(token.vbid),
+                token=str(token),
+            )
+        return token
 
 
-def owner(request: Request, reader: Reader) -> str:
-    """Return whose share a request takes: the user's, or the peer's if it is anonymous."""
-    return f"user {reader.name}" if reader.name else f"peer {request.scope['state']['slot'].peer}"
+def owner_of(request: Request) -> str:
+    """Return the request's user, or the peer of a client without a login."""
+    state = request.scope["state"]
+    reader: Reader | None = state.get("reader")
+    return f"user {reader.name}" if reader is not None and reader.name else f"peer {state['slot'].peer}"
 
 
 def _not_logged_in() -> Problem:

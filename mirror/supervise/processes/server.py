@@ -7,6 +7,7 @@ its death breaks no connections of other processes.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import socket
 import sys
@@ -26,6 +27,12 @@ from mirror.serve.kv.server import KvServer
 from mirror.serve.listener import Address, listening_socket, parse_addresses
 from mirror.supervise.listeners.addresses import SLOTS_PER_KIND
 from mirror.supervise.processes.life import Send, Work, main
+
+SWITCH_INTERVAL_S = 0.0005
+"""Time after which the thread for large work lets the event loop run. Python's default is 5 ms."""
+LARGE_BLOCK_BYTES = 128 * 1024
+M_MMAP_THRESHOLD = -3
+"""From glibc's malloc.h."""
 
 log = get_logger("kv")
 
@@ -108,11 +115,22 @@ class DcpServing(KvServing):
         return self._map(None, revision)  # `kv_nodes` has addresses of KV only
 
 
+def return_freed_memory() -> None:
+    """Let freed blocks of `LARGE_BLOCK_BYTES` go back to the system at once. By default glibc keeps blocks as large as
+    the largest that was freed: after a flood of large requests a process kept a gigabyte.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, and need none
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
 async def open_server(start: StartMessage, _send: Send) -> Work:
     """Open the mirror and listen as the first message says. Raises ConfigError, StorageError."""
     assert isinstance(start, StartServer), "a worker is another program"
     settings = from_wire(start.settings)
     kind, number = start.kind, start.slot % SLOTS_PER_KIND
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return_freed_memory()
     set_up_logs(settings.log_level, json=settings.log_json, process=f"{kind} {number}")
     sockets: Sockets = []
     for text, inherited in start.listeners:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.serve.dcp import watch as dcp_watch
-from mirror.serve.dcp.watch import Watch
+from mirror.serve import watch as serve_watch
+from mirror.serve.watch import Watch
 from storage.env import directory
 from storage.errors import CorruptedError, StorageError
 from storage.format import records
@@ -69,7 +69,7 @@ def test_a_group_that_cannot_be_read_hides_and_delays_no_news_of_the_others(
             return reader(vbid)
 
         monkeypatch.setattr(view.groups, "reader", lost)
-        monkeypatch.setattr(dcp_watch, "FAILED_DELAY_S", 600.0)
+        monkeypatch.setattr(serve_watch, "FAILED_DELAY_S", 600.0)
         for seqno, expected in ((1, [0, 1, 2]), (2, [0, 2])):
             for vbid in (0, 2):
                 vbucket = writers[vbid].vbuckets[vbid]
@@ -86,7 +86,7 @@ def test_a_group_that_cannot_be_read_hides_and_delays_no_news_of_the_others(
 
 
 async def test_a_store_that_cannot_be_read_is_tried_again(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_watch, "FAILED_DELAY_S", 0.01)
+    monkeypatch.setattr(serve_watch, "FAILED_DELAY_S", 0.01)
     failures = [StorageError("not now"), StorageError("nor now")]
 
     def viewed() -> View:
