@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 
 from mirror.serve.http import requests as http_requests
 from mirror.serve.http.api import description
-from mirror.serve.http.protocol import HEAD_BYTES_MAX
+from mirror.serve.http.framing import HEAD_BYTES_MAX
 from storage.model import DOCUMENT_FIELDS, JSON_FIELDS, SEQNO_MAX, Branch, Collection, Seqno
 from storage.read.view import Token
 from storage.read.wait import MutationToken
