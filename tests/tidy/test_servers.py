@@ -1,13 +1,9 @@
-"""uvicorn is used by its public names alone, and works in every version that pyproject.toml allows."""
+"""uvicorn is used by its public names alone."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PUBLIC = {"Config", "Server", "load", "http_protocol_class", "server_state"}
 """The classes that uvicorn exports, and the members that are used of them."""
-STACK = ("uvicorn", "httptools", "starlette")
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
@@ -55,31 +50,3 @@ def test_no_private_name_of_the_server_is_used() -> None:
 )  # fmt: skip
 def test_a_private_name_is_noticed(text: str) -> None:
     assert list(private_names(ast.parse(text)))
-
-
-@pytest.mark.ci
-def test_the_oldest_allowed_servers_pass_the_tests_of_http(tmp_path: Path) -> None:
-    """The newest ones are installed for all tests."""
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    oldest = [re.sub(r"^([\w-]+)>=([\d.]+).*", r"\1==\2", each) for each in dependencies if each.startswith(STACK)]
-    assert len(oldest) == len(STACK)
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "oldest"), *oldest]
-    subprocess.run(install, check=True)
-    tests = ("test_http_protocol.py", "test_http_documents.py", "test_http_api.py", "test_http_service.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *(f"tests/serve/{each}" for each in tests),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "oldest")}
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout[-5000:]
-    version = subprocess.run(
-        [sys.executable, "-c", "import uvicorn; print(f'uvicorn=={uvicorn.__version__}')"],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert version.stdout.strip() in {f"{each}.0" if each.count(".") == 1 else each for each in oldest}
