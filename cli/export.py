@@ -1,6 +1,6 @@
-"""`export`: every document as JSON lines, on stdout or in files, without Spark.
+"""`export`: every document as JSON lines, CSV, Parquet files or a Delta table.
 
-Invariants:
+JSON lines need no package beyond the program's own. Invariants:
 - each vbucket is read as of its position at the start (or at `--as-of`), despite later writes and rollbacks;
 - memory does not grow with the mirror;
 - a new file gets its name once it is complete; the cursor file is written last;
@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, Protocol
 
 import typer
 
-from cli import options, output, render
+from cli import options, output, render, tasks
 from cli.changes import save_cursor
 from cli.get import check_filled, time_from
 from mirror.document import values
@@ -32,52 +33,133 @@ from storage.read.reading import BoundaryRead
 from storage.read.view import Token, open_view
 
 STDOUT = "-"
+FORMATS = ("jsonl", "csv", "parquet", "delta")
 
-Collections = tuple[str | int, ...] | None
-"""Names or ids; None: all."""
+
+Collections = tuple[str, ...] | None
+"""Names; None: all."""
+
+
+class Text(Protocol):
+    suffix: str
+    header: bytes
+
+    def pieces(self, vbid: int) -> Iterator[tuple[bytes, int]]:
+        """Yield the text of a vbucket in pieces, each with its number of documents."""
+        ...
+
+    def check(self) -> None:
+        """Raise MirrorError if the text must not be kept."""
+        ...
 
 
 def export(
     to: Annotated[
-        str, typer.Option("--to", metavar="FILE", help="-: stdout; a directory: one file for each vbucket.")
+        str,
+        typer.Option(
+            "--to",
+            metavar="FILE|DIR|URL",
+            help="-: stdout; a directory gets a file for each vbucket. parquet, delta: a directory or URL.",
+        ),
     ] = STDOUT,
-    file_format: Annotated[str, typer.Option("--format", metavar="jsonl", help="One JSON object a line.")] = "jsonl",
+    form: Annotated[
+        str, options.optional("--format", metavar="|".join(FORMATS), help="Format.", show_default=True)
+    ] = "jsonl",
     data: options.DataOption = None,
     vbid: options.VbidOption = None,
-    collection: options.CollectionOption = None,
+    collection: tasks.CollectionsOption = None,
     as_of: options.AsOfTimeOption = None,
-    xattrs: Annotated[bool, typer.Option("--xattrs", help="Include extended attributes as `xattrs`.")] = False,
+    schema: Annotated[
+        str | None,
+        options.optional(
+            "--schema",
+            metavar="COLUMNS",
+            help="Parse JSON documents into columns: 'total double, items array<struct<sku:string>>'. Not for jsonl.",
+        ),
+    ] = None,
+    mode: tasks.ModeOption = None,
+    max_misfits: tasks.MisfitsOption = 0.01,
+    time_zone: tasks.TimeZoneOption = None,
+    epoch: tasks.EpochOption = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an export of parquet or delta (delta: as its next version).")
+    ] = False,
+    overwrite_schema: tasks.OverwriteSchemaOption = False,
+    xattrs: Annotated[bool, typer.Option("--xattrs", help="jsonl: include extended attributes as `xattrs`.")] = False,
     file: Annotated[
         Path | None,
-        options.optional("--cursor", metavar="FILE", help="Write the exported positions, for `changes --since FILE`."),
+        options.optional(
+            "--cursor", metavar="FILE", help="jsonl, csv: write the exported positions, for `changes --since FILE`."
+        ),
     ] = None,
     partial: options.PartialOption = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Write every document with its metadata, each vbucket at one boundary.
+    """Write every document with its metadata, each vbucket at one boundary. parquet and delta: by all cores, or on
+    Spark's executors under spark-submit.
 
-    A line is that of `scan --json`, with the name of the collection.
+    A line of jsonl is that of `scan --json`, with the name of the collection.
     """
-    if file_format != "jsonl":
-        raise ConfigError(f"--format {file_format!r} is not known", hint="give jsonl; `pipeline export` makes Parquet")
+    check_options(
+        form,
+        {
+            "--schema": ("csv parquet delta", schema is not None),
+            "--mode": ("csv parquet delta", mode is not None),
+            "--time-zone": ("csv parquet delta", time_zone is not None),
+            "--epoch": ("csv parquet delta", epoch is not None),
+            "--overwrite": ("parquet delta", overwrite),
+            "--overwrite-schema": ("delta", overwrite_schema),
+            "--xattrs": ("jsonl", xattrs),
+            "--cursor": ("jsonl csv", file is not None),
+            "--partial": ("jsonl csv", partial),
+        },
+    )
     moment = time_from(as_of)
-    if to == STDOUT and as_json:
-        raise ConfigError("--to - and --json both print to stdout", hint="leave --json out, or give --to a file")
+    if to == STDOUT and (as_json or form in ("parquet", "delta")):
+        why = "--json prints to stdout too" if form in ("jsonl", "csv") else "it makes files"
+        raise ConfigError(f"--format {form} --to -: {why}", hint="give --to a place")
     if file is not None and file.exists():
         raise ConfigError(
             f"the cursor file {file} exists: if overwritten, its reader could miss changes",
             hint="give --cursor a new file",
         )
+    names = tasks.collections_from(collection)
     path = options.data_directory(data, config)
+    if form != "jsonl":
+        tasks.need("pyarrow", "deltalake")
+        from mirror.typed.ddl import fields_of
+
+        columns: dict[str, Any] = {
+            "fields": None if schema is None else fields_of(schema),
+            "reading": tasks.reading_from(mode, time_zone, epoch),
+            "misfits_max": max_misfits,
+        }
+    if form in ("parquet", "delta"):
+        chosen = {
+            "collections": names,
+            "vbuckets": None if vbid is None else frozenset((vbid,)),
+            "as_of_ms": None if moment is None else moment.ms,
+            "delta_table": form == "delta",
+            "overwrite": overwrite,
+            "overwrite_schema": overwrite_schema,
+        }
+        export_files(path, to, columns | chosen, as_json)
+        return
     with open_view(str(path), partial=partial) as view:
-        vbids, chosen = view.vbids if vbid is None else (vbid,), options.collection_from(collection)
+        vbids = view.vbids if vbid is None else (vbid,)
         missing = check_filled(view, vbids, partial=partial)
         with view.reading(vbids, as_of=moment, lease=of_reading(path, "export")) as reading:
-            collections = None if chosen is None else (chosen,)
-            reading.check_collections(collections or ())
+            reading.check_collections(names or ())
             pins = reading.hold()
-            count = write(reading, collections, to, xattrs=xattrs)
+            text: Text
+            if form == "csv":
+                from mirror.spark.pipeline.csv import CsvText
+
+                text = CsvText(reading, names, columns["fields"], columns["reading"], max_misfits)
+            else:
+                text = JsonLines(reading, names, xattrs=xattrs)
+            count = write(reading.vbids, text, to)
     if file is not None:
         if to == STDOUT:
             output.deliver()
@@ -96,19 +178,63 @@ def export(
         output.echo(f"{path}: {count:,} documents of {len(pins)} vbuckets exported", err=True)
 
 
-def write(reading: BoundaryRead, collections: Collections, to: str, *, xattrs: bool) -> int:
+def check_options(form: str, given: dict[str, tuple[str, bool]]) -> None:
+    """Raise ConfigError for an unknown format, or an option that the format does not have."""
+    if form not in FORMATS:
+        raise ConfigError(f"--format {form!r} is not known", hint=f"give {', '.join(FORMATS)}")
+    for name, (forms, is_given) in given.items():
+        if is_given and form not in forms.split():
+            raise ConfigError(f"{name} is not for --format {form}", hint=f"it is for {' and '.join(forms.split())}")
+
+
+def export_files(path: Path, to: str, how: dict[str, Any], as_json: bool) -> None:
+    """Export Parquet files or a Delta table in tasks. `how` are arguments of `mirror.spark.pipeline.export`."""
+    from mirror.spark.pipeline.export import export as run
+
+    os.umask(0o077)  # libraries make the files
+    tasks.check_destination(to)
+    with tasks.running("export", quiet=as_json) as (runner, progress):
+        done = run(path, to, runner, progress=progress, **how)
+    if as_json:
+        output.print_json(asdict(done))
+        return
+    version = "" if done.version is None else f", version {done.version}"
+    misfits = f"; {done.misfits:,} do not fit the schema" if done.misfits else ""
+    output.echo(
+        f"{done.target}: {output.counted(done.documents, 'document')} of {output.counted(done.vbuckets, 'vbucket')} in "
+        f"{output.counted(done.files, 'file')} "
+        f"({output.size(done.bytes)}{version}), {output.duration(done.elapsed_s)}{misfits}"
+    )
+
+
+class JsonLines:
+    suffix = "jsonl"
+    header = b""
+
+    def __init__(self, reading: BoundaryRead, collections: Collections, *, xattrs: bool) -> None:
+        self._reading, self._collections, self._xattrs = reading, collections, xattrs
+
+    def pieces(self, vbid: int) -> Iterator[tuple[bytes, int]]:
+        return ((line, 1) for line in lines(self._reading, vbid, self._collections, xattrs=self._xattrs))
+
+    def check(self) -> None: ...
+
+
+def write(vbids: Sequence[int], text: Text, to: str) -> int:
     count = 0
     with render.task_screen() as screen, contextlib.ExitStack() as stack:
         split = to != STDOUT and (to.endswith("/") or os.path.isdir(to))
         whole = None if split else stack.enter_context(opened(to))
-        for number, vbid in enumerate(reading.vbids):
-            with (
-                contextlib.nullcontext(whole) if whole else opened(os.path.join(to, f"vbucket-{vbid:05}.jsonl")) as file
-            ):
-                for line in lines(reading, vbid, collections, xattrs=xattrs):
-                    file.write(line)
-                    count += 1
-            screen.show_line(f"{number + 1} of {len(reading.vbids)} vbuckets exported, {count:,} documents")
+        for number, vbid in enumerate(vbids):
+            place = os.path.join(to, f"vbucket-{vbid:05}.{text.suffix}")
+            with contextlib.nullcontext(whole) if whole else opened(place) as file:
+                if split or not number:
+                    file.write(text.header)
+                for piece, documents in text.pieces(vbid):
+                    file.write(piece)
+                    count += documents
+            screen.show_line(f"{number + 1} of {len(vbids)} vbuckets exported, {count:,} documents")
+        text.check()
     return count
 
 

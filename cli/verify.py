@@ -1,7 +1,7 @@
 """`verify`: compares the mirror with its source, and with `--repair` fetches the differing vbuckets again.
 
-Exit code as for `pipeline compare`: 0 if every vbucket is equal (after the repair), 3 if one differs, 1 if one could
-not be compared. Works with and without a running service.
+Exit code: 0 if every vbucket is equal (after the repair), 3 if one differs, 1 if one could not be compared. Works with
+and without a running service.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Annotated
 
 import typer
 
-from cli import options, output, render
+from cli import options, output, tasks
 from cli.exits import CommandEnded
 from mirror import client
 from mirror.config import Settings, required_source
 from mirror.errors import ConfigError, ExitCode
 from mirror.feed.read.reader import SourceReader
 from mirror.ingest.selection import Selection
-from mirror.ingest.topology import check_bucket
 from mirror.inspection.comparison import Difference, VbucketResult, not_said
 from mirror.inspection.repair import resync
-from mirror.inspection.verify import WAIT_S, Verifier
+from mirror.inspection.verify import WAIT_S, VerifyTask, verify_task
 from mirror.messages import Ping, Reply
 from mirror.serve.objects import key_fields
 from storage.env import directory
@@ -48,6 +47,9 @@ COUNTED = (
     "not_compared",
     "behind_seqnos",
 )
+TASKS_PER_CORE = 4
+FEW_ROWS = 100_000
+"""Fewer rows are compared in this process: starting others would take longer."""
 REPAIRED = ("different", "unreadable")
 """States that a repair fixes. `rollback`, `behind` and `unfinished` end by themselves while the service streams."""
 
@@ -68,43 +70,33 @@ def verify(
     pairs: options.SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Compare every version of every key with the source. Exit code 3 if something differs, 1 if unsure."""
+    """Compare every version of every key with the source, by all cores, or on Spark's executors under spark-submit.
+
+    Exit code 3 if something differs, 1 if unsure.
+    """
     path = options.data_directory(data, config)
     settings = options.with_source(options.settings_from({"data": data, "source": source}, config=config, pairs=pairs))
     url = required_source(settings)
     options.quiet_logs(settings)
     service = client.ask(path, Ping()) is not None
     started = time.monotonic()
-    with (
-        SourceReader(
-            url,
-            settings=settings,
-            collections=selected(path, url, settings),
-            followed=directory.load_map(str(path), directory.load(str(path)).bucket_uuid),
-        ) as reader,
-        render.task_screen() as screen,
-    ):
+    task = VerifyTask(str(path), url, settings, selected(path, url, settings), [], wait)
+    with open_view(str(path), stale_reads=True, partial=True) as view:
+        chosen = selected_vbuckets(view, vbid)
+        few = sum(view.history(each).versions for each in chosen) < FEW_ROWS
 
-        def compared(done: int, of: int, rows: int) -> None:
-            elapsed_s = max(time.monotonic() - started, 0.001)
-            left = output.duration(elapsed_s / done * (of - done)) if done else "?"
-            counts = f"{done} of {of} vbuckets, {output.number(rows)} rows"
-            screen.show_line(f"compared {counts}, {rows / elapsed_s:,.0f} rows/s, {left} left")
+    with tasks.running("verify", quiet=as_json) as (runner, progress):
 
-        def look(vbids: list[int] | None) -> list[VbucketResult]:
-            with open_view(str(path), stale_reads=True, partial=True) as view:
-                check_bucket(view.identity, reader.bucket_uuid, reader.vbucket_count)
-                verifier = Verifier(str(path), view, reader, service=service, wait_s=wait, progress=compared)
-                return verifier.run(selected_vbuckets(view, vbids))
+        def look(vbids: list[int]) -> list[VbucketResult]:
+            count = 1 if few else min(len(vbids), runner.parallelism * TASKS_PER_CORE)
+            shares = [task._replace(vbids=vbids[at::count]) for at in range(count)]
+            found = [each for results in runner.run(verify_task, shares, progress) for each in results]
+            return sorted(found, key=lambda each: each.vbid)
 
-        results = look(vbid)
+        results = look(chosen)
         broken = [result.vbid for result in results if result.state in REPAIRED] if repair else []
         if broken:
-
-            def resynced(done: int, of: int) -> None:
-                screen.show_line(f"{done} of {of} vbuckets fetched again")
-
-            resync(str(path), url, settings, broken, progress=resynced)
+            resync(str(path), url, settings, broken, progress=progress)
             again = {result.vbid: result for result in look(broken)}
             results = [again.get(result.vbid, result) for result in results]
     facts = {

@@ -24,25 +24,31 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
-from mirror import lease
+from mirror import client, lease
+from mirror.config import Settings
 from mirror.errors import MirrorError
 from mirror.feed.read.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
 from mirror.ingest import collections
+from mirror.ingest.topology import check_bucket
 from mirror.inspection.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge
+from mirror.messages import Ping
 from mirror.wire.codec_dcp import decode
 from mirror.wire.events import SystemEvent
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import decode_system_event
+from storage.env import directory
 from storage.errors import NotPublished, StorageError, ViewInvalidated, WriteLost
 from storage.format import keys
 from storage.format.digest import Fingerprint, Runs, fingerprint
 from storage.model import Kind, Manifest, Seqno, Vbuuid
 from storage.read.reading import BoundaryRead
 from storage.read.scan import KeySelection
-from storage.read.view import View
+from storage.read.view import View, open_view
 from storage.read.wait import MutationToken
 
 ATTEMPTS_MAX = 4
@@ -55,7 +61,29 @@ WAIT_S = 60.0
 IMPATIENT_S = 0.5
 """Limit of each later wait after a wait has timed out."""
 
-Progress = Callable[[int, int, int], None]
+
+class VerifyTask(NamedTuple):
+    """Some vbuckets of a mirror. The task opens mirror and source itself, on its own machine."""
+
+    path: str
+    source: str
+    settings: Settings
+    """Without the password, which the task reads on its own machine."""
+    collections: list[str] | None
+    vbids: list[int]
+    wait_s: float
+
+
+def verify_task(task: VerifyTask) -> list[VbucketResult]:
+    """Raises MirrorError, StorageError."""
+    with open_view(task.path, stale_reads=True, partial=True) as view:
+        followed = directory.load_map(task.path, view.identity.bucket_uuid)
+        with SourceReader(
+            task.source, settings=task.settings, collections=task.collections, followed=followed
+        ) as reader:
+            check_bucket(view.identity, reader.bucket_uuid, reader.vbucket_count)
+            service = client.ask(Path(task.path), Ping()) is not None
+            return Verifier(task.path, view, reader, service=service, wait_s=task.wait_s).run(task.vbids)
 
 
 @dataclass(slots=True)
@@ -78,26 +106,20 @@ class Verifier:
         *,
         service: bool,
         wait_s: float = WAIT_S,
-        progress: Progress = lambda _done, _of, _rows: None,
     ) -> None:
-        """`view` was opened with `stale_reads` and `partial`. Without a running `service` the mirror makes no progress.
-
-        `progress` gets the numbers of compared vbuckets, all vbuckets and read rows.
-        """
+        """`view` was opened with `stale_reads` and `partial`. Without a `service` the mirror makes no progress."""
         self._path = path
         self._view = view
         self._reader = reader
         self._service = service
         self._wait_s = wait_s
-        self._progress = progress
-        self._rows = 0
 
     def run(self, vbids: Sequence[int]) -> list[VbucketResult]:
         """Compare vbuckets; return results in the order of `vbids`. Raises MirrorError."""
         done: dict[int, VbucketResult] = {}
         todo = list(vbids)
         for attempt in range(ATTEMPTS_MAX):
-            looked_at = self._compare_all(todo, len(vbids))
+            looked_at = self._compare_all(todo)
             self._settle(looked_at)
             self._check_histories(looked_at)
             todo = []
@@ -117,11 +139,10 @@ class Verifier:
 
     # -- a whole vbucket ------------------------------------------------------------------------------------------
 
-    def _compare_all(self, vbids: Sequence[int], of: int) -> dict[int, _Vbucket]:
+    def _compare_all(self, vbids: Sequence[int]) -> dict[int, _Vbucket]:
         looked_at = {vbid: _Vbucket(VbucketResult(vbid), Runs()) for vbid in vbids}
         high_seqnos = self._reader.high_seqnos()
         until = {vbid: high_seqnos[vbid] for vbid in vbids}
-        count = of - len(vbids)
         try:
             for item in self._reader.read(dict.fromkeys(vbids, Position()), until):
                 vbucket = looked_at[item.vbid]
@@ -135,8 +156,6 @@ class Verifier:
                     vbucket.result.state = "unfinished"
                     vbucket.result.detail = "the source lost history while it was read"
                 vbucket.runs.close()
-                count += 1
-                self._progress(count, of, self._rows)
         except OSError as error:
             raise MirrorError(
                 f"fingerprints cannot be kept in the temporary folder: {error.strerror or error}",
@@ -151,7 +170,6 @@ class Verifier:
         for document in snapshot.documents(raw=True):
             if document.kind is not Kind.SYSTEM_EVENT:
                 vbucket.runs.add(fingerprint(document))
-        self._rows += snapshot.row_count
         vbucket.position = snapshot.position
         vbucket.manifest = snapshot.manifest
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
@@ -39,7 +38,6 @@ METADATA_TIMEOUT_S = 1.0
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 ERROR_LENGTH_MAX = 300
-COPY_BYTES = 4 * 1024 * 1024
 
 
 class Folder(ABC):
@@ -169,17 +167,7 @@ class ObjectFolder(Folder):
         file.closed = True
 
     def open(self, name: str) -> Any:
-        """Return a copy of the object on this machine's disk. Closing it removes it."""
-        copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the caller
-        try:
-            with self._handler().open_input_stream(name) as source:
-                while text := source.read(COPY_BYTES):
-                    copy.write(text)
-            copy.seek(0)
-        except BaseException:
-            copy.close()
-            raise
-        return copy
+        return self._handler().open_input_file(name)
 
     def size(self, name: str) -> int | None:
         from pyarrow.fs import FileType

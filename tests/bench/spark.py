@@ -17,10 +17,10 @@ from typing import Any
 
 from pyspark.sql.functions import col, from_json
 
-from cli.pipeline import spark_session
+from cli.tasks import spark_session
 from mirror.sandbox.workload import Orders, order_key
 from mirror.spark.pipeline.export import export
-from mirror.spark.pipeline.runner import LocalRunner
+from mirror.spark.runner import LocalRunner
 from tests.bench import stores
 
 FEW, MANY, GROUPS = 64, 1024, 8
@@ -45,7 +45,7 @@ def measure(
     few, many = str(folder / "few"), str(folder / "many")
     stores.store(few, stores.rows_of(orders, FEW), GROUPS)
     stores.store(many, stores.rows_of(orders, MANY), GROUPS)
-    with spark_session("bench", None) as session:
+    with spark_session("bench") as session:
         found = jobs(session, folder, few, many)
         for number in range(-warming, rounds):
             seconds = {}

@@ -227,8 +227,7 @@ def test_xattrs_are_members_of_their_own_and_what_cannot_be_taken_apart_stays_wh
 
 def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
     for arguments, code, words in (
-        (["--format", "csv"], 2, "give jsonl"),
-        (["--json"], 2, "--to - and --json both print to stdout"),
+        (["--json"], 2, "--json prints to stdout too (give --to a place)"),
         (["--as-of", "7"], 2, "takes a time here"),
         (["--as-of", "2001-01-01"], 1, "nothing is kept as of 2001-01-01"),
         (["--collection", "a.b"], 2, "no collection 'a.b'"),

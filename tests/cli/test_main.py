@@ -30,7 +30,7 @@ def test_help_names_every_command() -> None:
     assert all(f" {name} " in result.out for lines in SECTIONS.values() for name in lines)
 
 
-@pytest.mark.parametrize("command", ["", "pipeline", "config"])
+@pytest.mark.parametrize("command", ["", "config"])
 def test_without_a_command_it_says_what_there_is(command: str) -> None:
     result = call_here(*command.split())
     assert result.code == 2
@@ -73,7 +73,7 @@ def test_the_example_of_each_command_is_one(name: str) -> None:
         ("run --set history_s", {"history_s="}),
         ("config explain history_b", {"history_bytes", "history_boundaries"}),
         ("sandbox fault kill", {"kill-node"}),
-        ("pipeline sync --on-lost-history ", {"fail", "resync"}),
+        ("sync --on-lost-history ", {"fail", "resync"}),
     ],
 )
 def test_shells_complete_options_and_values(words: str, completed: set[str]) -> None:

@@ -52,6 +52,11 @@ _OF_FORKS = "tests/storage/test_forks.py -k 'not counts and not server'"
 _OF_MOUNTS = "tests/storage/test_access.py -k 'overlay or overwritten'"
 _ENVIRONMENT, _OF_ENVIRONMENT = "storage/env/environment.py", "tests/storage/test_environment.py"
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/tables/documents.py", "tests/spark/tables/test_documents.py"
+_MERGE, _LAKE, _OF_LAKE = (
+    "mirror/spark/tables/merge.py",
+    "mirror/spark/tables/lake.py",
+    "tests/spark/tables/test_lake.py",
+)
 _HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
 _POINT_READS, _READER = "storage/read/point_reads.py", "storage/read/vbucket_reader.py"
 _OF_BIT_FLIPS = "tests/storage/test_bit_flips.py -k 'not no_wrong_document'"
@@ -584,15 +589,25 @@ MUTATIONS = (
     Mutation("mirror/document/judge.py", "if len(inside) >= DEPTH_MAX:", "if False:", "tests/document/test_judge.py"),
     Mutation("mirror/server/turns.py", "await asyncio.wait({granted})", "pass", _OF_KV_LARGE),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table
-    Mutation(_DELTA, "if before and size <= total:", "if before:", _OF_DELTA),
-    Mutation(_DELTA, "part.add_action(new_rows=False)", "part.add_action()", _OF_DELTA),
+    Mutation("mirror/spark/tables/parts.py", "if before and size <= total:", "if before:", _OF_DELTA),
+    Mutation(_DELTA, "add_action(part, new_rows=False)", "add_action(part)", _OF_DELTA),
     # --- which batches a table of documents has, and which of its rows an event may change
     Mutation(
-        "mirror/spark/tables/lake.py",
-        "            table.mark(self._marks())",
-        "            pass",
-        "tests/spark/tables/test_lake.py",
+        _LAKE,
+        "compact(self.changes_folder, self.changes, CHANGES, [mark])",
+        "compact(self.changes_folder, self.changes, CHANGES)",
+        _OF_LAKE,
     ),
+    Mutation(_LAKE, "if n is not None and above < n <= to", "if n is not None", _OF_LAKE),
+    Mutation(_MERGE, "met = met.filter(rises)", "pass", _OF_LAKE),
+    Mutation(_MERGE, 'self._stale.append(met.filter(pc.invert(rises))["number"])', "pass", _OF_LAKE),
+    Mutation(
+        _MERGE,
+        'pc.or_(pc.not_equal(last["vbid"], vbid), pc.greater(last["number"], number))',
+        'pc.is_valid(last["vbid"])',
+        _OF_LAKE,
+    ),
+    Mutation(_MERGE, "rises = pc.or_(rises, pc.is_in(met", "pc.or_(rises, pc.is_in(met", _OF_LAKE),
     Mutation(_DELTA, "return all(each.name in fields and", "return all(each.name not in fields or", _OF_DOCUMENTS),
     Mutation(_SPARK_CHANGES, "here = (at[0], 0) if retracted else at", "here = at", _OF_RISING),
     Mutation(_BODIES, "[0-9.][eE][-+]?[0-9]|", "", _OF_NUMBERS),
@@ -601,8 +616,13 @@ MUTATIONS = (
     Mutation(_BODIES, "lines.view(pa.string()).validate(full=True)", "pass", _OF_BODIES),
     Mutation(_BODIES, "odd = pc.is_valid(objects)  # every one", "return None", _OF_BODIES),
     Mutation(_BODIES, "order = pc.sort_indices(rows)", "order = rows", _OF_BODIES),
-    Mutation(_DOCUMENTS, 'self._bodies_read += batch.column("live").true_count', "pass", _OF_DOCUMENTS),
-    Mutation(_DOCUMENTS, "overwrite=True, marks=marks)", "overwrite=True)", _OF_DOCUMENTS),
+    Mutation(_MERGE, "self.bodies_count += len(rows)", "pass", _OF_DOCUMENTS),
+    Mutation(
+        _DOCUMENTS,
+        "self._commit(merged, marks, {}, again=True)",
+        "self._commit(merged, [], {}, again=True)",
+        _OF_DOCUMENTS,
+    ),
     # --- one judgement, and who hears it
     Mutation(_HEALTH, 'and row["group"] not in failed]', "]", _OF_HEALTH),
     Mutation(_HEALTH, "if away and len(away) == len(going):", "if False:", _OF_HEALTH),

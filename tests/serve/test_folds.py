@@ -19,13 +19,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from mirror.spark.tables.fold import fold
 
 from cli.changes import Pump
 from mirror.ingest import collections
 from mirror.serve.access.auth import entry_of
 from mirror.spark.source.columns import CHANGES
 from mirror.spark.source.options import parse
-from mirror.spark.tables.fold import fold
 from mirror.wire import codec_dcp
 from mirror.wire.events import (
     CollectionCreated,

@@ -47,6 +47,19 @@ def table_of(events: list[Event]) -> pa.Table:
     return pa.Table.from_pylist(events, CHANGES)
 
 
+def applied(events: list[Event]) -> list[tuple[Any, ...]]:
+    """The documents that are there after all events, in the order in which they came."""
+    state: dict[tuple[Any, ...], None] = {}
+    for each in events:
+        if each["key"] is None:
+            state = {name: None for name in state if name[0] != each["collection"]}
+            continue
+        state.pop((each["collection"], each["key"]), None)
+        if each["kind"] in ("mutation", "restoration"):
+            state[each["collection"], each["key"]] = None
+    return list(state)
+
+
 @dataclass
 class History:
     """A vbucket's history."""

@@ -1,4 +1,4 @@
-"""`pipeline sync` as a real process, to be killed in the middle of a batch, and the verdict on its tables.
+"""`sync` as a real process, to be killed in the middle of a batch, and the verdict on its tables.
 
 Knows the command, Spark's checkpoint (a batch runs while the offset log is one ahead of the commit log), the mirror and
 the source; nothing of how sync works. Invariant: a kill counts only if the checkpoint, looked at after the process is
@@ -54,7 +54,7 @@ class Stream:
         self.lake = lake
         self.log = lake.parent / "sync.log"
         self.kills: list[Kill] = []
-        self._arguments = [*COMMAND, "pipeline", "sync", "--to", str(lake), *arguments]
+        self._arguments = [*COMMAND, "sync", "--to", str(lake), *arguments]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

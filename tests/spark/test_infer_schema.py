@@ -1,4 +1,4 @@
-"""The columns of a sample, as Spark, `pyspark_mirror.register` and `pipeline sync --schema auto` take them."""
+"""The columns of a sample, as Spark, `pyspark_mirror.register` and `sync --schema auto` take them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import StringType
 
 import pyspark_mirror
-from cli.pipeline import schemas_from
+from cli.sync import schema_of
 from mirror.errors import ConfigError
 from mirror.spark.source.data_source import MirrorSource
 from mirror.spark.source.failures import MirrorSourceError
@@ -83,23 +83,18 @@ def test_fields_are_columns_whatever_their_names(spark: SparkSession, tmp_path: 
 
 
 def test_sync_names_the_fields_that_it_leaves_out(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    schemas_from(["auto"], path, ("_default._default",), False)
+    schema_of("auto", path, ("_default._default",))
     assert capsys.readouterr().err == (
-        "warning: --schema auto leaves out 2 fields with a name that the tables cannot have (_value has them): "
+        "warning: --schema auto leaves out 2 fields with a name that the table cannot have (_value has them): "
         "'_key', 'a b'\n"
     )
 
 
 def test_sync_takes_the_schema_of_a_sample(path: str) -> None:
-    (one,) = schemas_from(["auto"], path, ("_default._default",), False)
-    assert fields_of(one).names == ["city", "n", "of"]
-    assert schemas_from(["auto", "shop.empty=a int"], path, None, True) == [
-        "shop.empty=a int",
-        f"_default._default={one}",
-        "shop.orders=total double, n string",
-    ]
-    assert schemas_from(["a int"], None, None, False) == ["a int"]
+    assert fields_of(schema_of("auto", path, ("_default._default",))).names == ["city", "n", "of"]
+    assert fields_of(schema_of("auto", path, None)).names == ["city", "n", "of", "total"]
+    assert schema_of("a int", None, None) == "a int"
     with pytest.raises(ConfigError, match="auto"):
-        schemas_from(["auto"], None, None, False)
+        schema_of("auto", None, None)
     with pytest.raises(ConfigError, match="no JSON object"):
-        schemas_from(["auto"], path, ("shop.empty",), False)
+        schema_of("auto", path, ("shop.empty",))

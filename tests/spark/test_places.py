@@ -13,14 +13,14 @@ import pytest
 from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 
-from cli.pipeline import check_destination
+from cli.tasks import check_destination
 from mirror.errors import ConfigError, MirrorError
 from mirror.lease import Lease
 from mirror.spark.pipeline import export as exports
 from mirror.spark.pipeline.export import export
-from mirror.spark.pipeline.runner import LocalRunner
 from mirror.spark.pipeline.sync import How, checkpoint_for
 from mirror.spark.places import LocalFolder, ObjectFolder, folder_at, local_path
+from mirror.spark.runner import LocalRunner
 from mirror.spark.source.columns import CHANGES
 from mirror.spark.source.local import Job, hold
 from mirror.spark.tables.delta import CommitConflict
@@ -82,9 +82,7 @@ def test_any_other_url_is_refused(text: str, what: str) -> None:
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("command", "text"), [("export", "hdfs://namenode/x"), ("sync", "dbfs:/x"), ("backfill", "s3://b/x")]
-)
+@pytest.mark.parametrize(("command", "text"), [("export --format parquet", "hdfs://namenode/x"), ("sync", "dbfs:/x")])
 def test_a_command_refuses_it_in_one_line_and_makes_no_folder(
     command: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,8 +90,7 @@ def test_a_command_refuses_it_in_one_line_and_makes_no_folder(
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
-    source = ["--source", "couchbase://demo@127.0.0.1:1/demo"] if command == "backfill" else ["--data", "../mirror"]
-    done = call_here("pipeline", command, *source, "--to", text)
+    done = call_here(*command.split(), "--data", "../mirror", "--to", text)
     assert done.code == 2
     assert text in done.complaint
     assert list(work.iterdir()) == []
@@ -143,9 +140,9 @@ def test_an_export_to_s3_is_in_s3(
 ) -> None:
     """Once `./s3:/lake/...` was made, and called a success."""
     url = f"s3://lake/{tmp_path.name}"
-    arguments = ["--data", f"file://{small.path}", "--to", url, "--format", "delta", "--json", "--processes", "1"]
+    arguments = ["--data", f"file://{small.path}", "--to", url, "--format", "delta", "--json"]
     monkeypatch.chdir(tmp_path)
-    done = call_here("pipeline", "export", *arguments)
+    done = call_here("export", *arguments)
     assert done.code == 0, done.err
     assert done.json["target"] == url
     assert in_table(url) == scanned(small.path)
@@ -238,21 +235,19 @@ def test_the_tables_of_a_lake_in_s3_have_each_batch_once(s3: ObjectStore, tmp_pa
         assert lake.remove_unfinished() == []  # they may be another process's
         assert sum(reported(lake).values()) == 3
         assert current(lake) == {("_default._default", "a"): (1, b"1")}
-        lake.tidy(24)
+        lake.tidy()
         assert sum(reported(lake).values()) == 3
     with pytest.raises(ConfigError, match="another checkpoint"):
         Lake(folder, "another")
     assert table_of([]).schema == CHANGES
 
 
-def test_sync_to_s3_requires_a_checkpoint_here_and_files_kept_for_a_day(tmp_path: Path) -> None:
+def test_sync_to_s3_requires_a_checkpoint_here(tmp_path: Path) -> None:
     folder = folder_at("s3://lake/x")
     with pytest.raises(ConfigError, match="--checkpoint"):
         checkpoint_for(folder, How())
-    with pytest.raises(ConfigError, match="kept for 24 hours"):
-        checkpoint_for(folder, How(checkpoint=tmp_path, keep_hours=1))
     assert checkpoint_for(folder, How(checkpoint=tmp_path)) == tmp_path
-    assert checkpoint_for(folder_at(tmp_path), How(keep_hours=0)) == tmp_path / "_checkpoint"
+    assert checkpoint_for(folder_at(tmp_path), How()) == tmp_path / "_checkpoint"
 
 
 def test_without_credentials_an_object_store_is_refused_in_one_line(

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-import cli.pipeline
+import cli.main
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.read.view import open_view
 from tests.bench import stores
-from tests.cli.conftest import COMMAND
 from tests.crash.load import Load
 from tests.crash.service import until
 from tests.spark.standalone import HOME, LIMIT_S, Standalone, spark_environment
@@ -38,6 +37,10 @@ def source() -> Iterator[SandboxThread]:
     with SandboxThread(SandboxCluster(nodes=2, vbuckets=VBUCKETS)) as thread:
         thread.call(Load(thread.cluster, 5, rate=0, keys=1500).write, 4000)
         yield thread
+
+
+def submit(cluster: Standalone) -> list[object]:
+    return [HOME / "bin" / "spark-submit", "--master", cluster.url, cli.main.__file__]
 
 
 class Driver:
@@ -70,8 +73,7 @@ class Driver:
 def test_an_export_by_spark_submit_outlives_an_executor(cluster: Standalone, tmp_path: Path) -> None:
     data, target = tmp_path / "data", tmp_path / "out"
     stores.mirror(str(data), DOCUMENTS, VBUCKETS)
-    submit = [HOME / "bin" / "spark-submit", "--master", cluster.url, cli.pipeline.__file__]
-    driver = Driver(tmp_path, *submit, "export", "--data", data, "--to", target, "--format", "delta", "--json")
+    driver = Driver(tmp_path, *submit(cluster), "export", "--data", data, "--to", target, "--format", "delta", "--json")
     until(
         "the first file", lambda: list(target.glob("*.parquet")) or not driver.running(), limit_s=LIMIT_S, poll_s=0.005
     )
@@ -93,9 +95,8 @@ def test_a_stream_over_a_connection_outlives_an_executor(
 ) -> None:
     lake = tmp_path / "lake"
     stream = Stream(lake, "--source", source.connection_string)
-    where = ["--master", cluster.url, "--max-rows", "1000", "--available-now"]
-    command = [*COMMAND, "pipeline", "sync", "--to", str(lake), "--source", source.connection_string, *where]
-    driver = Driver(tmp_path, *command)
+    where = ["--to", lake, "--source", source.connection_string, "--max-rows", "1000", "--max-age", "0"]
+    driver = Driver(tmp_path, *submit(cluster), "sync", *where, "--available-now")
 
     def in_batch() -> bool:
         begun, done = stream.batches()

@@ -12,7 +12,6 @@ from tests.tidy.test_names import SOURCES, name_of
 
 WRITERS = {
     "storage/env/directory.py": "`replacing`, the one way outside of the data directory; locks of groups",
-    "storage/env/handover.py": "in a folder of a random name",
     "storage/admin/backup.py": "a restore, in the new data directory",
     "mirror/supervise/leases.py": "in the data directory",
     "mirror/supervise/lock.py": "in the data directory",
@@ -20,7 +19,6 @@ WRITERS = {
     "mirror/inspection/recording.py": "O_EXCL: a recording is there while it grows",
     "mirror/spark/places.py": "O_EXCL: no name of a part is used twice",
     "mirror/spark/tables/delta.py": "O_NOFOLLOW: an empty file for a lock",
-    "mirror/spark/pipeline/backfill.py": "in a folder that it made",
     "mirror/spark/pipeline/sink.py": "in a folder of `tempfile`",
     "cli/export.py": "a pipe or device",
     "cli/stage.py": "logs of a demonstration, in its own folder",

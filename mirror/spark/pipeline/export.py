@@ -29,16 +29,17 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark.pipeline.runner import Progress, Runner
 from mirror.spark.places import Folder, LocalFolder, ObjectFolder, folder_at
+from mirror.spark.runner import Progress, Runner
 from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.source.local import Job, Restriction, hold, plan, read
 from mirror.spark.source.options import Options
 from mirror.spark.tables import delta
 from mirror.spark.tables.delta import (
     FolderLock,
+    add_action,
     check_columns,
-    commit_parts,
+    commit,
     lock,
     open_table,
     remove_orphans,
@@ -106,6 +107,7 @@ def export(
     *,
     delta_table: bool = False,
     collections: tuple[str, ...] | None = None,
+    vbuckets: frozenset[int] | None = None,
     as_of_ms: int | None = None,
     fields: pa.Schema | None = None,
     reading: Reading | None = None,
@@ -131,7 +133,9 @@ def export(
         if not overwrite_schema:
             place.check_schema(shape.schema)
         count = runner.parallelism * TASKS_PER_CORE
-        options = Options(path=str(data), collections=collections, as_of_ms=as_of_ms, partitions=count)
+        options = Options(
+            path=str(data), collections=collections, vbuckets=vbuckets, as_of_ms=as_of_ms, partitions=count
+        )
         job, shares = plan(options, Restriction())
         lease = hold(job)
         try:
@@ -262,7 +266,7 @@ class _Delta(_Target):
         self._lock.close()
 
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, str]) -> None:
-        commit_parts(self.folder, self._table, parts, schema, overwrite=True, metadata=facts)
+        commit(self.folder, self._table, map(add_action, parts), schema, overwrite=True, metadata=facts)
         table = open_table(self.folder)
         self.version = None if table is None else table.version()
 

@@ -12,10 +12,6 @@ from typing import Any
 
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
-from mirror.spark.tables.documents import Applied
-
-BATCHES_HELD_MAX = 100
-
 
 @dataclass(frozen=True)
 class BatchFigures:
@@ -24,10 +20,6 @@ class BatchFigures:
     events_per_s: float
     duration_ms: int
     """Time from the trigger to the end of the batch."""
-    inserted: int | None = None
-    updated: int | None = None
-    deleted: int | None = None
-    misfits: int | None = None
     lag_seqnos: int | None = None
     """Number of published seqnos above the batch's end offset; None if unknown."""
 
@@ -35,7 +27,7 @@ class BatchFigures:
 @dataclass(frozen=True)
 class MergeFigures:
     batch: int
-    """The newest batch in the tables of documents."""
+    """The newest batch in `documents`."""
     inserted: int
     updated: int
     deleted: int
@@ -49,20 +41,13 @@ class Listener(StreamingQueryListener):
 
     def __init__(self, on_figures: Callable[[BatchFigures], None]) -> None:
         self._on_figures = on_figures
-        self._applied: dict[int, Applied] = {}
-
-    def applied(self, batch: int, done: Applied) -> None:
-        self._applied[batch] = done
-        while len(self._applied) > BATCHES_HELD_MAX:
-            del self._applied[next(iter(self._applied))]
 
     def onQueryStarted(self, event: Any) -> None:
         """Do nothing."""
 
     def onQueryProgress(self, event: Any) -> None:
         progress = event.progress
-        done = self._applied.pop(progress.batchId, None)
-        if not progress.numInputRows and done is None:
+        if not progress.numInputRows:
             return
         self._on_figures(
             BatchFigures(
@@ -70,10 +55,6 @@ class Listener(StreamingQueryListener):
                 events=progress.numInputRows,
                 events_per_s=round(progress.processedRowsPerSecond, 1),
                 duration_ms=int(progress.durationMs.get("triggerExecution", 0)),
-                inserted=done.inserted if done else None,
-                updated=done.updated if done else None,
-                deleted=done.deleted if done else None,
-                misfits=done.misfits if done else None,
                 lag_seqnos=lag_of(progress.sources),
             )
         )

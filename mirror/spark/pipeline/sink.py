@@ -19,12 +19,14 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
 
 from mirror.errors import MirrorError
-from mirror.spark.pipeline.runner import as_text, error_of
 from mirror.spark.places import Folder, folder_at
+from mirror.spark.runner import as_text, error_of
 from mirror.spark.source.columns import CHANGES
 from mirror.spark.tables.parts import Part, PartWriter, text_keys
 
 NAME = "dcp_mirror_parts"
+GROUP_ROWS = 16 * 1024
+"""Rows of a row group in `changes`. A merge reads only the row groups that have vbuckets of its part."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Writer(DataSourceArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> PartsWritten:
         """Write a task's parts. An error is returned: if it were raised, Spark would try the task four times."""
         try:
-            with PartWriter(self._folder, self._prefix, CHANGES) as parts:
+            with PartWriter(self._folder, self._prefix, CHANGES, group_rows=GROUP_ROWS) as parts:
                 for batch in iterator:
                     parts.write(text_keys(batch.cast(CHANGES)))  # Spark sends times in the session's zone
         except MirrorError as error:

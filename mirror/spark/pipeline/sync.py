@@ -2,16 +2,16 @@
 
 Knows Spark's streaming queries and their batches; lake.py explains why tables get each event exactly once. Spark writes
 a batch's offsets to the checkpoint (`offsets/N`) before the batch runs, and `commits/N` after the batch. So after a
-crash only the newest batch runs again, with the same number and offsets. The driver collects no events: executors write
-them to the folder of `changes`, and return names, sizes and statistics of files. Invariants: no stop loses or repeats
-an event, even within a batch; the start and each batch check that the checkpoint and the tables belong together.
+crash only the newest batch runs again, with the same number and offsets. Executors write events to the folder of
+`changes` and merge them into `documents`; the driver gets names, sizes and statistics of files. Invariants: no stop
+loses or repeats an event, even within a batch; the start and each batch check that the checkpoint and the tables belong
+together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,21 +27,24 @@ from mirror.feed.cluster.discovery import discover
 from mirror.feed.connection import connection_string
 from mirror.feed.connection.bootstrap import Access
 from mirror.spark.pipeline.progress import BatchFigures, Listener, MergeFigures
-from mirror.spark.pipeline.runner import error_of
 from mirror.spark.pipeline.sink import write_parts
 from mirror.spark.places import Folder, LocalFolder, folder_at
+from mirror.spark.runner import SparkRunner, error_of
 from mirror.spark.source.options import parse
 from mirror.spark.tables.delta import FolderLock
-from mirror.spark.tables.documents import NOTHING, Applied, Layouts
-from mirror.spark.tables.lake import Batch, Costs, Lake
+from mirror.spark.tables.documents import Applied, Layout, prefix
+from mirror.spark.tables.lake import Batch, Lake
 from storage.errors import StorageError
 from storage.read.view import open_view
 
 CHECKPOINT_FOLDER = "_checkpoint"
 TIDY_BATCHES = 100
 """Batches between two clean-ups of the tables."""
-KEEP_HOURS = 168
-KEEP_HOURS_OBJECTS_MIN = 24
+PARTS = 64
+"""Parts of a table of documents, if the size of the source is unknown."""
+PART_BYTES = 32 * 1024 * 1024
+"""Stored bytes of the source for each part."""
+PARTS_MIN, PARTS_MAX = 4, 256
 POLL_S = 0.2
 STARTS_MAX = 3
 NOT_CONNECTED = "Python worker failed to connect back"
@@ -55,10 +58,25 @@ class How:
     checkpoint: Path | None = None
     trigger_s: float = 10.0
     available_now: bool = False
-    keep_hours: int = KEEP_HOURS
-    costs: Costs = field(default_factory=Costs)
-    layouts: Layouts = field(default_factory=Layouts)
+    max_age_s: float = 0.0
+    """The time that events may wait in `changes` until they are merged into `documents`."""
+    keep_hours: int = 1
+    """Time for which replaced files of `documents` are kept. A reader of one version must finish within this time."""
+    layout: Layout = field(default_factory=Layout)
     tidy_batches: int = TIDY_BATCHES
+
+
+@dataclass(frozen=True)
+class SourceSize:
+    vbucket_count: int
+    stored_bytes: int | None = None
+    """None if unknown."""
+
+    @property
+    def part_vbuckets(self) -> int:
+        """The number of vbuckets in a part of a new table of documents."""
+        parts = PARTS if self.stored_bytes is None else 1 << (self.stored_bytes // PART_BYTES).bit_length()
+        return max(1, self.vbucket_count // min(max(parts, PARTS_MIN), PARTS_MAX))
 
 
 @dataclass(frozen=True)
@@ -73,26 +91,18 @@ class Synced:
 
 
 def checkpoint_for(folder: Folder, how: How) -> Path:
-    """Return the folder of Spark's checkpoint. Raises ConfigError for tables in an object store if no checkpoint is
-    given, or if `keep_hours` is so short that a clean-up could remove the files of a batch in progress.
+    """Return the folder of Spark's checkpoint. Raises ConfigError for tables in an object store if none is given.
 
     The checkpoint also keeps out a second writer: only one process can lock it, and the tables accept no batches of
     another checkpoint (lake.py).
     """
     if how.checkpoint is not None:
-        checkpoint = how.checkpoint.absolute()
-    elif isinstance(folder, LocalFolder):
-        checkpoint = folder.path / CHECKPOINT_FOLDER
-    else:
-        raise ConfigError(
-            f"{folder}: tables in an object store need a checkpoint on this machine", hint="give --checkpoint DIR"
-        )
-    if not isinstance(folder, LocalFolder) and how.keep_hours < KEEP_HOURS_OBJECTS_MIN:
-        raise ConfigError(
-            f"{folder}: in an object store files must be kept for {KEEP_HOURS_OBJECTS_MIN} hours at least",
-            hint="no lock protects the unfinished files of another process there",
-        )
-    return checkpoint
+        return how.checkpoint.absolute()
+    if isinstance(folder, LocalFolder):
+        return folder.path / CHECKPOINT_FOLDER
+    raise ConfigError(
+        f"{folder}: tables in an object store need a checkpoint on this machine", hint="give --checkpoint DIR"
+    )
 
 
 def checkpoint_name(folder: Path) -> str | None:
@@ -104,24 +114,27 @@ def checkpoint_name(folder: Path) -> str | None:
         raise ConfigError(f"{folder}: cannot be read as a checkpoint: {error}", hint="restore it as a whole") from error
 
 
-def check_source(options: Mapping[str, str], settings: Settings) -> None:
+def look_at(options: Mapping[str, str], settings: Settings) -> SourceSize:
+    """Check that the source can be read."""
     parsed = parse({**options, "table": "changes"})
     if parsed.path is not None:
         with open_view(parsed.path) as view:
-            parsed.vbids_of(view.vbids)
-    elif parsed.connection is not None:
-        asyncio.run(discover(Access.of(connection_string.parse(parsed.connection), settings), SystemClock()))
+            vbids = parsed.vbids_of(view.vbids)
+            return SourceSize(view.identity.vbucket_count, sum(view.history(vbid).row_bytes for vbid in vbids))
+    assert parsed.connection is not None
+    found = asyncio.run(discover(Access.of(connection_string.parse(parsed.connection), settings), SystemClock()))
+    return SourceSize(found.vbucket_count)
 
 
 class SyncTarget:
-    """The function for foreachBatch. `on_batch` gets the figures of each batch, `on_merge` those of each merge."""
+    """The function for foreachBatch. `on_batch` gets the events of each batch, `on_merge` the figures of merges."""
 
     def __init__(
         self,
         lake: Lake,
         checkpoint: Path,
         how: How,
-        on_batch: Callable[[int, Applied], None],
+        on_batch: Callable[[int], None] = lambda _: None,
         on_merge: Callable[[MergeFigures], None] = lambda _: None,
     ) -> None:
         self._lake = lake
@@ -131,7 +144,6 @@ class SyncTarget:
         self._on_merge = on_merge
         self.failed: Exception | None = None
         self._busy = threading.Lock()
-        self._number = -1
 
     def __call__(self, frame: Any, number: int) -> None:
         """Apply a batch. An error is kept in `failed`, because Spark passes on only its text."""
@@ -147,44 +159,33 @@ class SyncTarget:
         assert name is not None, "Spark makes it before the first batch"
         offsets = (self._checkpoint / "offsets" / str(number)).read_text()
         batch = Batch(number, name, offsets)
-        self._number = number
-        events = 0
         if not self._lake.has_changes(batch):
-            parts = write_parts(frame, self._lake.changes_folder, self._lake.prefix(number))
+            parts = write_parts(frame, self._lake.changes_folder, prefix(number))
             if not parts:
-                self._on_batch(number, NOTHING)
                 return
-            events = self._lake.add_changes(batch, parts)
+            self._on_batch(self._lake.add_changes(batch, parts))
         tidy = bool(self._how.tidy_batches) and number % self._how.tidy_batches == self._how.tidy_batches - 1
-        if not tidy and not self._lake.due():
-            self._on_batch(number, NOTHING._replace(events=events))
-            return
-        self._on_batch(number, self._merged(lambda: self._lake.update_documents(batch)))
+        if tidy or self._lake.due():
+            self._merge()
         if tidy:
-            self._lake.tidy(self._how.keep_hours)
-        else:
+            self._lake.tidy()
+
+    def _merge(self) -> None:
+        began_s, before = time.monotonic(), self._lake.merged_batch
+        done = self._lake.merge()
+        if self._lake.merged_batch != before:
+            took_ms = round((time.monotonic() - began_s) * 1000)
+            rewritten_bytes = self._lake.documents.rewritten_bytes
+            self._on_merge(MergeFigures(self._lake.merged_batch, *done, rewritten_bytes, took_ms))
             self._lake.tidy_documents()
 
-    def _merged(self, fold: Callable[[], Applied]) -> Applied:
-        began_s, before = time.monotonic(), self._lake.folded_batch
-        done = fold()
-        batch = self._lake.folded_batch
-        if batch is not None and (any(done) or before not in (None, batch)):
-            took_ms = round((time.monotonic() - began_s) * 1000)
-            changed = (done.inserted, done.updated, done.deleted, done.misfits)
-            self._on_merge(MergeFigures(batch, *changed, self._lake.rewritten_bytes, took_ms))
-        return done
-
     def catch_up(self, *, due_only: bool) -> None:
-        """Fold deferred batches into `documents`. With `due_only`: only if a fold is due and no batch is running."""
+        """Merge waiting batches into `documents`. With `due_only`: only if they are due and no batch is running."""
         if not self._busy.acquire(blocking=not due_only):
             return
         try:
             if not due_only or self._lake.due():
-                done = self._merged(self._lake.catch_up)
-                if any(done):
-                    self._on_batch(self._number, done)
-                    self._lake.tidy_documents()
+                self._merge()
         finally:
             self._busy.release()
 
@@ -195,26 +196,35 @@ def sync(
     to: Path | str,
     how: How | None = None,
     *,
+    part_vbuckets: int = SourceSize(1024).part_vbuckets,
     on_figures: Callable[[BatchFigures | MergeFigures], None] | None = None,
-    on_warning: Callable[[str], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Synced:
     """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set. With `how.available_now`,
     return when the tables are current.
 
-    `source` are options of the data source. `on_warning` gets a warning if the disk may become full. Raises MirrorError
-    and the store's errors.
+    `source` are options of the data source. New tables have parts of `part_vbuckets`. Raises MirrorError and the
+    store's errors.
     """
     how = how or How()
     folder = folder_at(to)
     checkpoint = checkpoint_for(folder, how)
     selection = parse({**source, "table": "changes"}).selection
-    batches: set[int] = set()
-    total = NOTHING
+    batches: list[int] = []
+    total = Applied()
     with (
         FolderLock(checkpoint) if not isinstance(folder, LocalFolder) else nullcontext(),
-        Lake(folder, checkpoint_name(checkpoint), selection, how.costs, layouts=how.layouts) as lake,
-        _listening(spark, on_figures) as listener,
+        Lake(
+            folder,
+            checkpoint_name(checkpoint),
+            selection,
+            how.layout,
+            SparkRunner(spark),
+            part_vbuckets=part_vbuckets,
+            max_age_s=how.max_age_s,
+            keep_hours=how.keep_hours,
+        ) as lake,
+        _listening(spark, on_figures),
     ):
         if lake.done_batch is None and any((checkpoint / "commits").glob("[0-9]*")):
             raise ConfigError(
@@ -222,29 +232,14 @@ def sync(
                 hint="restore the tables, or remove the checkpoint to begin again",
             )
         lake.remove_unfinished()
-        warned = False
-
-        def warn() -> None:
-            nonlocal warned
-            if not warned and (warning := space_warning(folder, lake.projected_bytes())):
-                warned = True
-                on_warning(warning)
-
-        warn()
-
-        def on_batch(number: int, applied: Applied) -> None:
-            nonlocal total
-            batches.add(number)
-            total = total.plus(applied)
-            if listener is not None:
-                listener.applied(number, applied)
 
         def on_merge(figures: MergeFigures) -> None:
-            warn()
+            nonlocal total
+            total = total.plus(Applied(figures.inserted, figures.updated, figures.deleted, figures.misfits))
             if on_figures is not None:
                 on_figures(figures)
 
-        sink = SyncTarget(lake, checkpoint, how, on_batch, on_merge)
+        sink = SyncTarget(lake, checkpoint, how, batches.append, on_merge)
         try:
             sink.catch_up(due_only=False)
             for left in reversed(range(STARTS_MAX)):
@@ -257,20 +252,7 @@ def sync(
             sink.catch_up(due_only=False)
         except Exception as error:
             raise _cause(sink, error) from error
-    return Synced(len(batches), *total)
-
-
-def space_warning(folder: Folder, projected_bytes: int) -> str | None:
-    """Return a warning if the disk has less than `projected_bytes` free. An object store has no limit."""
-    if not isinstance(folder, LocalFolder):
-        return None
-    free_bytes = shutil.disk_usage(folder.path).free
-    if projected_bytes <= free_bytes:
-        return None
-    return (
-        f"{folder}: older versions of documents may take {projected_bytes >> 20:,} MiB, and {free_bytes >> 20:,} MiB "
-        "are free (give a lower --rewrite-rate above 0, or lower --keep-documents-hours)"
-    )
+    return Synced(len(batches), sum(batches), *total)
 
 
 def _run_query(
@@ -295,13 +277,13 @@ def _cause(sink: SyncTarget, error: Exception) -> BaseException:
 
 
 @contextmanager
-def _listening(spark: Any, on_figures: Callable[[BatchFigures], None] | None) -> Iterator[Listener | None]:
+def _listening(spark: Any, on_figures: Callable[[BatchFigures], None] | None) -> Iterator[None]:
     if on_figures is None:
-        yield None
+        yield
         return
     listener = Listener(on_figures)
     spark.streams.addListener(listener)
     try:
-        yield listener
+        yield
     finally:
         spark.streams.removeListener(listener)

@@ -15,13 +15,12 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Schema, TableFeatures, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.schema import ArrayType, MapType, PrimitiveType, StructType
@@ -29,7 +28,7 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark.places import Folder, LocalFolder, plain
-from mirror.spark.tables.parts import Part, PartWriter, run_name, run_of
+from mirror.spark.tables.parts import Part, PartWriter, files_to_merge, groups_of, run_name, run_of
 from mirror.typed.bodies import names_of
 
 LOCK_FILE = "_dcp_mirror.lock"
@@ -37,9 +36,6 @@ LOG_FOLDER = "_delta_log"
 RUN = "dcp_mirror_run"
 """Key in a commit's metadata. The value is the run that wrote the commit's files."""
 
-COMPACTED_BYTES_MAX = 128 * 1024 * 1024
-"""Compaction does not copy files of this size or larger."""
-READ_ROWS = 8192
 _NOT_IN_NAMES = re.compile(r"[\s,;{}()=.\"'`]")
 """Characters that a column's name must not have in SQL, or in a Delta table without column mapping."""
 
@@ -113,70 +109,58 @@ def committing(folder: Folder, table: DeltaTable | None) -> Iterator[None]:
         raise MirrorError(f"{folder}: the commit failed: {plain(error)}") from error
 
 
-def commit_parts(
+def add_action(part: Part, partition: Mapping[str, str] | None = None, *, new_rows: bool = True) -> AddAction:
+    """Return Delta's action for a part. `new_rows`: False if all its rows were in other files before."""
+    return AddAction(part.name, part.size, dict(partition or {}), part.time_ms, new_rows, part.stats)
+
+
+def remove_action(name: str, *, rows_change: bool = True) -> RemoveAction:
+    return RemoveAction(name, rows_change, time.time_ns() // 1_000_000)
+
+
+def commit(
     folder: Folder,
     table: DeltaTable | None,
-    parts: Iterable[Part],
+    actions: Iterable[AddAction | RemoveAction],
     schema: pa.Schema,
     *,
+    partition_by: Sequence[str] = (),
     overwrite: bool = False,
     marks: Sequence[Transaction] = (),
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Commit `parts` (files in `folder`) as the version after `table` (None: the first version). Add their rows to the
-    table, or with `overwrite` replace its rows. Raises MirrorError; CommitConflict if that version exists already.
+    """Commit `actions` as the version after `table` (None: the first version). With `overwrite` the added files replace
+    all others. Raises MirrorError; CommitConflict if that version exists already.
     """
-    actions: list[AddAction | RemoveAction] = [part.add_action() for part in parts]
-    expected = Schema.from_arrow(schema)
-    how = only_next(marks, metadata)
+    held, expected, how = list(actions), Schema.from_arrow(schema), only_next(marks, metadata)
     with committing(folder, table):
         if table is not None and _has_local_times(expected) and not _has_local_times(table.schema()):
             # without this feature delta-rs would commit the column, but no reader could read the table
             table.alter.add_feature(TableFeatures.TimestampWithoutTimezone, allow_protocol_versions_increase=True)
         if table is None:
-            create_table_with_add_actions(folder.url, expected, actions, mode="error", commit_properties=how)  # type: ignore[arg-type]
+            create_table_with_add_actions(folder.url, expected, held, "error", commit_properties=how)  # type: ignore[arg-type]
         else:
             mode: Literal["overwrite", "append"] = "overwrite" if overwrite else "append"
-            table.create_write_transaction(actions, mode, expected, [], commit_properties=how)
+            table.create_write_transaction(held, mode, expected, list(partition_by), commit_properties=how)
+            table.update_incremental()
 
 
-def compact(folder: Folder, table: DeltaTable, schema: pa.Schema) -> int:
+def compact(folder: Folder, table: DeltaTable, schema: pa.Schema, marks: Sequence[Transaction] = ()) -> int:
     """Merge small files of a table in one commit that changes no row. Return the number of replaced files. Memory holds
     one row group. Raises CommitConflict, MirrorError.
     """
     files = sorted(pa.table(table.get_add_actions()).to_pylist(), key=lambda each: each["modification_time"])
-    chosen = [files[at] for at in files_to_merge([each["size_bytes"] for each in files])]
+    chosen = [files[at]["path"] for at in files_to_merge([each["size_bytes"] for each in files])]
     if not chosen:
         return 0
     with PartWriter(folder.url, f"part-{run_name()}-compacted", schema) as parts:
-        for each in chosen:
-            for batch in batches_of(folder, each["path"]):
-                parts.write(batch.select(schema.names).cast(schema))
-    now_ms = time.time_ns() // 1_000_000
-    actions: list[AddAction | RemoveAction] = [part.add_action(new_rows=False) for part in parts.finished]
-    actions += [RemoveAction(each["path"], False, now_ms, each["size_bytes"]) for each in chosen]
-    with committing(folder, table):
-        table.create_write_transaction(
-            actions, "append", Schema.from_arrow(schema), [], commit_properties=only_next(metadata={"compacted": "1"})
-        )
-        table.update_incremental()
+        for name in chosen:
+            for rows in groups_of(folder, name, schema.names):
+                parts.write_table(rows.cast(schema))
+    added = [add_action(part, new_rows=False) for part in parts.finished]
+    removed = [remove_action(name, rows_change=False) for name in chosen]
+    commit(folder, table, [*added, *removed], schema, marks=marks, metadata={"compacted": "1"})
     return len(chosen)
-
-
-def files_to_merge(sizes: Sequence[int]) -> list[int]:
-    """Return the indexes of files to merge: the smallest files, as many as possible. The largest of them must not be
-    larger than the others together.
-
-    So a merge copies each file into a file of at least twice the size, and files of COMPACTED_BYTES_MAX are never
-    copied. This limits how often a byte is copied.
-    """
-    ascending = sorted((size, at) for at, size in enumerate(sizes) if size < COMPACTED_BYTES_MAX)
-    count = total = 0
-    for before, (size, _) in enumerate(ascending):
-        if before and size <= total:
-            count = before + 1
-        total += size
-    return sorted(at for _, at in ascending[:count])
 
 
 def vacuum(folder: Folder, table: DeltaTable, keep_hours: int) -> None:
@@ -185,16 +169,6 @@ def vacuum(folder: Folder, table: DeltaTable, keep_hours: int) -> None:
         table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)
     except (DeltaError, OSError) as error:
         raise MirrorError(f"{folder}: clean-up failed: {plain(error)}") from error
-
-
-def batches_of(folder: Folder, name: str, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    try:
-        with folder.open(name) as file:
-            yield from pq.ParquetFile(file).iter_batches(READ_ROWS, columns=columns)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise MirrorError(
-            f"{folder.child(name)}: cannot be read: {plain(error)}", hint="the table is damaged"
-        ) from error
 
 
 def _has_local_times(schema: Schema) -> bool:

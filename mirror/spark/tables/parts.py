@@ -14,13 +14,15 @@ import json
 import re
 import time
 import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from deltalake.transaction import AddAction
 
-from mirror.spark.places import folder_at
+from mirror.errors import MirrorError
+from mirror.spark.places import Folder, folder_at, plain
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 64 * 1024 * 1024
@@ -31,6 +33,9 @@ TEXT_BOUND_MAX = 256
 
 PART_BYTES_MAX = 512 * 1024 * 1024
 """File size at which a part is finished."""
+
+JOINED_BYTES_MAX = 128 * 1024 * 1024
+"""Files of this size or larger are not joined with others."""
 
 NAME = re.compile(r"part-([0-9a-f]{16})-.+\.parquet")
 
@@ -43,10 +48,6 @@ class Part(NamedTuple):
     """Delta's statistics: JSON."""
     time_ms: int
 
-    def add_action(self, *, new_rows: bool = True) -> AddAction:
-        """Return Delta's action for this part. `new_rows`: False if the rows were in other files before."""
-        return AddAction(self.name, self.size, {}, self.time_ms, new_rows, self.stats)
-
 
 def run_name() -> str:
     return uuid.uuid4().hex[:16]
@@ -57,12 +58,36 @@ def run_of(name: str) -> str | None:
     return found[1] if found else None
 
 
+def files_to_merge(sizes: Sequence[int]) -> list[int]:
+    """Return the indexes of files to merge: the smallest files, as many as possible. The largest of them must not be
+    larger than the others together.
+
+    So a merge copies each file into a file of at least twice the size, and files of JOINED_BYTES_MAX are never copied.
+    This limits how often a byte is copied.
+    """
+    ascending = sorted((size, at) for at, size in enumerate(sizes) if size < JOINED_BYTES_MAX)
+    count = total = 0
+    for before, (size, _) in enumerate(ascending):
+        if before and size <= total:
+            count = before + 1
+        total += size
+    return sorted(at for _, at in ascending[:count])
+
+
 class PartWriter:
     """Turns Arrow batches into parts: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`.
     Without rows there is no file, unless `write_empty` is called.
     """
 
-    def __init__(self, folder: str, prefix: str, schema: pa.Schema, *, part_bytes_max: int = PART_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        folder: str,
+        prefix: str,
+        schema: pa.Schema,
+        *,
+        part_bytes_max: int = PART_BYTES_MAX,
+        group_rows: int | None = None,
+    ) -> None:
         """Files are `<prefix>-<unique>.parquet` in `folder`, which must exist; `prefix` begins with `part-<run>`."""
         assert run_of(f"{prefix}-x.parquet"), "the prefix names the run"
         self.finished: list[Part] = []
@@ -70,6 +95,7 @@ class PartWriter:
         self._prefix = prefix
         self._schema = schema
         self._bytes_max = part_bytes_max
+        self._group_rows = group_rows or ROW_GROUP_ROWS
         self._held: list[pa.RecordBatch] = []
         self._held_rows = self._held_bytes = 0
         self._name: str | None = None
@@ -97,10 +123,14 @@ class PartWriter:
         self._held.append(batch)
         self._held_rows += batch.num_rows
         self._held_bytes += batch.nbytes
-        if self._held_rows >= ROW_GROUP_ROWS or self._held_bytes >= ROW_GROUP_BYTES:
+        if self._held_rows >= self._group_rows or self._held_bytes >= ROW_GROUP_BYTES:
             self._write_group()
             if self._file.tell() >= self._bytes_max:
                 self._finish()
+
+    def write_table(self, rows: pa.Table) -> None:
+        for batch in rows.to_batches():
+            self.write(batch)
 
     def write_empty(self) -> None:
         self._write_group()
@@ -147,6 +177,24 @@ class PartWriter:
             with contextlib.suppress(OSError):  # an error before this one matters more
                 self._folder.remove(part.name)
         self.finished.clear()
+
+
+@contextmanager
+def opened(folder: Folder, name: str) -> Iterator[pq.ParquetFile]:
+    try:
+        with folder.open(name) as file:
+            yield pq.ParquetFile(file)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise MirrorError(
+            f"{folder.child(name)}: cannot be read: {plain(error)}",
+            hint="another program has removed or changed a file of this table: restore it, or write to a new folder",
+        ) from error
+
+
+def groups_of(folder: Folder, name: str, columns: list[str]) -> Iterator[pa.Table]:
+    with opened(folder, name) as file:
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group, columns)
 
 
 def text_keys(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -14,7 +14,7 @@ from deltalake import DeltaTable
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark.pipeline import export as exports
 from mirror.spark.pipeline.export import export
-from mirror.spark.pipeline.runner import LocalRunner
+from mirror.spark.runner import LocalRunner
 from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.tables.delta import FolderLock
 from mirror.spark.tables.parts import Part
@@ -135,7 +135,7 @@ def test_a_broken_export_leaves_no_result_and_its_files_go_with_the_next_run(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(exports, "commit_parts" if delta_table else "sync_directory", killed)
+        patch.setattr(exports, "commit" if delta_table else "sync_directory", killed)
         for place in (exports._Delta, exports._Folder):
             patch.setattr(place, "__exit__", lambda self, *_: self._lock.close())
         with pytest.raises(Killed):
@@ -158,7 +158,7 @@ def test_an_export_that_fails_cleans_up_after_itself(
     def fail(*_: object, **__: object) -> None:
         raise MirrorError("no")
 
-    monkeypatch.setattr(exports, "commit_parts" if delta_table else "sync_directory", fail)
+    monkeypatch.setattr(exports, "commit" if delta_table else "sync_directory", fail)
     with pytest.raises(MirrorError, match="no"):
         export(small.path, tmp_path / "out", HERE, delta_table=delta_table)
     assert list(tmp_path.rglob("*.parquet")) == []

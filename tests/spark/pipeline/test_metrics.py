@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from cli.pipeline import merge_line, serving_metrics
+from cli.sync import merge_line, serving_metrics
 from mirror.errors import ConfigError
 from mirror.spark.pipeline.metrics import SyncMetrics, serving
 from mirror.spark.pipeline.progress import BatchFigures, MergeFigures

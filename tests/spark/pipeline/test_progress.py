@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from mirror.spark.pipeline.progress import BATCHES_HELD_MAX, BatchFigures, Listener, lag_of
+from mirror.spark.pipeline.progress import BatchFigures, Listener, lag_of
 from mirror.spark.source.offsets import At, Offset
-from mirror.spark.tables.documents import Applied
 
 
 def offset(**seqnos: int) -> str:
@@ -33,22 +32,14 @@ def reported(batch: int, rows: int = 10, **offsets: str) -> Any:
 def test_a_batch_is_reported_with_what_it_did() -> None:
     seen: list[BatchFigures] = []
     listener = Listener(seen.append)
-    listener.applied(3, Applied(10, 5, 4, 1))
     listener.onQueryProgress(reported(3, endOffset=offset(v0=5, v2=9), latestOffset=offset(v0=7, v1=10, v2=4)))
-    assert seen == [BatchFigures(3, 10, 123.5, 789, inserted=5, updated=4, deleted=1, misfits=0, lag_seqnos=12)]
+    assert seen == [BatchFigures(3, 10, 123.5, 789, lag_seqnos=12)]
 
 
 def test_a_trigger_without_anything_to_do_is_not_reported() -> None:
     seen: list[BatchFigures] = []
     Listener(seen.append).onQueryProgress(reported(4, rows=0))
     assert seen == []
-
-
-def test_what_was_done_is_not_held_for_ever() -> None:
-    listener = Listener(lambda _: None)
-    for number in range(BATCHES_HELD_MAX + 50):
-        listener.applied(number, Applied(1, 1, 0, 0))
-    assert list(listener._applied) == list(range(50, BATCHES_HELD_MAX + 50))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from mirror.errors import ConfigError, ConnectFailed, MirrorError
-from mirror.spark.pipeline.runner import LocalRunner, SparkRunner, _begin, _Guarded, as_text, error_of
+from mirror.spark.runner import LocalRunner, SparkRunner, _begin, _Guarded, as_text, error_of
 from storage.errors import CorruptedError
 
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mirror.errors import MirrorError
-from mirror.spark.pipeline.runner import error_of
 from mirror.spark.pipeline.sink import PartsSink, PartsWritten, Writer
+from mirror.spark.runner import error_of
 from mirror.spark.tables.parts import Part
 from tests.spark.events import event, table_of
 
@@ -47,7 +47,8 @@ def test_times_come_in_the_sessions_zone_and_are_written_in_utc(tmp_path: Path) 
 
 
 def test_a_task_that_could_not_write_says_why_once(tmp_path: Path) -> None:
-    sink = writer(tmp_path / "absent", tmp_path / "result.json")
+    (tmp_path / "file").touch()
+    sink = writer(tmp_path / "file" / "below", tmp_path / "result.json")
     written = sink.write(iter(table_of([event("mutation", "a", (1, 1))]).to_batches()))
     sink.commit([written])
     problem = json.loads((tmp_path / "result.json").read_text())["problem"]

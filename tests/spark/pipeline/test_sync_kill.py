@@ -68,7 +68,9 @@ def test_the_tables_are_exact_whichever_process_was_killed_in_mid_batch(
     writing = asyncio.run_coroutine_threadsafe(load.run(), source._loop)
     tails = itertools.count()
     data, lake = tmp_path / "data", tmp_path / "lake"
-    stream = Stream(lake, "--data", str(data), "--trigger", "0.2", "--max-rows", str(max(500, changes // 20)))
+    stream = Stream(
+        lake, "--data", str(data), "--trigger", "0.2", "--max-age", "0", "--max-rows", str(max(500, changes // 20))
+    )
     with Service(source.connection_string, data, "--groups", "4", "--workers", "2") as service, stream:
         service.start()
         follow(source, data)
@@ -169,8 +171,8 @@ def test_tables_in_an_object_store_are_exact_whenever_the_driver_was_killed(
 ) -> None:
     small = SmallMirror(tmp_path / "data")
     where, checkpoint = "s3://lake/killed", tmp_path / "checkpoint"
-    command = [*COMMAND, "pipeline", "sync", "--data", str(small.path), "--to", where, "--checkpoint", str(checkpoint)]
-    killed = Killed([*command, "--available-now", "--max-rows", "300"], checkpoint, tmp_path / "log")
+    command = [*COMMAND, "sync", "--data", str(small.path), "--to", where, "--checkpoint", str(checkpoint)]
+    killed = Killed([*command, "--available-now", "--max-age", "0", "--max-rows", "300"], checkpoint, tmp_path / "log")
     source = {"path": str(small.path), "maxRowsPerBatch": "300"}
     through_kills(small, killed, lambda: sync(spark, source, where, How(checkpoint, available_now=True)))
     found = DeltaTable(f"{where}/documents").to_pyarrow_table(columns=["key", "seqno", "value"]).to_pylist()

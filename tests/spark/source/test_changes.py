@@ -6,20 +6,18 @@ import shutil
 from pathlib import Path
 from random import Random
 
-import pyarrow as pa
 import pytest
 
 from mirror.errors import ConfigError
 from mirror.spark.source import changes
 from mirror.spark.source.changes import LostHistory
-from mirror.spark.source.columns import CHANGES
 from mirror.spark.source.offsets import Offset
 from mirror.spark.source.options import Options, parse
-from mirror.spark.tables.fold import fold
 from mirror.supervise.processes.worker import restore_missing
 from storage.env import directory
 from storage.format.keys import vbid_of
 from storage.model import Collection, FailoverLog, Seqno
+from tests.spark.events import applied
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders, scanned
 from tests.spark.source.follower import Follower
 from tests.storage.rig import commit, put, system_event
@@ -285,10 +283,7 @@ def test_a_collection_that_was_dropped_and_recreated_in_the_void_history_is_itse
         ("retraction", "shop.orders", b"passing", 7),
         ("restoration", "shop.orders", b"o", 2),
     ]
-    binary = pa.schema([each if each.name != "key" else pa.field("key", pa.binary()) for each in CHANGES])
-    folded, _ = fold(pa.Table.from_pylist([*reported, *undone], binary))
-    live = folded.filter(folded.column("live")).select(["collection", "key", "seqno"]).to_pylist()
-    assert live == [{"collection": "shop.orders", "key": "o", "seqno": 2}]
+    assert applied([*reported, *undone]) == [("shop.orders", b"o")]
     follower.driver.close()
 
 
@@ -317,10 +312,7 @@ def test_what_a_deferred_rollback_does_not_give_again_is_not_reported_by_a_later
     commit(writer, 7)
     _, further = follower.next_rows(end)
     assert [(row["kind"], row["collection"], row["key"]) for row in further] == [("mutation", "shop.carts", b"c")]
-    binary = pa.schema([each if each.name != "key" else pa.field("key", pa.binary()) for each in CHANGES])
-    folded, _ = fold(pa.Table.from_pylist([*reported, *further], binary))
-    live = folded.filter(folded.column("live")).select(["collection", "key"]).to_pylist()
-    assert live == [{"collection": "shop.orders", "key": "o"}, {"collection": "shop.carts", "key": "c"}]
+    assert applied([*reported, *further]) == [("shop.orders", b"o"), ("shop.carts", b"c")]
     follower.driver.close()
 
 

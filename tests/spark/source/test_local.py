@@ -11,7 +11,7 @@ import pytest
 from mirror.errors import ConfigError
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark.pipeline.export import export
-from mirror.spark.pipeline.runner import LocalRunner
+from mirror.spark.runner import LocalRunner
 from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.source.local import Restriction, dealt, plan, read
 from mirror.spark.source.options import Options, parse

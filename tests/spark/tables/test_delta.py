@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, Transaction
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark.places import LocalFolder, folder_at
+from mirror.spark.places import Folder, LocalFolder, folder_at
 from mirror.spark.tables.delta import (
-    COMPACTED_BYTES_MAX,
     RUN,
     CommitConflict,
     FolderLock,
-    commit_parts,
+    add_action,
+    commit,
     compact,
-    files_to_merge,
     open_table,
     remove_orphans,
     require_absent_or_table,
 )
-from mirror.spark.tables.parts import Part, PartWriter, run_name
+from mirror.spark.tables.parts import JOINED_BYTES_MAX, Part, PartWriter, files_to_merge, run_name
 
 SCHEMA = pa.schema([("key", pa.string()), ("seqno", pa.int64())])
 
@@ -36,6 +36,10 @@ def write(folder: Path, run: str, *seqnos: int, schema: pa.Schema = SCHEMA) -> l
     return parts.finished
 
 
+def put(folder: Folder, table: DeltaTable | None, parts: list[Part], schema: pa.Schema, **more: Any) -> None:
+    commit(folder, table, map(add_action, parts), schema, **more)
+
+
 def seqnos(folder: Path) -> list[int]:
     return sorted(DeltaTable(str(folder)).to_pyarrow_table().column("seqno").to_pylist())
 
@@ -44,7 +48,7 @@ def test_parts_are_the_table_once_they_are_committed_and_not_before(tmp_path: Pa
     run = run_name()
     parts = write(tmp_path, run, 1, 2)
     assert open_table(folder_at(tmp_path)) is None
-    commit_parts(folder_at(tmp_path), None, parts, SCHEMA, metadata={RUN: run, "boundaries": "{}"})
+    put(folder_at(tmp_path), None, parts, SCHEMA, metadata={RUN: run, "boundaries": "{}"})
     table = open_table(folder_at(tmp_path))
     assert table is not None
     assert table.history(1)[0]["boundaries"] == "{}"
@@ -54,10 +58,10 @@ def test_parts_are_the_table_once_they_are_committed_and_not_before(tmp_path: Pa
 
 
 def test_an_overwrite_may_bring_other_columns_and_leaves_the_old_version_readable(tmp_path: Path) -> None:
-    commit_parts(folder_at(tmp_path), None, write(tmp_path, run_name(), 1), SCHEMA)
+    put(folder_at(tmp_path), None, write(tmp_path, run_name(), 1), SCHEMA)
     wider = SCHEMA.append(pa.field("age", pa.int64()))
     parts = write(tmp_path, run_name(), 7, schema=wider)
-    commit_parts(folder_at(tmp_path), open_table(folder_at(tmp_path)), parts, wider, overwrite=True)
+    put(folder_at(tmp_path), open_table(folder_at(tmp_path)), parts, wider, overwrite=True)
     assert DeltaTable(str(tmp_path)).to_pyarrow_table().column_names == ["key", "seqno", "age"]
     assert seqnos(tmp_path) == [7]
     assert DeltaTable(str(tmp_path), version=0).to_pyarrow_table().column("seqno").to_pylist() == [1]
@@ -66,11 +70,11 @@ def test_an_overwrite_may_bring_other_columns_and_leaves_the_old_version_readabl
 def test_a_table_that_gets_a_column_of_local_times_stays_readable(tmp_path: Path) -> None:
     """delta-rs commits such a column to a table without the feature for it, and nothing opens the table any more."""
     folder = folder_at(tmp_path)
-    commit_parts(folder, None, write(tmp_path, run_name(), 1), SCHEMA)
+    put(folder, None, write(tmp_path, run_name(), 1), SCHEMA)
     wider = SCHEMA.append(pa.field("at", pa.timestamp("us")))
     with PartWriter(str(tmp_path), f"part-{run_name()}-0", wider) as parts:
         parts.write(pa.record_batch([["2"], [2], [0]], schema=wider))
-    commit_parts(folder, open_table(folder), parts.finished, wider, overwrite=True)
+    put(folder, open_table(folder), parts.finished, wider, overwrite=True)
     assert DeltaTable(str(tmp_path)).to_pyarrow_table().column("at").to_pylist() == [
         datetime.fromisoformat("1970-01-01")
     ]
@@ -82,11 +86,11 @@ def test_of_two_commits_upon_one_version_one_fails_and_changes_nothing(
     tmp_path: Path, first: bool, mark: list[Transaction]
 ) -> None:
     if not first:
-        commit_parts(folder_at(tmp_path), None, write(tmp_path, run_name(), 0), SCHEMA)
+        put(folder_at(tmp_path), None, write(tmp_path, run_name(), 0), SCHEMA)
     mine, other = open_table(folder_at(tmp_path)), open_table(folder_at(tmp_path))
-    commit_parts(folder_at(tmp_path), mine, write(tmp_path, run_name(), 1), SCHEMA, marks=mark)
+    put(folder_at(tmp_path), mine, write(tmp_path, run_name(), 1), SCHEMA, marks=mark)
     with pytest.raises(CommitConflict):
-        commit_parts(folder_at(tmp_path), other, write(tmp_path, run_name(), 2), SCHEMA, marks=mark)
+        put(folder_at(tmp_path), other, write(tmp_path, run_name(), 2), SCHEMA, marks=mark)
     assert seqnos(tmp_path) == ([1] if first else [0, 1])
     now = open_table(folder_at(tmp_path))
     assert now is not None
@@ -109,13 +113,13 @@ def test_a_compaction_copies_no_file_into_one_of_less_than_twice_its_size() -> N
     assert copied <= 7 * added, "1 MiB can double seven times until 128"
     assert files_to_merge([]) == files_to_merge([5]) == files_to_merge([1, 5]) == []
     assert files_to_merge([3, 10, 3, 6]) == [0, 1, 2, 3]
-    assert files_to_merge([COMPACTED_BYTES_MAX] * 3) == []
+    assert files_to_merge([JOINED_BYTES_MAX] * 3) == []
 
 
 def test_compacting_changes_no_row_and_streams_from_the_table_see_none_twice(tmp_path: Path) -> None:
     folder, table = folder_at(tmp_path), None
     for number in range(3):
-        commit_parts(folder, table, write(tmp_path, run_name(), number, number + 10), SCHEMA)
+        put(folder, table, write(tmp_path, run_name(), number, number + 10), SCHEMA)
         table = open_table(folder)
     assert table is not None
     assert compact(folder, table, SCHEMA) == 3
@@ -130,10 +134,10 @@ def test_compacting_changes_no_row_and_streams_from_the_table_see_none_twice(tmp
 def test_a_compaction_that_was_overtaken_changes_nothing(tmp_path: Path) -> None:
     folder, table = folder_at(tmp_path), None
     for number in range(2):
-        commit_parts(folder, table, write(tmp_path, run_name(), number), SCHEMA)
+        put(folder, table, write(tmp_path, run_name(), number), SCHEMA)
         table = open_table(folder)
     assert table is not None
-    commit_parts(folder, open_table(folder), write(tmp_path, run_name(), 2), SCHEMA)
+    put(folder, open_table(folder), write(tmp_path, run_name(), 2), SCHEMA)
     with pytest.raises(CommitConflict):
         compact(folder, table, SCHEMA)
     assert seqnos(tmp_path) == [0, 1, 2]
@@ -141,11 +145,9 @@ def test_a_compaction_that_was_overtaken_changes_nothing(tmp_path: Path) -> None
 
 def test_orphans_are_the_files_that_no_version_names(tmp_path: Path) -> None:
     old, new, killed = run_name(), run_name(), run_name()
-    commit_parts(folder_at(tmp_path), None, write(tmp_path, old, 1), SCHEMA, metadata={RUN: old})
+    put(folder_at(tmp_path), None, write(tmp_path, old, 1), SCHEMA, metadata={RUN: old})
     parts = write(tmp_path, new, 2)
-    commit_parts(
-        folder_at(tmp_path), open_table(folder_at(tmp_path)), parts, SCHEMA, overwrite=True, metadata={RUN: new}
-    )
+    put(folder_at(tmp_path), open_table(folder_at(tmp_path)), parts, SCHEMA, overwrite=True, metadata={RUN: new})
     (orphan,) = write(tmp_path, killed, 3)
     (tmp_path / "somebody-elses.parquet").touch()
     assert remove_orphans(LocalFolder(tmp_path), open_table(folder_at(tmp_path))) == [orphan.name]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import random
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deltalake import DeltaTable
 
-from mirror.errors import ConfigError, MirrorError
+from mirror.errors import ConfigError
 from mirror.spark.places import folder_at
 from mirror.spark.tables import documents
-from mirror.spark.tables.documents import BATCH_MARK, Applied, Layout, Layouts, later, void_rows, voids_in
-from mirror.spark.tables.fold import Voids
+from mirror.spark.tables.documents import BATCH_MARK, Applied, Layout
 from mirror.spark.tables.lake import Lake
 from mirror.typed.bodies import DocumentDoesNotFit, Reading, TooManyMisfits
 from mirror.typed.ddl import fields_of
-from tests.spark.events import Event, event, table_of
+from tests.spark.events import Event, event
 from tests.spark.tables.test_lake import apply, batch
 
 Row = dict[str, Any]
@@ -32,41 +31,45 @@ def put(key: str, at: int, collection: str = "_default._default", /, **fields: A
     return event("mutation", key, (1, at), value=body(**fields), collection=collection)
 
 
-def typed(schema: str, misfits_max: float = 1, overwrite_schema: bool = False, **reading: Any) -> Layouts:
-    layout = Layout(fields_of(schema), Reading(**{"mode": "permissive"} | reading), misfits_max, overwrite_schema)
-    return Layouts(others=layout)
+def typed(schema: str, misfits_max: float = 1, overwrite_schema: bool = False, **reading: Any) -> Layout:
+    return Layout(fields_of(schema), Reading(**{"mode": "permissive"} | reading), misfits_max, overwrite_schema)
 
 
-def lake_in(folder: Path, layouts: Layouts) -> Lake:
-    return Lake(folder_at(folder), "the checkpoint" if (folder / "changes").exists() else None, layouts=layouts)
+def lake_in(folder: Path, layout: Layout) -> Lake:
+    return Lake(folder_at(folder), "the checkpoint" if (folder / "changes").exists() else None, "", layout)
+
+
+def quarantined(folder: Path) -> list[tuple[str, int, str]]:
+    rows = DeltaTable(str(folder / "quarantine")).to_pyarrow_table().to_pylist()
+    return sorted((row["key"], row["at_seqno"], row["text"]) for row in rows)
 
 
 def rows(lake: Lake, *columns: str) -> dict[str, tuple[Any, ...]]:
-    found = lake.documents.to_pyarrow_table(columns=["_key", *columns]).to_pylist()
+    found = lake.documents.table.to_pyarrow_table(columns=["_key", *columns]).to_pylist()
     return {row["_key"]: tuple(row[name] for name in columns) for row in found}
 
 
 def test_fields_of_the_body_are_columns_next_to_the_documents_own(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("total double, City string, `weiter-name` int, live boolean")) as lake:
         first = [put("a", 1, total=1.5, City="Bonn", key="x"), put("b", 2, total=2), put("c", 3, live=True)]
-        assert apply(lake, batch(0), [first]) == Applied(3, 3, 0, 0)
+        assert apply(lake, batch(0), [first]) == Applied(inserted=3)
         assert rows(lake, "total", "City", "live") == {
             "a": (1.5, "Bonn", None),
             "b": (2.0, None, None),
             "c": (None, None, True),
         }
         second = [put("a", 4, total=7, **{"weiter-name": 3}), event("deletion", "b", (1, 5)), put("d", 6, City="Ulm")]
-        assert apply(lake, batch(1), [second]) == Applied(3, 1, 1, 1)
+        assert apply(lake, batch(1), [second]) == Applied(inserted=1, updated=1, deleted=1)
         assert rows(lake, "total", "City", "weiter-name", "_seqno") == {
             "a": (7.0, None, 3, 4),
             "c": (None, None, None, 3),
             "d": (None, "Ulm", None, 6),
         }
         assert rows(lake, "_value")["d"] == (body(City="Ulm"),)
-        names = [field.name for field in lake.documents.schema().fields]
+        names = [field.name for field in lake.documents.table.schema().fields]
         assert names[:2] == ["_key", "_collection"]
-        assert names[-5:] == ["_at_seqno", "total", "City", "weiter-name", "live"]
-        lake.tidy(0)
+        assert names[-6:] == ["_at_seqno", "total", "City", "weiter-name", "live", "_part"]
+        lake.tidy()
         assert rows(lake, "total") == {"a": (7.0,), "c": (None,), "d": (None,)}
 
 
@@ -77,7 +80,7 @@ def test_columns_of_any_type_are_merged(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed(schema)) as lake:
         apply(lake, batch(0), [[put("a", 1), put("b", 2)]])
         more = [put("a", 3, **order, items=[{"sku": "x"}], m={"n": 1}), put("c", 4, **order)]
-        assert apply(lake, batch(1), [more]) == Applied(2, 1, 1, 0)
+        assert apply(lake, batch(1), [more]) == Applied(inserted=1, updated=1)
         found = rows(lake, "price", "items", "m", "day", "local")
         assert found["a"][:3] == (Decimal("1.01"), [{"sku": "x"}], [("n", 1)])
         assert found["b"] == (None,) * 5
@@ -91,17 +94,17 @@ def test_a_column_that_is_added_later_has_its_value_in_every_row(tmp_path: Path)
     orders = [put(f"k{number}", number + 1, total=number, city=f"c{number}") for number in range(100)]
     with lake_in(tmp_path, typed("total double")) as lake:
         apply(lake, batch(0), [orders])
-        version = lake.documents.version()
+        version = lake.documents.table.version()
     wider = typed("city string, total double, at timestamp_ntz")
     with lake_in(tmp_path, wider) as lake:
-        assert lake.documents.version() <= version + 2, "the columns, and their values with them, are one commit"
+        assert lake.documents.table.version() <= version + 2, "the columns, and their values with them, are one commit"
         assert rows(lake, "city", "total") == {f"k{number}": (f"c{number}", float(number)) for number in range(100)}
-        assert lake.documents.transaction_version(BATCH_MARK) == 0
-        assert apply(lake, batch(1), [[put("k0", 101, city="new")]]) == Applied(1, 0, 1, 0)
+        assert lake.documents.table.transaction_version(BATCH_MARK) == 0
+        assert apply(lake, batch(1), [[put("k0", 101, city="new")]]) == Applied(updated=1)
         assert rows(lake, "city", "total")["k0"] == ("new", None)
-        version = lake.documents.version()
+        version = lake.documents.table.version()
     with lake_in(tmp_path, wider) as lake:
-        assert lake.documents.version() == version
+        assert lake.documents.table.version() == version
 
 
 def test_a_field_that_is_added_within_a_struct_has_its_value_in_every_row(tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ def test_a_death_before_the_columns_are_committed_leaves_the_table_as_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(documents, "commit_parts", dies)
+        patch.setattr(documents, "commit", dies)
         with pytest.raises(KeyboardInterrupt):
             lake_in(tmp_path, typed("total double, city string"))
     with lake_in(tmp_path, typed("total double")) as lake:
@@ -167,8 +170,8 @@ def test_columns_change_in_other_ways_only_where_that_is_said(
 
 
 def test_tables_with_and_without_a_schema_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    for made, opened in ((Layouts(), typed("n int")), (typed("n int"), Layouts())):
-        folder = tmp_path / str(made.others.mark == "")
+    for made, opened in ((Layout(), typed("n int")), (typed("n int"), Layout())):
+        folder = tmp_path / str(made.mark == "")
         with lake_in(folder, made):
             pass
         with pytest.raises(ConfigError, match="a table with other columns"):
@@ -178,11 +181,11 @@ def test_tables_with_and_without_a_schema_are_not_taken_for_each_other(tmp_path:
 def test_misfits_are_counted_and_shown(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("n int, _corrupt_record string")) as lake:
         first = [put("a", 1, n="many"), put("b", 2, n=2), event("mutation", "c", (1, 3), value=b"no JSON")]
-        assert apply(lake, batch(0), [first]) == Applied(3, 3, 0, 0, misfits=2)
+        assert apply(lake, batch(0), [first]) == Applied(inserted=3, misfits=2)
         found = rows(lake, "n", "_corrupt_record")
         assert found == {"a": (None, '{"n": "many"}'), "b": (2, None), "c": (None, "no JSON")}
         second = [put("a", 4, n=1), event("deletion", "c", (1, 5)), put("b", 6, n=[])]
-        assert apply(lake, batch(1), [second]) == Applied(3, 0, 2, 1, misfits=1)
+        assert apply(lake, batch(1), [second]) == Applied(updated=2, deleted=1, misfits=1)
 
 
 def test_failfast_ends_with_the_document_and_permissive_goes_on_from_there(tmp_path: Path) -> None:
@@ -191,7 +194,7 @@ def test_failfast_ends_with_the_document_and_permissive_goes_on_from_there(tmp_p
         with pytest.raises(DocumentDoesNotFit, match="'b' does not fit"):
             apply(lake, batch(1), [[put("b", 2, n="two")]])
     with lake_in(tmp_path, typed("n int")) as lake:
-        assert lake.catch_up() == Applied(0, 1, 0, 0, misfits=1)
+        assert lake.merge() == Applied(inserted=1, misfits=1)
         assert rows(lake, "n") == {"a": (1,), "b": (None,)}
 
 
@@ -200,9 +203,9 @@ def test_a_schema_of_other_documents_is_not_loaded_and_may_be_corrected(tmp_path
     with lake_in(tmp_path, typed("total double", misfits_max=0.01)) as lake:
         with pytest.raises(TooManyMisfits, match=r"200 of 200 documents do not fit.*nothing was written"):
             apply(lake, batch(0), [orders])
-        assert lake.documents.count() == 0
+        assert lake.documents.table.count() == 0
     with lake_in(tmp_path, typed("total string", misfits_max=0.01)) as lake:
-        assert lake.catch_up() == Applied(0, 200, 0, 0)
+        assert lake.merge() == Applied(inserted=200)
         assert rows(lake, "total")["k7"] == ("7 EUR",)
     with pytest.raises(TooManyMisfits):
         lake_in(tmp_path, typed("total double", misfits_max=0.01, overwrite_schema=True))
@@ -210,23 +213,41 @@ def test_a_schema_of_other_documents_is_not_loaded_and_may_be_corrected(tmp_path
         assert rows(lake, "total")["k7"] == ("7 EUR",)
 
 
-@pytest.mark.parametrize("collection", ["_default._default", "shop.new"])
-def test_a_misfit_after_the_first_batch_does_not_stop_the_stream(tmp_path: Path, collection: str) -> None:
-    """It was once 1 of 1 documents of a vbucket or a table without rows, at every restart."""
-    layout = Layout(fields_of("n int"), Reading("permissive"), misfits_max=0.01)
-    with lake_in(tmp_path, Layouts(True, layout)) as lake:
+def test_a_misfit_after_the_first_merge_does_not_stop_the_stream(tmp_path: Path) -> None:
+    """It was once 1 of 1 documents of a vbucket without rows, at every restart."""
+    with lake_in(tmp_path, typed("n int", misfits_max=0.01)) as lake:
         apply(lake, batch(0), [[put(f"k{number}", number + 1, n=number) for number in range(100)]])
-        misfit = event("mutation", "a", (1, 1), value=body(n="many"), vbid=7, collection=collection)
-        assert apply(lake, batch(1), [[misfit]]) == Applied(1, 1, 0, 0, misfits=1)
-        table = lake.documents_of(collection).to_pyarrow_table(columns=["_key", "_vbid", "n"]).to_pylist()
-        assert [row for row in table if row["_vbid"] == 7] == [{"_key": "a", "_vbid": 7, "n": None}]
+        misfit = event("mutation", "a", (1, 1), value=body(n="many"), vbid=700)
+        assert apply(lake, batch(1), [[misfit]]) == Applied(inserted=1, misfits=1)
+        assert rows(lake, "_vbid", "n", "_part")["a"] == (700, None, 43)
+
+
+def test_quarantine_has_each_misfit_once_even_if_its_merge_broke_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lake_in(tmp_path, typed("n int")) as lake:
+        apply(lake, batch(0), [[put("a", 1, n="many" * 1_000), put("b", 2, n=2)]])
+        assert quarantined(tmp_path) == [("a", 1, body(n="many" * 1_000).decode()[:1_000])]
+
+        def dies(_: str) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(documents, "remove_action", dies)
+        with pytest.raises(KeyboardInterrupt):
+            apply(lake, batch(1), [[put("b", 3, n="two")]])
+        monkeypatch.undo()
+    with lake_in(tmp_path, typed("n int")) as lake:
+        assert lake.merge() == Applied(updated=1, misfits=1)
+    assert [each[:2] for each in quarantined(tmp_path)] == [("a", 1), ("b", 3)]
+    with lake_in(tmp_path, typed("n int, at date")) as lake:
+        assert [each[:2] for each in quarantined(tmp_path)] == [("a", 1), ("b", 3)], "those that there are now"
 
 
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
         ("_key string", "names '_key'"),
-        ("_Live int", "names '_Live'"),
+        ("_Part int", "names '_Part'"),
         ("total int, TOTAL int", "names ignore case"),
         ("`a b` int", "a Delta table cannot have this column name"),
         ("`a.b` int", "a Delta table cannot have this column name"),
@@ -244,16 +265,6 @@ def test_documents_that_do_not_fit_are_not_dropped() -> None:
         typed("n int", mode="dropmalformed")
 
 
-def test_collections_may_have_schemas_of_their_own(tmp_path: Path) -> None:
-    own = {"shop.orders": Layout(fields_of("total double"))}
-    with lake_in(tmp_path, Layouts(True, Layout(), own)) as lake:
-        first = [put("a", 1, "shop.orders", total=1), put("a", 2, "shop.users", name="x")]
-        assert apply(lake, batch(0), [first]) == Applied(2, 2, 0, 0)
-        orders, users = lake.documents_of("shop.orders"), lake.documents_of("shop.users")
-        assert orders.to_pyarrow_table(columns=["_key", "total"]).to_pylist() == [{"_key": "a", "total": 1.0}]
-        assert users.to_pyarrow_table(columns=["key", "value"]).to_pylist() == [{"key": "a", "value": b'{"name": "x"}'}]
-
-
 def test_a_rollback_takes_back_the_columns_too(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("n int")) as lake:
         apply(lake, batch(0), [[put("a", 1, n=1), put("a", 2, n=2), put("b", 3, n=3)]])
@@ -264,26 +275,3 @@ def test_a_rollback_takes_back_the_columns_too(tmp_path: Path) -> None:
             [[event("retraction", "a", (2, 1), seqno=2), back, event("retraction", "b", (2, 1), seqno=3)]],
         )
         assert rows(lake, "n", "_seqno") == {"a": (1, 1)}
-
-
-def test_a_damaged_file_of_events_is_named(tmp_path: Path) -> None:
-    with lake_in(tmp_path, Layouts()) as lake:
-        apply(lake, batch(0), [[put("a", 1, n=1)]])
-        apply(lake, batch(1), [[put("a", 2, n=random.random())]], put_off=True)
-        for path in (tmp_path / "changes").glob("*-b1-*.parquet"):
-            path.write_bytes(b"no Parquet")
-        with pytest.raises(MirrorError, match="the table `changes` is damaged"):
-            lake.catch_up()
-
-
-def test_conditions_in_sql() -> None:
-    assert later(Voids()) == "(s.at_branch > t.at_branch OR (s.at_branch = t.at_branch AND s.at_seqno > t.at_seqno))"
-    assert later(Voids({3, 1}), "_").endswith("OR t._vbid IN (1, 3))")
-    assert void_rows(Voids()) is None
-    assert void_rows(Voids({1}, {(2, "s.it's")}), "_") == (
-        "t._vbid IN (1) OR (t._collection = 's.it''s' AND t._vbid IN (2))"
-    )
-    events = [event("resync", None, (1, 0), vbid=4), event("collection_flushed", None, (1, 1), collection="s.a")]
-    voids = Voids()
-    voids_in(table_of(events), voids)
-    assert voids == Voids({4}, {(0, "s.a")})

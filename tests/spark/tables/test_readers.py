@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import duckdb
+import polars
+import pyarrow.compute as pc
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
-from tests.spark.events import History
+from tests.spark.events import History, event
 from tests.spark.tables.test_documents import lake_in, typed
 from tests.spark.tables.test_lake import apply, batch
 
@@ -25,21 +27,30 @@ def test_each_program_finds_the_documents_that_are_current(spark: SparkSession, 
     with lake_in(tmp_path, typed("total double, note string")) as lake:
         apply(lake, batch(0), [history.log[:published]])
         apply(lake, batch(1), [history.log[published:]])
+        other = event("mutation", "other", (1, 1), vbid=900, value=b'{"total": 1}')
+        apply(lake, batch(2), [[other]])
     bodies = {key: (each["seqno"], json.loads(each["value"])) for (_, key), each in history.state.items()}
     expected = {(k, seqno, None if k == "k16" else b["total"], b.get("note")) for k, (seqno, b) in bodies.items()}
+    expected.add(("other", 1, 1.0, None))
     table = DeltaTable(str(tmp_path / "documents"))
     files, names = table.file_uris(), "_key, _seqno, total, note"
     dataset = table.to_pyarrow_dataset()
     found = {
         "deltalake": [tuple(row.values()) for row in table.to_pyarrow_table(columns=names.split(", ")).to_pylist()],
+        "polars": polars.scan_delta(str(tmp_path / "documents")).select(names.split(", ")).collect().rows(),
         "duckdb over Arrow": duckdb.execute(f"select {names} from dataset").fetchall(),
         "duckdb over files": duckdb.execute(f"select {names} from read_parquet({files})").fetchall(),
         "spark": [tuple(row) for row in spark.read.parquet(*files).selectExpr(*names.split(", ")).collect()],
     }
-    assert dataset.count_rows() == len(expected) == 15
+    assert dataset.count_rows() == len(expected) == 16
     for program, rows in found.items():
         assert len(rows) == len(expected), program
         assert set(rows) == expected, program
+    part = polars.scan_delta(str(tmp_path / "documents")).filter(polars.col("_part") == 56).select("_key", "_part")
+    assert part.collect().rows() == [("other", 56)]
+    assert len(table.file_uris([("_part", "=", "56")])) == 1
+    skipped = dataset.get_fragments(pc.field("_vbid") == 900)
+    assert len(list(skipped)) == 1, "statistics let readers skip files"
     events = DeltaTable(str(tmp_path / "changes")).file_uris()
     kinds = duckdb.execute(f"select distinct kind from read_parquet({events})")
     assert {kind for (kind,) in kinds.fetchall()} == {"mutation", "deletion", "retraction", "restoration"}

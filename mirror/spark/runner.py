@@ -42,7 +42,8 @@ _MISSING = re.compile(r"ModuleNotFoundError: No module named '(mirror|storage|py
 
 
 class Runner(Protocol):
-    parallelism: int
+    @property
+    def parallelism(self) -> int: ...
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
         """Call `function`, a function of a module, with each task. Raises a task's error."""
@@ -121,42 +122,58 @@ class SparkRunner:
     """Runs tasks on the executors of a classic session. Spark Connect cannot run Python functions as jobs."""
 
     def __init__(self, spark: Any) -> None:
-        self._context = spark.sparkContext
-        self.parallelism = int(self._context.defaultParallelism)
+        self._spark = spark
+
+    @property
+    def _context(self) -> Any:
+        return self._spark.sparkContext
+
+    @property
+    def parallelism(self) -> int:
+        return int(self._context.defaultParallelism)
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
         if not tasks:
             return []
         guarded = _Guarded(function)
-        over = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(len(tasks), progress, over), daemon=True)
-        group = f"dcp-mirror-{id(guarded)}"
-        self._context.setJobGroup(group, f"dcp-mirror: {function.__name__}", interruptOnCancel=True)
-        self._group = group
-        if progress is not None:
-            watch.start()
         try:
-            found = self._context.parallelize(tasks, len(tasks)).map(guarded).collect()
+            with self._watched(function.__name__, len(tasks), progress):
+                found = self._context.parallelize(tasks, len(tasks)).map(guarded).collect()
         except Exception as error:
             raise error_of(error) from None
-        except BaseException:
-            self._context.cancelJobGroup(group)
-            raise
-        finally:
-            over.set()
-            if progress is not None:
-                watch.join()
-                progress(len(tasks), len(tasks))
         for _, failed in found:
             if failed is not None:
                 raise failed
         return [result for result, _ in found]
 
-    def _watch(self, count: int, progress: Progress, over: threading.Event) -> None:
+    @contextmanager
+    def _watched(self, name: str, count: int, progress: Progress | None) -> Iterator[None]:
+        """Report progress, and cancel the job after Ctrl-C. Without `progress` the thread's job group stays: that of a
+        stream is Spark's.
+        """
+        if progress is None:
+            yield
+            return
+        over = threading.Event()
+        group = f"dcp-mirror-{id(over)}"
+        self._context.setJobGroup(group, f"dcp-mirror: {name}", interruptOnCancel=True)
+        watch = threading.Thread(target=self._watch, args=(group, count, progress, over), daemon=True)
+        watch.start()
+        try:
+            yield
+        except BaseException:
+            self._context.cancelJobGroup(group)
+            raise
+        finally:
+            over.set()
+            watch.join()
+            progress(count, count)
+
+    def _watch(self, group: str, count: int, progress: Progress, over: threading.Event) -> None:
         tracker = self._context.statusTracker()
         while not over.wait(POLL_INTERVAL_S):
             done = 0
-            for job in tracker.getJobIdsForGroup(self._group):
+            for job in tracker.getJobIdsForGroup(group):
                 stages = (tracker.getStageInfo(stage) for stage in tracker.getJobInfo(job).stageIds)
                 done += sum(stage.numCompletedTasks for stage in stages if stage is not None)
             progress(min(done, count), count)
