@@ -32,7 +32,7 @@ from cli.export import lines
 from mirror import View, open_view
 from mirror.errors import ConfigError
 from mirror.spark.pipeline.export import export
-from mirror.spark.pipeline.runner import LocalRunner
+from mirror.spark.runner import LocalRunner
 from mirror.spark.source.data_source import DocumentsReader, MirrorSource
 from mirror.sql import Session, to_pandas
 from mirror.sql.answers import Body, csv_writer, parquet_writer

@@ -17,14 +17,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from mirror.spark.tables.fold import fold
 
 from cli.changes import Pump
 from mirror.ingest import collections
 from mirror.serve.access.auth import entry_of
-from mirror.spark.source.columns import CHANGES
 from mirror.spark.source.options import parse
 from mirror.wire import codec_dcp
 from mirror.wire.events import (
@@ -42,6 +39,7 @@ from storage.model import Seqno, SnapshotRange
 from storage.read.view import View, open_view
 from tests.serve.http_site import Site, Source, running
 from tests.serve.kv_rig import with_users
+from tests.spark.events import applied
 from tests.spark.source.follower import Follower
 from tests.storage.rig import purge_steps
 
@@ -288,8 +286,4 @@ class Batches(Follower):
 
 
 def spark_documents(follower: Follower) -> dict[tuple[str, bytes], Any]:
-    """The documents of all batches, folded as `sync` folds them."""
-    binary = pa.schema([each if each.name != "key" else pa.field("key", pa.binary()) for each in CHANGES])
-    table, _ = fold(pa.Table.from_pylist(follower.log, binary))
-    rows = table.filter(table.column("live")).to_pylist()
-    return {(row["collection"], row["key"].encode()): json.loads(row["value"]) for row in rows}
+    return {name: json.loads(row["value"]) for name, row in applied(follower.log).items()}

@@ -47,17 +47,18 @@ def table_of(events: list[Event]) -> pa.Table:
     return pa.Table.from_pylist(events, CHANGES)
 
 
-def applied(events: list[Event]) -> list[tuple[Any, ...]]:
-    """The documents that are there after all events, in the order in which they came."""
-    state: dict[tuple[Any, ...], None] = {}
+def applied(events: list[Event]) -> dict[tuple[Any, ...], Event]:
+    """The documents that are there after all events of a vbucket, in the order in which they came."""
+    state: dict[tuple[Any, ...], Event] = {}
     for each in events:
         if each["key"] is None:
-            state = {name: None for name in state if name[0] != each["collection"]}
+            ended = each["kind"] != "resync" and each["collection"]
+            state = {name: held for name, held in state.items() if ended and name[0] != ended}
             continue
         state.pop((each["collection"], each["key"]), None)
         if each["kind"] in ("mutation", "restoration"):
-            state[each["collection"], each["key"]] = None
-    return list(state)
+            state[each["collection"], each["key"]] = each
+    return state
 
 
 @dataclass

@@ -90,19 +90,22 @@ def test_an_export_by_spark_submit_outlives_an_executor(cluster: Standalone, tmp
     assert keys.num_rows == DOCUMENTS
 
 
+@pytest.mark.parametrize("work", ["batch", "merge"])
 def test_a_stream_over_a_connection_outlives_an_executor(
-    cluster: Standalone, source: SandboxThread, tmp_path: Path
+    cluster: Standalone, source: SandboxThread, tmp_path: Path, work: str
 ) -> None:
+    """Killed while it writes events, and while it merges them: `documents` has files that no commit names yet."""
     lake = tmp_path / "lake"
     stream = Stream(lake, "--source", source.connection_string)
     where = ["--to", lake, "--source", source.connection_string, "--max-rows", "1000", "--max-age", "0"]
     driver = Driver(tmp_path, *submit(cluster), "sync", *where, "--available-now")
 
-    def in_batch() -> bool:
+    def at_work() -> bool:
         begun, done = stream.batches()
-        return begun > done >= 0 or not driver.running()
+        merging = work == "batch" or any((lake / "documents").glob(f"*-b{begun}-*.parquet"))
+        return (begun > done >= 0 and merging) or not driver.running()
 
-    until("a batch after the first", in_batch, limit_s=LIMIT_S, poll_s=0.005)
+    until(f"a {work} after the first", at_work, limit_s=LIMIT_S, poll_s=0.005)
     assert driver.running()
     cluster.kill_executor()
     begun, done = stream.batches()

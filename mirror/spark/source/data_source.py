@@ -1,19 +1,16 @@
 """The data source `mirror` of PySpark: chooses the reader for the options.
 
-Knows only PySpark's interface; the modules `local`, `stream` and `remote` read. Spark pickles readers and sends them to
+Knows only PySpark's interface; the modules `local` and `stream` read. Spark pickles readers and sends them to
 the tasks. So readers hold options and plans, and open stores and connections only inside `read`. Invariants: planning
 reports every mistake that it can find, in one line (`failures`); only PushdownDocumentsReader has `pushFilters`: if the
 session's setting for filters is off, every query with such a reader fails.
-
-Spark imports this module in a new process for each step of planning, and importing `remote` takes as long as all other
-imports together. So `remote` is imported only for a connection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -42,9 +39,6 @@ from mirror.typed.rows import Shape
 from mirror.typed.times import machine_zone
 from mirror.typed.values import folded
 from storage.read.view import Time, open_view
-
-if TYPE_CHECKING:
-    from mirror.spark.source import remote
 
 MARK = "_"
 """Prefix of metadata columns in a user's schema."""
@@ -123,7 +117,7 @@ def inferred(options: Options) -> pa.Schema:
     """Return the key column, and columns for the fields in a sample. Raises StorageError, ConfigError."""
     from mirror.sql.schema import joint_columns
 
-    assert options.path is not None, "parse refuses it"
+    assert options.path is not None
     as_of = None if options.as_of_ms is None else Time(options.as_of_ms)
     with open_view(options.path) as view:
         columns = joint_columns(view, options.collections, as_of)
@@ -161,7 +155,7 @@ def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:
 class Share(InputPartition):
     """The vbuckets that one task reads. The share has the job, because Spark pickles the reader before planning."""
 
-    job: local.Job | remote.ReadJob
+    job: local.Job
     vbids: list[int]
 
 
@@ -185,23 +179,13 @@ class DocumentsReader(Carried, DataSourceReader):
 
     @with_clear_errors
     def partitions(self) -> Sequence[InputPartition]:
-        if self._options.connection is not None:
-            from mirror.spark.source import remote
-
-            far, shares = remote.plan(self._options, self._restriction)
-            return [Share(far, vbids) for vbids in shares]
-        near, shares = local.plan(self._options, self._restriction)
-        return [Share(near, vbids) for vbids in shares]
+        job, shares = local.plan(self._options, self._restriction)
+        return [Share(job, vbids) for vbids in shares]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         assert isinstance(partition, Share)
         with clear_errors():
-            if isinstance(partition.job, local.Job):
-                yield from local.read(partition.job, partition.vbids, in_session(self._shape))
-            else:
-                from mirror.spark.source import remote
-
-                yield from remote.read_documents(self._options, partition.job, partition.vbids, in_session(self._shape))
+            yield from local.read(partition.job, partition.vbids, in_session(self._shape))
 
 
 class PushdownDocumentsReader(DocumentsReader):

@@ -107,21 +107,26 @@ def parse(given: Mapping[str, str]) -> Options:
             "path and connection were both given" if both else "neither path nor connection was given",
             hint="path: a mirror's directory on this machine; connection: couchbase://user@host/bucket; one of them",
         )
+    if options.connection is not None and options.table != "changes":
+        raise ConfigError(
+            "option connection is for table=changes",
+            hint="read documents by path from a mirror, or from a table that `dcp-mirror sync --source` keeps",
+        )
     unknown = [name for name in options.columns or () if name not in TABLES[options.table].names]
     if unknown:
         raise ConfigError(
             f"option columns: {options.table} have no column {unknown[0]!r}",
             hint=f"known: {', '.join(TABLES[options.table].names)}",
         )
-    if options.as_of_ms is not None and (options.connection is not None or options.table != "documents"):
-        raise ConfigError("option asOf is for documents of a path", hint="leave it out, or read a mirror's directory")
+    if options.as_of_ms is not None and options.table != "documents":
+        raise ConfigError("option asOf is for documents")
     if options.connection is not None and "maxbytesperbatch" in values:
         raise ConfigError(
             "option maxBytesPerBatch is for a path: a cluster does not say how many bytes a batch will have",
             hint="limit its rows with maxRowsPerBatch (sync: --max-rows)",
         )
-    if options.infer_schema and (options.path is None or options.table != "documents" or options.columns is not None):
-        raise ConfigError("option inferSchema is for documents of a path, with all columns", hint="give a schema")
+    if options.infer_schema and (options.table != "documents" or options.columns is not None):
+        raise ConfigError("option inferSchema is for documents, with all columns", hint="give a schema")
     if options.latest and options.table != "changes":
         raise ConfigError("option startingFrom is for table=changes")
     return options

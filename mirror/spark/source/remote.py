@@ -1,8 +1,7 @@
-"""Documents and changes of a source over the network, for Spark: executors consume DCP themselves.
+"""Changes of a source over the network, for Spark: executors consume DCP themselves.
 
 Knows the source reader (`mirror.feed.read.reader`) and offsets; must never know Spark, nor a store. Invariants:
 - rows come only from whole snapshots, in order within a vbucket, with bounded memory;
-- the documents of a vbucket are those at the end of one snapshot, at or above the high seqno that `plan` found;
 - a batch of changes ends at the high seqno E that its offset names. Rows above E come with the next batch, so each
 event comes once. A snapshot that ends above E has only the newest version of a key. If that version is above E, this
 batch has no version of the key, and the next batch brings it. If the source's history changes before the next batch
@@ -16,37 +15,26 @@ unknown), or purged a tombstone before a batch had it. Lost history is an error,
 from __future__ import annotations
 
 import os
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import IO, Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.spark.source.changes import ChangesDriver, ChangesTask, LostHistory, Way, name_of
 from mirror.spark.source.columns import change_row, control_row
-from mirror.spark.source.local import Restriction, dealt
 from mirror.spark.source.offsets import At, Lag, Offset, admit
 from mirror.spark.source.options import Options
-from mirror.typed.rows import Maker, Shape
 from mirror.wire.codec_dcp import decode as decode_message
 from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEvent
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import decode_system_event
 from storage.env.directory import MapRecord
-from storage.format import keys
-from storage.format.records import decode_row, key_of
-from storage.model import Branch, FailoverEntry, FailoverLog, Kind, Seqno
-from storage.read.bulk import KeyRange
-from storage.read.view import Pin
+from storage.format.records import decode_row
+from storage.model import Branch, FailoverEntry, FailoverLog, Kind
 
 AGAIN = "start the query again"
-FRAMES_AT_ONCE = 2_000
 SUSPECTS = 16
 """Each batch also requests the failover logs of this many vbuckets whose high seqno may be unchanged."""
-LENGTH_BYTES = 4
-SPOOL_BYTES = 4 * 1024 * 1024
-"""Bytes of a vbucket's rows in memory; more go to disk."""
 
 
 class SourceConnections:
@@ -87,141 +75,10 @@ def is_behind(known: MapRecord | None, followed: MapRecord | None) -> bool:
 KEPT = SourceConnections()
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ReadJob:
-    until: Mapping[int, int]
-    names: Mapping[int, str]
-    selected_names: frozenset[str] | None
-    keys: KeyRange
-    now_ms: int
-    followed: MapRecord | None = None
-
-
-def plan(options: Options, restriction: Restriction) -> tuple[ReadJob, list[list[int]]]:
-    with connected(options) as reader:
-        chosen = [vbid for vbid in options.vbids_of(range(reader.vbucket_count)) if restriction.takes(vbid)]
-        if restriction.key is not None:
-            chosen = [vbid for vbid in chosen if vbid == keys.vbid_of(restriction.key, reader.vbucket_count)]
-        high_seqnos = reader.high_seqnos()
-        names = reader.collection_names()
-        followed = reader.followed
-    until = {vbid: high_seqnos[vbid] for vbid in chosen if high_seqnos.get(vbid)}
-    job = ReadJob(until, names, restriction.collections, restriction.keys, int(time.time() * 1000), followed)
-    return job, dealt(list(until), options.partitions, 1)
-
-
-def read_documents(options: Options, job: ReadJob, vbids: Sequence[int], shape: Shape) -> Iterator[Any]:
-    maker = Maker(shape)
-    reader = KEPT.reader(options, job.followed)
-    under_way: dict[int, Newest] = {}
-    try:
-        for item in reader.read(dict.fromkeys(vbids, Position()), {vbid: job.until[vbid] for vbid in vbids}):
-            vbid = item.vbid
-            if isinstance(item, SourceRolledBack):
-                raise LostHistory(f"vbucket {vbid}: the source does not send it from the beginning", hint="try again")
-            if isinstance(item, Snapshot):
-                if vbid not in under_way:
-                    under_way[vbid] = Newest()
-                under_way[vbid].add(item)
-            elif (newest := under_way.get(vbid)) is not None:
-                for frames in newest.mutations():
-                    yield from _made(maker, vbid, frames, job, newest.names)
-                under_way.pop(vbid).close()
-        yield from maker.rest()
-    except BaseException:
-        KEPT.drop()
-        raise
-    finally:
-        for newest in under_way.values():
-            newest.close()
-
-
-def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Mapping[int, str]) -> Iterator[Any]:
-    """Yield batches of the rows that the job selects."""
-    start, prefix, end = job.keys
-    by_collection: dict[int, list[bytes]] = {}
-    for frame in frames:
-        wire_key = key_of(frame)
-        collection_id = wire_key[0] if wire_key[0] < 0x80 else keys.split_key(wire_key)[0]
-        by_collection.setdefault(collection_id, []).append(frame)
-    pin = Pin(vbid, Branch(0), Seqno(0), 0, job.now_ms)
-    for collection_id, rows in sorted(by_collection.items()):
-        name = names.get(collection_id) or job.names.get(collection_id)
-        if name is None or (job.selected_names is not None and name not in job.selected_names):
-            continue  # a collection without a name has been dropped
-        length = len(keys.encode_collection_id(collection_id))
-        if start or prefix or end is not None:
-            named = [(key_of(row)[length:], row) for row in rows]
-            rows = [row for key, row in named if key >= start and key.startswith(prefix) and (end is None or key < end)]
-        if rows:
-            yield from maker.add(pin, name, length, rows, sum(map(len, rows)))
-
-
-class Newest:
-    """The newest version of each key in consecutive snapshots of one vbucket.
-
-    The first snapshot, a backfill, has each key once. Later changes follow in further snapshots. All rows go to a file.
-    Memory holds only the keys of the further snapshots, each with the number of the key's last row.
-    """
-
-    def __init__(self) -> None:
-        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - closed by `close`
-        self._count = 0
-        self._first_count: int | None = None
-        self._last: dict[bytes, int] = {}
-        self._dropped: dict[int, int] = {}  # collection id -> number of the first row after the collection's end
-        self.names: dict[int, str] = {}
-
-    def add(self, snapshot: Snapshot) -> None:
-        first = self._first_count is None
-        self.names |= snapshot.manifest.names()
-        for frame in snapshot.frames():
-            if frame[1] != Kind.SYSTEM_EVENT:
-                if not first:
-                    self._last[key_of(frame)] = self._count
-                self._file.write(len(frame).to_bytes(LENGTH_BYTES, "big"))
-                self._file.write(frame)
-                self._count += 1
-            else:
-                content = decode_system_event(event_of(frame))
-                if isinstance(content, CollectionDropped | CollectionCreated):
-                    self._dropped[content.collection_id] = self._count
-        if first:
-            self._first_count = self._count
-
-    def mutations(self) -> Iterator[list[bytes]]:
-        self._file.seek(0)
-        frames: list[bytes] = []
-        for number in range(self._count):
-            frame = self._file.read(int.from_bytes(self._file.read(LENGTH_BYTES), "big"))
-            if frame[1] != Kind.MUTATION:
-                continue
-            key = key_of(frame)
-            if self._last and self._last.get(key, number) != number:
-                continue
-            if self._dropped and number < self._dropped.get(keys.split_key(key)[0], 0):
-                continue
-            frames.append(frame)
-            if len(frames) == FRAMES_AT_ONCE:
-                yield frames
-                frames = []
-        if frames:
-            yield frames
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def event_of(frame: bytes) -> SystemEvent:
     event = decode_message(decode_frame(frame)[0])
     assert isinstance(event, SystemEvent), event
     return event
-
-
-# -- changes -----------------------------------------------------------------------------------------------------------
 
 
 class RemoteChanges(ChangesDriver):

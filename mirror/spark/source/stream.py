@@ -33,7 +33,7 @@ class StreamTask(InputPartition):
 
 
 def driver_of(options: Options) -> LocalChanges | RemoteChanges:
-    """data_source.py says why `remote` is imported here."""
+    """Spark imports this module in a new process for each step of planning; `remote` would double the time for that."""
     if options.path is not None:
         return LocalChanges(options)
     from mirror.spark.source.remote import RemoteChanges

@@ -98,7 +98,7 @@ class Merged(NamedTuple):
 def merge_part(task: MergeTask) -> Merged:
     """Raises MirrorError; DocumentDoesNotFit in mode failfast."""
     columns, folder = task.columns, folder_at(task.documents)
-    waiting = Waiting(folder_at(task.changes), task.names, task.vbids)
+    waiting = WaitingEvents(folder_at(task.changes), task.names, task.vbids)
     with (
         PartWriter(task.documents, task.prefix, columns.schema) as parts,
         PartWriter(task.quarantine, task.prefix, QUARANTINE) as misfits,
@@ -121,7 +121,7 @@ def merge_part(task: MergeTask) -> Merged:
     return Merged(parts.finished, removed, misfits.finished, *counts)
 
 
-def _copy(folder: Folder, name: str, waiting: Waiting, parts: PartWriter, typed: Typed, task: MergeTask) -> bool:
+def _copy(folder: Folder, name: str, waiting: WaitingEvents, parts: PartWriter, typed: Typed, task: MergeTask) -> bool:
     """Write the rows of a file that stay. If all stay, write nothing and return False."""
     columns = task.columns
     position = [columns.mark + each for each in POSITION]
@@ -135,7 +135,7 @@ def _copy(folder: Folder, name: str, waiting: Waiting, parts: PartWriter, typed:
     return True
 
 
-class Waiting:
+class WaitingEvents:
     """The last event of each key of a part. An event's number is its place among the events of all files."""
 
     def __init__(self, changes: Folder, names: Sequence[str], vbids: tuple[int, int]) -> None:

@@ -47,7 +47,7 @@ def test_what_nobody_foresaw_keeps_its_traceback() -> None:
 
 
 def reader() -> DocumentsReader:
-    return DocumentsReader(parse({"connection": "couchbase://h/b"}), Shape(DOCUMENTS, (False,) * len(DOCUMENTS)), "_")
+    return DocumentsReader(parse({"path": "/data"}), Shape(DOCUMENTS, (False,) * len(DOCUMENTS)), "_")
 
 
 def sent() -> bytes:

@@ -66,9 +66,13 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
         ({"path": "/a", "columns": "key,key"}, "each once"),
         ({"path": "/a", "columns": "kind"}, "documents have no column 'kind'"),
         ({"path": "/a", "asOf": "yesterday"}, "expected a time such as"),
-        ({"connection": "couchbase://h/b", "asOf": "2026-01-31"}, "asOf is for documents of a path"),
+        ({"connection": "couchbase://h/b"}, "is for table=changes .*sync --source"),
+        ({"path": "/a", "table": "changes", "asOf": "2026-01-31"}, "asOf is for documents"),
         ({"path": "/a", "maxBytesPerBatch": "much"}, "must be a number with KiB"),
-        ({"connection": "couchbase://h/b", "maxBytesPerBatch": "1g"}, "is for a path.*maxRowsPerBatch"),
+        (
+            {"connection": "couchbase://h/b", "table": "changes", "maxBytesPerBatch": "1g"},
+            "is for a path.*maxRowsPerBatch",
+        ),
         ({"path": "/a", "startingFrom": "latest"}, "is for table=changes"),
         ({"path": "/a", "mode": "lax"}, "expected failfast or permissive or dropmalformed"),
         ({"path": "/a", "timeZone": "Moon"}, "'Moon' is not a time zone"),
@@ -90,4 +94,4 @@ def test_a_selection_has_one_spelling() -> None:
     assert parse({"path": "x"}).selection == ""
     given = {"path": "x", "collection": "b.b, a", "vbuckets": "7,0-2,1-4"}
     assert parse(given).selection == "collection=_default.a,b.b vbuckets=0-4,7"
-    assert parse({"connection": "couchbase://h/b", "vbuckets": "3"}).selection == "vbuckets=3"
+    assert parse({"connection": "couchbase://h/b", "table": "changes", "vbuckets": "3"}).selection == "vbuckets=3"

@@ -1,4 +1,4 @@
-"""Documents and changes over a connection without Spark, from the embedded source: failovers with and without loss."""
+"""Changes over a connection without Spark, from the embedded source: failovers with and without loss."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ import pytest
 
 from mirror.errors import AuthRejected, ConfigError
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.spark.source import remote
 from mirror.spark.source.changes import LostHistory
-from mirror.spark.source.columns import DOCUMENTS
-from mirror.spark.source.local import Restriction
 from mirror.spark.source.options import Options, parse
-from mirror.spark.source.remote import KEPT, RemoteChanges, plan, read_documents
-from mirror.typed.rows import Shape
-from storage.format.records import encode_mutation, key_of
-from storage.model import Manifest
+from mirror.spark.source.remote import KEPT, RemoteChanges
 from tests.sandbox.past import state_at
-from tests.spark.source.follower import Follower, Row
-from tests.storage.frames import encode_deletion
+from tests.spark.source.follower import Follower
 
 VBUCKETS = 4
-PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
 
 
 @pytest.fixture
@@ -34,8 +26,8 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxThread]:
         KEPT.drop()
 
 
-def options(source: SandboxThread, table: str = "changes", **more: str) -> Options:
-    return parse({"connection": source.connection_string, "table": table, "partitions": "2"} | more)
+def options(source: SandboxThread, **more: str) -> Options:
+    return parse({"connection": source.connection_string, "table": "changes", "partitions": "2"} | more)
 
 
 def write(source: SandboxThread, first: int, count: int, value: object = 1, **where: Any) -> None:
@@ -55,63 +47,6 @@ def there(source: SandboxThread) -> dict[str, tuple[int, bytes]]:
         return found
 
     return source.call(look)
-
-
-def documents(options: Options, restriction: Restriction | None = None) -> list[Row]:
-    job, shares = plan(options, restriction or Restriction())
-    return [
-        row for vbids in shares for batch in read_documents(options, job, vbids, PLAIN) for row in batch.to_pylist()
-    ]
-
-
-def test_documents_are_what_the_source_holds(source: SandboxThread) -> None:
-    assert documents(options(source, "documents")) == []
-    write(source, 0, 200)
-    write(source, 0, 50, "newer")
-    source.call(source.cluster.delete, "k60")
-    found = documents(options(source, "documents"))
-    assert {row["key"]: (row["seqno"], row["value"]) for row in found} == there(source)
-    assert len(found) == 199
-    assert {row["collection"] for row in found} == {"_default._default"}
-    only = documents(options(source, "documents", vbuckets="1"), Restriction(prefix=b"k1"))
-    assert {row["key"] for row in only} == {row["key"] for row in found if row["vbid"] == 1 and row["key"][:2] == "k1"}
-
-
-def test_documents_of_a_collection(source: SandboxThread) -> None:
-    source.call(source.cluster.bucket.create_scope, "shop")
-    source.call(source.cluster.bucket.create_collection, "shop", "orders")
-    write(source, 0, 20, collection="shop.orders")
-    write(source, 0, 30)
-    assert {row["collection"] for row in documents(options(source, "documents"))} == {
-        "_default._default",
-        "shop.orders",
-    }
-    assert len(documents(options(source, "documents", collection="shop.orders"))) == 20
-    assert len(documents(options(source, "documents"), Restriction(collections=frozenset({"shop.orders"})))) == 20
-    source.call(source.cluster.bucket.drop_collection, "shop.orders")
-    assert len(documents(options(source, "documents"))) == 30
-    with pytest.raises(ConfigError, match=r"no collection 'shop\.orders'"):
-        documents(options(source, "documents", collection="shop.orders"))
-
-
-def test_a_backfill_in_two_snapshots_is_one_version_of_each_key() -> None:
-    class Given:
-        """A snapshot of given rows."""
-
-        def __init__(self, frames: list[bytes]) -> None:
-            self.manifest = Manifest.initial()
-            self._frames = frames
-
-        def frames(self) -> Iterator[bytes]:
-            return iter(self._frames)
-
-    newest = remote.Newest()
-    newest.add(Given([encode_mutation(key, b"1", at) for at, key in enumerate((b"a", b"b", b"c"), 1)]))  # type: ignore[arg-type]
-    newest.add(Given([encode_mutation(b"b", b"2", 4), encode_deletion(b"c", 5), encode_mutation(b"d", b"2", 6)]))  # type: ignore[arg-type]
-    newest.add(Given([encode_mutation(b"d", b"3", 7)]))  # type: ignore[arg-type]
-    frames = [frame for some in newest.mutations() for frame in some]
-    newest.close()
-    assert [(key_of(frame), frame[-1:]) for frame in frames] == [(b"\0a", b"1"), (b"\0b", b"2"), (b"\0d", b"3")]
 
 
 def test_each_event_comes_once_over_one_connection_a_process(source: SandboxThread) -> None:
@@ -235,4 +170,4 @@ def test_what_is_not_there_is_named(source: SandboxThread, monkeypatch: pytest.M
         RemoteChanges(options(source, vbuckets="9"))
     monkeypatch.setenv("DCP_MIRROR_PASSWORD", "wrong")
     with pytest.raises(AuthRejected):
-        documents(options(source, "documents"))
+        RemoteChanges(options(source))

@@ -16,7 +16,6 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import BinaryType, DataType, IntegerType, StringType, StructType
 
-from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.source.data_source import MirrorSource
 from mirror.spark.source.failures import MirrorSourceError
@@ -81,15 +80,6 @@ def test_hostile_compressed_values_are_named_and_fail_no_job(spark: SparkSession
     assert {row._key: bytes(row._value) for row in rows if row._datatype != 1} == hostile
     assert len(rows) == 102
     assert all((row.id is None) is (row._corrupt is not None) is (row._key in hostile) for row in rows)
-
-
-def test_documents_over_a_connection(spark: SparkSession) -> None:
-    with SandboxThread(SandboxCluster(nodes=2, vbuckets=8)) as source:
-        empty = read(spark, connection=source.connection_string)
-        assert empty.count() == 0
-        source.call(lambda: [source.cluster.set(f"k{number}", {"n": number}) for number in range(500)])
-        frame = spark.read.format("mirror").option("connection", source.connection_string).schema("_key string, n int")
-        assert {(row._key, row.n) for row in frame.load().collect()} == {(f"k{n}", n) for n in range(500)}
 
 
 FILTERS = {
