@@ -239,9 +239,7 @@ class PointReads:
         larger than 32 MiB, is returned as stored: `datatype` then still has its bit 2 (Snappy) or 4 (xattrs). Raises
         AnswerTooLarge as soon as the values together have more than `bytes_max` bytes.
         """
-        document_keys = list(
-            document_keys
-        )  # an iterator of the caller may do anything, even fork: not in a transaction
+        document_keys = list(document_keys)  # the iterator may do anything, even fork
         options = _Options(collection, as_of, now, raw, lenient=True)
         is_plain = as_of is None and collection is None
         vbucket_count, reader_of = self._vbucket_count, self.reader
