@@ -244,8 +244,8 @@ MUTATIONS = (
     Mutation(_STORE_SINK, "if not ready or ready[-1][0] < at_least:", "if not ready:", _OF_GATE),
     Mutation(
         _PERSISTENCE,
-        "if vbucket.vbid in found and self._copies.copies_of(vbucket.vbid) == copies[vbucket.vbid]:",
-        "if vbucket.vbid in found:",
+        "if self._copies.copies_of(vbucket.vbid) == slowest.copies:",
+        "if slowest.copies:",
         _OF_GATE,
     ),
     Mutation(
@@ -628,10 +628,11 @@ MUTATIONS = (
     Mutation(_HEALTH, "if away and len(away) == len(going):", "if False:", _OF_HEALTH),
     Mutation(
         _HEALTH,
-        "rank = (DEGRADED, DISK_FULL, CATCHING_UP).index",
-        "rank = (DISK_FULL, DEGRADED, CATCHING_UP).index",
+        "rank = (DEGRADED, DISK_FULL, STARTING, CATCHING_UP).index",
+        "rank = (DISK_FULL, DEGRADED, STARTING, CATCHING_UP).index",
         _OF_HEALTH,
     ),
+    Mutation(_STATUS, "since_ms = now_ms if self.in_contact else self.contact_ms", "since_ms = now_ms", _OF_STATUS),
     Mutation(
         _REPORTS,
         "if self._processes.working and running == len(self._processes.desired)",
