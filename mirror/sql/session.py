@@ -322,6 +322,15 @@ class _Table(ds.Dataset):  # type: ignore[misc]
         reader = pa.RecordBatchReader.from_batches(schema, self._batches(names, filter))
         return SimpleNamespace(projected_schema=schema, to_reader=lambda: reader)
 
+    def _is_tested(self, name: str, condition: Any) -> bool:
+        """Return True if a filter needs the column: the filter's text may have its name in a value or a longer name."""
+        others = pa.schema([each for other, each in self._fields.items() if other != name])
+        try:
+            others.empty_table().filter(condition)
+        except pa.ArrowInvalid:
+            return True
+        return False
+
     def _batches(self, names: Sequence[str], condition: Any) -> Iterator[Any]:
         session = self._session
         try:
@@ -329,7 +338,7 @@ class _Table(ds.Dataset):  # type: ignore[misc]
             if reading is None:
                 raise QueryFailed("the query has ended")
             tested = "" if condition is None else str(condition)
-            conditions = [name for name in self._fields if name in tested]
+            conditions = [name for name in self._fields if name in tested and self._is_tested(name, condition)]
             read = [*names, *(name for name in conditions if name not in names)]
             table = Columns(pa.schema([self._fields[name] for name in read]), "_")
             shown = "".join(f"{name}{self._fields[name].type}" for name in conditions)

@@ -238,3 +238,16 @@ def test_names_that_look_like_filters_restrict_nothing(mirror: SmallMirror, view
     put(mirror, {"a": {name: 1, "s": {inner: 1}}, "b": {name: 2, "s": {inner: 2}}})
     assert rows(view, f'SELECT _key FROM documents WHERE "{name}" = 1 AND "{name}" < 7') == [("a",)]
     assert rows(view, f'SELECT _key FROM documents WHERE s."{inner}" = 1 AND s."{inner}" < 7') == [("a",)]
+
+
+def test_a_condition_reads_only_its_columns(mirror: SmallMirror, view: View) -> None:
+    """A column `id` was read for a condition on `order_id`: a number that it cannot hold ended the query."""
+    put(mirror, {"a": {"order_id": "id", "id": 1, "s": {"n": 1}}})
+    with Session(view) as session:
+        session.tables()
+        put(mirror, {"b": {"id": 1.5, "order_id": "b"}})
+        for condition in ("order_id = 'id'", "order_id >= 'id' AND _seqno > 0", "s.n = 1"):
+            found = session.run(f"SELECT _key FROM documents WHERE {condition}").reader.read_all()
+            assert found.column("_key").to_pylist() == ["a"], condition
+        with pytest.raises(DocumentDoesNotFit):
+            session.run("SELECT _key FROM documents WHERE id = 1").reader.read_all()
