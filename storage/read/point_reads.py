@@ -45,11 +45,13 @@ class Found(NamedTuple):
 
 
 class _Options(NamedTuple):
-    collection: CollectionName | None
-    as_of: AsOf
-    now: float | None
-    raw: bool
+    collection: CollectionName | None = None
+    as_of: AsOf = None
+    now: float | None = None
+    raw: bool = False
     lenient: bool = False
+    deletions: bool = False
+    bytes_max: int | None = None
 
 
 class ReadRun:
@@ -97,49 +99,35 @@ class ReadRun:
                 above = b"" if collection is None else end_of_references(branch, collection.begin_seqno)
             if not is_plain or not above:
                 return None
-            cursor = txn.cursor(reader.keys)
-            if not cursor.set_key(wire_key):
-                return None
-            cursor.last_dup()  # as in `VbucketReader.newest`
-            dup = cursor.value()
-            if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
-                raise reader.mismatch(wire_key)
-            if not above < dup <= up_to or dup[KIND] != MUTATION:
-                return None
-            row_key = dup[ROW_KEY]
             views = self._views.get(reader.environment)
             if views is None:
                 views = self._views[reader.environment] = self._begin(reader.environment, buffers=True)
-            view = views.get(row_key, None, reader.rows)
-            if view is None or len(view) > bytes_max:
-                return None
-            stored = bytes(view)
+            found = _row(reader, txn, views, txn.cursor(reader.keys), wire_key, above, up_to, bytes_max)
         except (struct.error, IndexError, lmdb.Error) as error:
             raise reader.damaged(error) from error
-        if reader.verify_reads and crc32c(stored) != RESIDUE:
-            raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
-        if stored[55 : 55 + stored[3]] != wire_key or (has_older and stored[24:32] != dup[SEQNO]):
-            raise reader.mismatch(wire_key)
-        return stored
+        return None if found is _OTHER else found
 
 
 _OTHER: Any = object()
-"""`_plain` returns this if the key's newest version is not visible; an older version may be visible."""
+"""`_row` returns this if only the slower look-up can answer."""
 
 
-def _plain(
+def _row(
     reader: VbucketReader,
     txn: Any,
+    rows: Any,
     cursor: Any,
-    key: bytes,
-    visible: Visible,
-    now: float | None,
-    raw: bool,
-    lenient: bool,
-) -> Document | None:
-    """Return a document of the default collection, None if it does not exist, or `_OTHER`."""
-    _, branch, above, up_to, _, _, _ = visible
-    wire_key = b"\0" + key
+    wire_key: bytes,
+    above: bytes,
+    up_to: bytes,
+    bytes_max: int | None = None,
+) -> bytes | None:
+    """Return a document's row if the newest version of its key is a visible mutation; None if the key is absent; else
+    `_OTHER`. This is the fast path of `PointReads._look`: it gives the same answers and errors in half the time.
+
+    `rows` is `txn`; or, with `bytes_max`, a transaction that returns buffers, so that a larger row (`_OTHER`) is not
+    copied. Such a transaction may see a later commit, but rows never change.
+    """
     if not cursor.set_key(wire_key):
         reader.check_absent(txn, cursor, wire_key)
         return None
@@ -147,21 +135,37 @@ def _plain(
     dup = cursor.value()
     if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
         raise reader.mismatch(wire_key)
-    if not above < dup <= up_to:
+    if not above < dup <= up_to or dup[KIND] != MUTATION:
         return _OTHER  # type: ignore[no-any-return]
-    if dup[KIND] != MUTATION:
-        reader.check_kind(wire_key, dup)
-        return None
     row_key = dup[ROW_KEY]
-    stored = txn.get(row_key, b"", reader.rows)
+    stored: bytes = rows.get(row_key, b"", reader.rows)
+    if bytes_max is not None:
+        if not 0 < len(stored) <= bytes_max:
+            return _OTHER  # type: ignore[no-any-return]
+        stored = bytes(stored)
     if reader.verify_reads and crc32c(stored) != RESIDUE:
         raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
-    document = decode_row(reader.vbid, branch, stored, raw, lenient, SEAL_BYTES)
-    if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):
+    if stored[55 : 55 + stored[3]] != wire_key or (has_older and stored[24:32] != dup[SEQNO]):
         raise reader.mismatch(wire_key)
-    if document.expiry and document.expiry <= (time.time() if now is None else now):
+    return stored
+
+
+def bytes_above(reader: VbucketReader, reference: bytes, bytes_max: int) -> AnswerTooLarge | None:
+    """Return the error for a document whose row and, as the row claims, decompressed value together have more than
+    `bytes_max` bytes; else None. Does not read the value.
+    """
+    txn = reader.environment.begin(buffers=True)
+    try:
+        view = txn.get(reference[ROW_KEY], None, reader.rows)
+        byte_count = 0 if view is None else records.bytes_to_read(view)
+    finally:
+        view = None
+        reader.environment.end(txn)
+    if byte_count <= bytes_max:
         return None
-    return document
+    error = AnswerTooLarge(f"the document has more than {bytes_max} bytes", vbid=reader.vbid)
+    error.byte_count = byte_count
+    return error
 
 
 class PointReads:
@@ -180,12 +184,14 @@ class PointReads:
         as_of: AsOf = None,
         now: float | None = None,
         raw: bool = False,
+        bytes_max: int | None = None,
     ) -> Document | None:
         """Return a document, or None if it is absent, deleted or expired.
 
         `collection` is a name (`scope.collection`) or an id, by default `_default._default`. `as_of` is a seqno of the
         key's vbucket or a `Time`. `now` (seconds since 1970) decides expiry: by default the present time, with `as_of`
-        the time of the boundary. `raw` leaves the value compressed and with its xattrs.
+        the time of the boundary. `raw` leaves the value compressed and with its xattrs. Raises AnswerTooLarge, without
+        reading the value, if the stored and the decompressed document together have more than `bytes_max` bytes.
 
         Raises UnknownCollection, NoSuchBoundary (`as_of` is before the kept history), Unavailable (the vbucket is not
         filled yet, or is being resynced), NotHeld (another mirror holds the vbucket) and CorruptedError.
@@ -207,16 +213,21 @@ class PointReads:
             running.pop()
             txn = reader.environment.begin()
         try:
-            if as_of is None and collection is None:
+            if as_of is None and collection is None and bytes_max is None:
                 visible = reader.visible
                 if visible[0] != txn.id():
                     visible = reader.look(txn)
-                if visible[2]:
-                    found = _plain(reader, txn, txn.cursor(reader.keys), key, visible, now, raw, False)
-                    if found is not _OTHER:
-                        return found
-            options = _Options(collection, as_of, now, raw)
-            return self._get(reader, Transaction(reader.environment, txn), key, options)
+                if above := visible[2]:
+                    stored = _row(reader, txn, txn, txn.cursor(reader.keys), b"\0" + key, above, visible[3])
+                    if stored is None:
+                        return None
+                    if stored is not _OTHER:
+                        document = decode_row(vbid, visible[1], stored, raw, False, SEAL_BYTES)
+                        if document.expiry and document.expiry <= (time.time() if now is None else now):
+                            return None
+                        return document
+            options = _Options(collection, as_of, now, raw, bytes_max=bytes_max)
+            return self._look(reader, Transaction(reader.environment, txn), key, options).document
         except (struct.error, IndexError, lmdb.Error) as error:
             raise reader.damaged(error) from error
         finally:
@@ -260,11 +271,18 @@ class PointReads:
                         txn, visible = run.begun(reader)
                         known = found_in[vbid] = reader, txn, txn.cursor(reader.keys), visible
                     _, txn, cursor, visible = known
-                    document = _OTHER
-                    if is_plain and visible[2]:
-                        document = _plain(reader, txn, cursor, key, visible, now, raw, True)
-                    if document is _OTHER:
-                        document = self._get(reader, Transaction(reader.environment, txn), key, options)
+                    _, branch, above, up_to, _, _, _ = visible
+                    stored: bytes | None = _OTHER
+                    if is_plain and above:
+                        stored = _row(reader, txn, txn, cursor, b"\0" + key, above, up_to)
+                    if stored is None:
+                        continue
+                    if stored is _OTHER:
+                        document = self._look(reader, Transaction(reader.environment, txn), key, options).document
+                    else:
+                        document = decode_row(vbid, branch, stored, raw, True, SEAL_BYTES)
+                        if document.expiry and document.expiry <= (time.time() if now is None else now):
+                            continue
                     if document is None:
                         continue
                 except (struct.error, IndexError, lmdb.Error) as error:
@@ -278,17 +296,8 @@ class PointReads:
                         )
         return found
 
-    def _get(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Document | None:
-        found = self._reference(reader, txn, key, options)
-        if found is None:
-            return None
-        document = reader.document(txn, found[0], found[1], options.raw, options.lenient)
-        return None if document.expiry and document.expiry <= found[2] else document
-
-    def _reference(
-        self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options
-    ) -> tuple[bytes, bytes, float] | None:
-        """Return a document's wire key, its reference and the time for its expiry; None if there is no document."""
+    def _look(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Found:
+        """Look up a document in a transaction, with every option of a point read."""
         links: chain.Chain | None = None
         now = options.now
         if options.as_of is None:
@@ -302,37 +311,23 @@ class PointReads:
             if now is None and boundary is not None:
                 now = boundary.time_ms / 1000
         collection_id = collection_id_of(manifest, options.collection, self._path)
+        collection = manifest.collections.get(collection_id)
+        if collection is None:
+            return Found(None, False, manifest)
         wire_key = keys.encode_collection_id(collection_id) + key
         dup = _newest(reader, txn, wire_key, branch, seqno, links)
-        if dup is None:
-            return None
-        _, dup_seqno, kind = _unpack_dup(dup)
-        if kind != MUTATION or not manifest.has(collection_id, dup_seqno):
-            return None
-        return wire_key, dup, time.time() if now is None else now
-
-    def get_within(
-        self,
-        bytes_max: int,
-        key: bytes,
-        collection: CollectionName | None = None,
-        *,
-        as_of: AsOf = None,
-        raw: bool = False,
-    ) -> Document | None:
-        """Return what `get` returns. Raises AnswerTooLarge, without reading the value, if the stored and the
-        decompressed document together have more than `bytes_max` bytes.
-        """
-        reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
-        options = _Options(collection, as_of, None, raw)
-        with reader.environment.read() as txn:
-            found = self._reference(reader, txn, key, options)
-        if found is None:
-            return None
-        document = document_within(bytes_max, reader, found[0], found[1], raw)
-        if document is None:  # the row was purged or moved to another branch meanwhile
-            return self.get(key, collection, as_of=as_of, raw=raw)
-        return None if document.expiry and document.expiry <= found[2] else document
+        if dup is None or records.seqno_of(dup) <= collection.begin_seqno:
+            return Found(None, True, manifest)
+        if dup[KIND] == MUTATION:
+            if options.bytes_max is not None and (too_large := bytes_above(reader, dup, options.bytes_max)):
+                raise too_large
+        elif not options.deletions:
+            return Found(None, True, manifest)
+        document: Document | None = reader.document(txn, wire_key, dup, options.raw, options.lenient)
+        assert document is not None
+        if document.expiry and not document.deleted and document.expiry <= (time.time() if now is None else now):
+            document = None
+        return Found(document, True, manifest)
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
         """Return True if `get` would return a document."""
@@ -356,68 +351,20 @@ class PointReads:
         self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, bytes_max: int | None = None
     ) -> Found:
         """Look up one document (raw) by its wire key. With `deletions` a tombstone counts as a document. Raises the
-        errors of `get`, and AnswerTooLarge as `get_within` does.
+        errors of `get`.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:
             collection_id, key = keys.split_key(wire_key)
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
-        document: Document | None = None
-        unread = None
-        txn = Transaction(reader.environment, reader.begin_read())
+        options = _Options(collection_id, None, now, raw=True, deletions=deletions, bytes_max=bytes_max)
+        txn = reader.begin_read()
         try:
-            _, branch, _, _, seqno, is_plain, manifest = reader.served_in(txn.raw)
-            if not is_plain:
-                reader.readable(txn)
-            collection = manifest.collections.get(collection_id)
-            if collection is not None and (dup := _newest(reader, txn, wire_key, branch, seqno)) is not None:
-                _, dup_seqno, kind = _unpack_dup(dup)
-                if (kind == MUTATION or deletions) and dup_seqno > collection.begin_seqno:
-                    if kind == MUTATION and bytes_max is not None:
-                        unread = dup
-                    else:
-                        document = reader.document(txn, wire_key, dup, True)
+            return self._look(reader, Transaction(reader.environment, txn), key, options)
         except (struct.error, IndexError, lmdb.Error) as error:
             raise reader.damaged(error) from error
         finally:
-            reader.environment.end(txn.raw)
-        if unread is not None and bytes_max is not None:
-            document = document_within(bytes_max, reader, wire_key, unread, raw=True)
-            if document is None:
-                return self.find(wire_key, deletions=deletions, now=now)
-        if document is not None and document.expiry and not document.deleted:
-            now = time.time() if now is None else now
-            if document.expiry <= now:
-                document = None
-        return Found(document, collection is not None, manifest)
-
-
-def document_within(
-    bytes_max: int, reader: VbucketReader, wire_key: bytes, reference: bytes, raw: bool
-) -> Document | None:
-    """Return the document of the row that a reference names, or None if the row was purged or moved. Reads in a new
-    transaction. Raises AnswerTooLarge as `PointReads.get_within` does.
-    """
-    row_key = reference[ROW_KEY]
-    txn = reader.environment.begin(buffers=True)
-    try:
-        view = txn.get(row_key, None, reader.rows)
-        if view is None:
-            return None
-        if (byte_count := records.bytes_to_read(view)) > bytes_max:
-            error = AnswerTooLarge(f"the document has more than {bytes_max} bytes", vbid=reader.vbid)
-            error.byte_count = byte_count
-            raise error
-        stored = bytes(view)
-    except (struct.error, IndexError, lmdb.Error) as error:
-        raise reader.damaged(error) from error
-    finally:
-        view = None
-        reader.environment.end(txn)
-    if reader.verify_reads and crc32c(stored) != RESIDUE:
-        raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
-    reader.check_row(stored, wire_key, reference)
-    return records.decode_row(reader.vbid, Branch(records.branch_of(reference)), stored, raw, False, SEAL_BYTES)
+            reader.environment.end(txn)
 
 
 def _newest(

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 from storage.env.environment import AFTER_FORK
 from storage.errors import Closed, Unavailable, ViewInvalidated
 from storage.format import keys
-from storage.format.tokens import AsOf, Pin, positions_of, unknown_collection
+from storage.format.tokens import AsOf, CollectionName, Pin, positions_of, unknown_collection
 from storage.model import Document, Manifest
 from storage.read import bulk, scan, validity
 from storage.read.bulk import EVERY_KEY, KeyRange
@@ -198,14 +198,38 @@ class BoundaryRead:
     def page(
         self,
         vbid: int,
-        collection_id: int,
+        collection: CollectionName | None,
         selection: KeySelection,
         *,
-        limit: int = scan.CHUNK_ROWS,
+        limit: int | None = None,
         bytes_max: int | None = None,
+        document_bytes_max: int | None = None,
     ) -> tuple[list[Document], bytes]:
-        """Return what `View.scan_page` returns. A rollback below the boundary ends the read."""
-        pin = self.pin(vbid)
+        """Return the documents among the next `limit` keys, without expired ones, and the key to continue from (empty:
+        the end).
+
+        A page that is not the last may have fewer documents, even none. Its values have at most `bytes_max` bytes
+        together; a larger document is a page by itself. A rollback below the boundary ends the read. Raises
+        UnknownCollection for a name; AnswerTooLarge, as `get` does, if the page's first document has more than
+        `document_bytes_max` bytes.
+        """
+        pin, reader = self.pin(vbid), self._groups.reader(vbid)
         with self._translated():
-            reader = self._groups.reader(vbid)
-            return scan.page(reader, pin, collection_id, selection, limit, bytes_max, self._groups.path)
+            return scan.page(
+                reader,
+                pin,
+                collection,
+                selection,
+                limit=limit,
+                bytes_max=bytes_max,
+                document_bytes_max=document_bytes_max,
+                path=self._groups.path,
+            )
+
+    def count_keys(self, vbid: int, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
+        """Count the documents, also expired ones, among the next `keys_max` keys. Return also the key to continue from
+        (empty: the end).
+        """
+        pin, reader = self.pin(vbid), self._groups.reader(vbid)
+        with self._translated():
+            return scan.count_keys(reader, pin, collection_id, start=start, keys_max=keys_max)

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from storage.env.transaction import Transaction
-from storage.errors import AnswerTooLarge, ViewInvalidated
 from storage.format import keys
-from storage.format.records import MUTATION
+from storage.format.records import KIND, MUTATION
 from storage.format.tokens import AsOf, CollectionName, Pin, collection_id_of
 from storage.model import SEQNO_MAX, Document, Manifest
 from storage.read import validity
-from storage.read.point_reads import document_within
+from storage.read.point_reads import bytes_above
 from storage.read.vbucket_reader import KINDS, Served, VbucketReader
 
 CHUNK_ROWS = 2_000
@@ -77,11 +76,9 @@ def documents(
     for collection_id in sorted(ids, key=keys.encode_collection_id):
         left = selection.within(manifest, collection_id)
         while left is not None and left.start:
-            found, following = chunk(reader, served, left, selection)
+            found, following = chunk(reader, served, left, selection, now=now)
             left = left._replace(start=following)
-            for document in found:
-                if selection.deletions or not document.expiry or document.expiry > now:
-                    yield document
+            yield from found
 
 
 def page(
@@ -89,15 +86,26 @@ def page(
     at: Pin,
     collection: CollectionName | None,
     selection: KeySelection,
-    limit: int,
-    bytes_max: int | None,
-    path: str,
+    *,
+    limit: int | None = None,
+    bytes_max: int | None = None,
+    document_bytes_max: int | None = None,
+    path: str = "",
 ) -> tuple[list[Document], bytes]:
+    """Return a page of the documents that `at` sees, and the key to continue from (see `BoundaryRead.page`)."""
     served, wire_range = _pinned(reader, at, collection, selection, path)
     if wire_range is None:
         return [], b""
-    found, following = chunk(reader, served, wire_range, selection, rows_max=limit, bytes_max=bytes_max)
-    found = [each for each in found if selection.deletions or not each.expiry or each.expiry * 1000 > at.now_ms]
+    found, following = chunk(
+        reader,
+        served,
+        wire_range,
+        selection,
+        now=at.now_ms / 1000,
+        rows_max=limit,
+        bytes_max=bytes_max,
+        document_bytes_max=document_bytes_max,
+    )
     return found, following[wire_range.skip :]
 
 
@@ -111,46 +119,6 @@ def count_keys(reader: VbucketReader, at: Pin, collection_id: int, *, start: byt
     with reader.environment.read() as txn:
         found, following = references(reader, txn, served, wire_range, deletions=False, rows_max=keys_max)
     return len(found), following[wire_range.skip :]
-
-
-def page_within(
-    document_bytes_max: int,
-    reader: VbucketReader,
-    at: Pin,
-    collection_id: int,
-    *,
-    start: bytes,
-    end: bytes | None,
-    limit: int,
-    bytes_max: int,
-) -> tuple[list[Document], bytes]:
-    """Return a page of documents as stored, and the key to continue from (empty: the end). A document that is larger
-    than `bytes_max` is a page by itself. Raises ViewInvalidated; AnswerTooLarge, as `PointReads.get_within` does, if
-    the page's first document has more than `document_bytes_max`.
-    """
-    served, wire_range = _pinned(reader, at, collection_id, KeySelection(start=start, end=end))
-    if wire_range is None:
-        return [], b""
-    with reader.environment.read() as txn:
-        newest, following = references(reader, txn, served, wire_range, deletions=False, rows_max=limit)
-    skip = wire_range.skip
-    found: list[Document] = []
-    byte_count = 0
-    for wire_key, reference in newest:
-        try:
-            document = document_within(document_bytes_max, reader, wire_key, reference, raw=True)
-        except AnswerTooLarge:
-            if found:
-                return found, wire_key[skip:]
-            raise
-        if document is None:
-            raise ViewInvalidated("the document was purged meanwhile", vbid=at.vbid, hint="start the read again")
-        if not document.expiry or document.expiry * 1000 > at.now_ms:
-            byte_count += len(document.value)
-            if found and byte_count > bytes_max:
-                return found, wire_key[skip:]
-            found.append(document)
-    return found, following[skip:]
 
 
 def _pinned(
@@ -168,25 +136,36 @@ def chunk(
     wire_range: WireRange,
     selection: KeySelection,
     *,
+    now: float,
     rows_max: int | None = None,
     bytes_max: int | None = None,
+    document_bytes_max: int | None = None,
 ) -> tuple[list[Document], bytes]:
-    """Return a range's next documents and the wire key to continue from (empty: the end). Raises ViewInvalidated."""
-    rows_max = CHUNK_ROWS if rows_max is None else rows_max
+    """Return a range's next documents and the wire key to continue from (empty: the end). Raises ViewInvalidated, and
+    AnswerTooLarge (as `PointReads.get` does) if the first document has more than `document_bytes_max` bytes.
+    """
     bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
+    found: list[Document] = []
+    byte_count = 0
     with reader.environment.read() as txn:
         newest, following = references(
-            reader, txn, served, wire_range, deletions=selection.deletions, rows_max=rows_max
+            reader, txn, served, wire_range, deletions=selection.deletions, rows_max=rows_max or CHUNK_ROWS
         )
-        found: list[Document] = []
-        byte_count = 0
         for wire_key, dup in newest:
+            if document_bytes_max is not None and dup[KIND] == MUTATION:
+                too_large = bytes_above(reader, dup, document_bytes_max)
+                if too_large is not None and found:
+                    return found, wire_key
+                if too_large is not None:
+                    raise too_large
             document = reader.document(txn, wire_key, dup, selection.raw, lenient=True)
+            if not selection.deletions and document.expiry and document.expiry <= now:
+                continue
             byte_count += len(document.value)
             if found and byte_count > bytes_max:
                 return found, wire_key
             found.append(document)
-        return found, following
+    return found, following
 
 
 def references(

@@ -23,7 +23,7 @@ from storage.history import chain, extent
 from storage.history.extent import History
 from storage.model import Boundary, Branch, Document, Identity, Manifest, Rollback, Seqno, VbucketState
 from storage.read import changes as events
-from storage.read import reading, retractions, states, validity, wait
+from storage.read import reading, retractions, states, wait
 from storage.read import scan as scans
 from storage.read.changes import Change, Pieces
 from storage.read.groups import Groups
@@ -132,12 +132,6 @@ class View(PointReads):
         with reader.environment.read() as txn:
             return reader.manifest(txn, reader.served(txn).pub.manifest_key)
 
-    def manifest_of(self, pin: Pin) -> Manifest:
-        """Return the scopes and collections at a pinned position. Raises ViewInvalidated."""
-        reader = self.reader(pin.vbid)
-        with reader.environment.read() as txn:
-            return reader.manifest(txn, validity.served_at(reader, txn, pin, survives_rollback=False).pub.manifest_key)
-
     def manifest_uids(self, unreadable: Unreadable | None = None) -> dict[int, int]:
         """Return the uid of each vbucket's manifest, by vbid: fast if none changed. `unreadable`: see `published`."""
         return states.manifest_uids(self.groups, self._known_uids, unreadable)
@@ -193,30 +187,8 @@ class View(PointReads):
         return reading.BoundaryRead(self.groups, self.vbids if vbids is None else vbids, as_of, now_ms, pins, lease)
 
     def pin(self, vbid: int, as_of: AsOf = None, *, now: float | None = None) -> Pin:
-        """Return a vbucket's position, now or at a boundary, for `scan_page`. Raises NoSuchBoundary, Unavailable."""
+        """Return a vbucket's position, now or at a boundary. Raises NoSuchBoundary, Unavailable."""
         return reading.pin_of(self.reader(vbid), as_of, None if now is None else int(now * 1000))
-
-    def scan_page(
-        self,
-        pin: Pin,
-        collection: CollectionName | None = None,
-        *,
-        start: bytes = b"",
-        prefix: bytes = b"",
-        end: bytes | None = None,
-        limit: int = scans.CHUNK_ROWS,
-        bytes_max: int | None = None,
-        deletions: bool = False,
-        raw: bool = False,
-    ) -> tuple[list[Document], bytes]:
-        """Return at most `limit` documents that `pin` sees, from key `start` on, and the next `start` (empty: the end).
-
-        A page looks at `limit` keys, so a page that is not the last may have fewer documents, even none. The values of
-        a page have at most `bytes_max` bytes together; a larger document is a page by itself. Raises UnknownCollection,
-        and ViewInvalidated once a rollback, a resync or the purger has passed the pin.
-        """
-        selection = scans.KeySelection(prefix, start, end, deletions, raw)
-        return scans.page(self.reader(pin.vbid), pin, collection, selection, limit, bytes_max, self.path)
 
     def count(self, vbid: int) -> int:
         """Count the documents of a vbucket, expired ones included, by a walk over its keys. Raises Unavailable."""

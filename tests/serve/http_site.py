@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from mirror.wire.events import CollectionCreated
 from mirror.wire.system_events import encode_system_event
 from storage.env import directory
 from storage.format import keys, records
+from storage.history.purge import Window
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.frames import encode_deletion
@@ -49,6 +50,7 @@ class Source:
     writers: list[GroupWriter] = field(default_factory=list)
     seqnos: dict[int, int] = field(default_factory=dict)
     now_ms: int = 1_700_000_000_000
+    rolled_back: bool = False
 
     def clock(self) -> int:
         self.now_ms += 1
@@ -124,7 +126,19 @@ class Source:
         writer.vbuckets[vbid].publish(seqno, seqno)
         writer.commit()
 
+    def resync_reads(self, setting: str) -> None:
+        """Let readers have the old copy of vbuckets that are resynced (`stale`), or refuse them (`unavailable`)."""
+        for writer in self.writers:
+            writer.owner.options = replace(writer.owner.options, resync_reads=setting)
+
+    def purge(self, **window: int) -> None:
+        for writer in self.writers:
+            writer.background.purger.window = Window(**window)
+            while (vbid := writer.background.purger.plan(self.clock())) is not None:
+                writer.background.purge(vbid, self.clock())
+
     def rollback(self, vbid: int, to_seqno: int) -> int:
+        self.rolled_back = True
         found = self.writer(vbid).vbuckets[vbid].rollback(to_seqno)
         self.seqnos[vbid] = found.boundary_seqno
         return found.boundary_seqno

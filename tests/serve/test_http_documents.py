@@ -218,7 +218,7 @@ def test_a_rollback_between_two_pages_is_reported(site: Site) -> None:
     site.scan(410, page=strange.text())
     problem = site.scan(410, page=first["next"])
     assert problem["type"] == "urn:dcp-mirror:view-invalidated"
-    assert problem["hint"] == "start the read again"
+    assert problem["hint"].startswith("start the read again")
     assert problem["vbid"] == 5
     assert {row["key"].encode() for row in site.scan(vbid=5)["documents"]} == set(keys[:4])
 

@@ -287,13 +287,13 @@ def test_a_reader_that_takes_nothing_of_a_large_document_is_hung_up_on(site: Sit
 def test_what_a_page_holds_counts_before_it_is_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = site.server.service.budget
     counted = []
-    judge = site.server.service.__class__.judge_pin
+    judge = site.server.service.__class__.judge_at
 
     def judged(*given: Any, **more: Any) -> None:
         counted.append(budget.out_bytes)
         judge(*given, **more)
 
-    monkeypatch.setattr(site.server.service.__class__, "judge_pin", judged)
+    monkeypatch.setattr(site.server.service.__class__, "judge_at", judged)
     keys = [site.source.key_of(vbid) for vbid in (0, 1, 2)]
     for key in keys:
         site.source.put(key, b'"' + b"x" * 100_000 + b'"')

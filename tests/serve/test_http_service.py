@@ -25,6 +25,7 @@ from mirror.serve.listener import Address
 from mirror.server.turns import Turns
 from mirror.supervise.status import stored_status
 from storage.model import FailoverLog, Seqno, Vbuuid
+from storage.read.reading import BoundaryRead
 from storage.read.view import View
 from storage.read.wait import MutationToken
 from tests.serve.http_site import VBUUID, Site, Source, request, running, serving_http
@@ -84,21 +85,21 @@ def test_bulk_reads_run_next_to_the_event_loop_and_one_at_a_time(site: Site) -> 
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "read"),
+    ("method", "path", "owner", "read"),
     [
-        ("GET", "/v1/collections/_default/documents?limit=10", "scan_page"),
-        ("POST", "/v1/collections/_default/multi-get", "get_many"),
+        ("GET", "/v1/collections/_default/documents?limit=10", BoundaryRead, "page"),
+        ("POST", "/v1/collections/_default/multi-get", View, "get_many"),
     ],
 )
 def test_no_document_is_read_for_a_client_that_is_gone(
-    site: Site, monkeypatch: pytest.MonkeyPatch, method: str, path: str, read: str
+    site: Site, monkeypatch: pytest.MonkeyPatch, method: str, path: str, owner: type, read: str
 ) -> None:
     """Pages of 20 MiB documents, requested and abandoned, once took 2 GiB. They leave the line at once: thousands of
     them once made each garbage collection a step of 0.2 s."""
     site.source.put("a", b"1")
     worker, state, busy = site.server.service.worker, site.server.gate, threading.Event()
     reads: list[str] = []
-    monkeypatch.setattr(View, read, lambda *_args, **_more: reads.append(read))
+    monkeypatch.setattr(owner, read, lambda *_args, **_more: reads.append(read))
     blocked = asyncio.run_coroutine_threadsafe(worker.run(busy.wait), site.loop)
     with site.connect() as line:
         line.sendall(request(path, method=method, body='{"keys": ["a"]}'))

@@ -133,7 +133,7 @@ async def test_a_damaged_row_is_a_temporary_failure_of_its_request(
 ) -> None:
     """As it is of a small document."""
     store.put(b"large", BODY, 2)
-    monkeypatch.setattr("storage.read.point_reads.RESIDUE", 1)
+    monkeypatch.setattr("storage.read.vbucket_reader.RESIDUE", 1)
     client = await endpoint.connect()
     assert (await client.get(b"large")).status == Status.ETMPFAIL
     assert endpoint.server.worker.budget.out_bytes == 0

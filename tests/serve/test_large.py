@@ -46,12 +46,12 @@ def test_there_is_budget_for_it_before_it_is_read(site: Site, monkeypatch: pytes
     site.source.put("large", BODY)
     budget = site.server.service.budget = Budget(len(BODY))
     assert budget.try_take(1)
-    get_within = View.get_within
+    get = View.get
 
-    def refused(view: View, bytes_max: int, *given: object, **more: object) -> object:
+    def refused(view: View, *given: object, bytes_max: int, **more: object) -> object:
         assert bytes_max < len(BODY), "it was read"
-        return get_within(view, bytes_max, *given, **more)  # type: ignore[arg-type]
+        return get(view, *given, bytes_max=bytes_max, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(View, "get_within", refused)
+    monkeypatch.setattr(View, "get", refused)
     assert site.get(site.document("large"), 503).json()["type"] == "urn:dcp-mirror:too-busy"
     assert budget.out_bytes == 1

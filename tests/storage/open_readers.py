@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Set
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from storage.errors import AnswerTooLarge, Closed, Unavailable, ViewInvalidated
 from storage.format import keys
 from storage.format.records import decode_row
 from storage.model import Branch, Document
-from storage.read import bulk, scan
+from storage.read import bulk
 from storage.read.view import Pieces, Pin, Token, View
 from tests.storage.model import events
+from tests.storage.rig import manifest_of, scan_page
 
 Contents = dict[bytes, tuple[int, bytes]]
 """The documents of a vbucket: key with its collection id -> seqno and value as it is stored."""
@@ -104,10 +106,10 @@ def scanned(view: View, pin: Pin) -> Read:
 
 def in_pages(get_view: Callable[[], View], pin: Pin) -> Read:
     found: Contents = {}
-    for collection_id in list(get_view().manifest_of(pin).collections):
+    for collection_id in list(manifest_of(get_view(), pin).collections):
         start, more = b"", True
         while more:
-            page, start = get_view().scan_page(pin, collection_id, start=start, limit=2, bytes_max=BYTES_MAX, raw=True)
+            page, start = scan_page(get_view(), pin, collection_id, start=start, limit=2, bytes_max=BYTES_MAX, raw=True)
             found |= {wire_key(document): (document.seqno, document.value) for document in page}
             more = bool(start)
             yield
@@ -117,14 +119,12 @@ def in_pages(get_view: Callable[[], View], pin: Pin) -> Read:
 def in_pages_within(get_view: Callable[[], View], pin: Pin) -> Read:
     """Each document is refused first, and then read."""
     found: Contents = {}
-    for collection_id in list(get_view().manifest_of(pin).collections):
+    for collection_id in list(manifest_of(get_view(), pin).collections):
         start, more, bytes_max = b"", True, 0
         while more:
-            reader = get_view().reader(pin.vbid)
+            limits: dict[str, Any] = {"limit": 2, "bytes_max": BYTES_MAX, "document_bytes_max": bytes_max}
             try:
-                page, start = scan.page_within(
-                    bytes_max, reader, pin, collection_id, start=start, end=None, limit=2, bytes_max=BYTES_MAX
-                )
+                page, start = scan_page(get_view(), pin, collection_id, start=start, raw=True, **limits)
             except AnswerTooLarge as error:
                 bytes_max = error.byte_count
                 yield

@@ -9,7 +9,9 @@ from storage.env import directory
 from storage.env.environment import SHARED
 from storage.format import keys, records
 from storage.history.purge import Purger, Window
-from storage.model import Collection, Manifest, ManifestUid
+from storage.model import Collection, Document, Manifest, ManifestUid
+from storage.read.scan import KeySelection
+from storage.read.view import Pin, View
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.frames import encode_deletion
 from tests.storage.model import IDENTITY, keys_of, row, span
@@ -144,3 +146,23 @@ def flip(writer: GroupWriter, seqno: int, at: int, bit: int = 0) -> None:
         stored = bytearray(txn.get(key, db=tree))
         stored[at] ^= 1 << bit
         txn.put(key, bytes(stored), db=tree)
+
+
+def scan_page(
+    view: View,
+    pin: Pin,
+    collection: str | int | None = None,
+    *,
+    start: bytes = b"",
+    prefix: bytes = b"",
+    end: bytes | None = None,
+    raw: bool = False,
+    **limits: int,
+) -> tuple[list[Document], bytes]:
+    """A page of a read whose boundary is `pin`."""
+    selection = KeySelection(prefix, start, end, raw=raw)
+    return view.reading(pins=[pin]).page(pin.vbid, collection, selection, **limits)
+
+
+def manifest_of(view: View, pin: Pin) -> Manifest:
+    return view.reading(pins=[pin]).manifest(pin.vbid)

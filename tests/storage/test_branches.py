@@ -16,7 +16,7 @@ from storage.read import bulk, states
 from storage.read.view import Token, View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log
-from tests.storage.rig import open_writer, publish, snapshots, stage
+from tests.storage.rig import open_writer, publish, scan_page, snapshots, stage
 
 KEY = keys_of(0, 1)[0]
 
@@ -105,9 +105,9 @@ def test_positions_of_a_group_that_was_set_aside_are_not_those_of_the_new_one(pa
     assert refused(path, *tokens) == [True] * 3
     with open_view(path) as view:
         assert view.token(0).seqno == 3
-        for read in (view.manifest_of, view.scan_page):
+        for read in (view.reading(pins=[pin]).manifest, lambda _: scan_page(view, pin)):
             with pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
-                read(pin)
+                read(0)
 
 
 def test_a_rollback_that_a_power_cut_undid_leaves_no_position_behind(path: str) -> None:

@@ -102,7 +102,7 @@ def test_threads_that_read_a_view_while_it_is_closed_get_closed_and_no_other_err
 
     with ThreadPoolExecutor(4) as pool:
         for _ in range(60):
-            view = open_view(path)
+            view = open_view(path, partial=True)
             reads = [pool.submit(read, view) for _ in range(4)]
             started.wait()
             view.close()

@@ -32,14 +32,14 @@ def test_what_a_document_takes_is_known_from_its_head(
     put(writer, A, 1, value, datatype=datatype)
     commit(writer, 1)
     found = view.get(A, raw=True)
-    assert view.get_within(taken + ROW_BYTES, A, raw=True) == found
+    assert view.get(A, raw=True, bytes_max=taken + ROW_BYTES) == found
     with monkeypatch.context() as patch:
         patch.setattr(records, "decode_row", lambda *_: pytest.fail("it was read"))
-        for read in (lambda: view.get_within(taken - 1, A), lambda: view.find(b"\0" + A, bytes_max=taken - 1)):
+        for read in (lambda: view.get(A, bytes_max=taken - 1), lambda: view.find(b"\0" + A, bytes_max=taken - 1)):
             with pytest.raises(AnswerTooLarge) as caught:
                 read()
             assert taken <= caught.value.byte_count <= taken + ROW_BYTES
-    assert view.get_within(caught.value.byte_count, A, raw=True) == found
+    assert view.get(A, raw=True, bytes_max=caught.value.byte_count) == found
     assert view.reader(0).environment.running == []
 
 
@@ -51,18 +51,18 @@ def test_a_value_that_is_not_what_it_claims_takes_what_is_stored(value: bytes) -
 
 
 def test_there_is_none_where_get_finds_none(writer: GroupWriter, view: View) -> None:
-    assert view.get_within(1, A) is None
+    assert view.get(A, bytes_max=1) is None
     put(writer, A, 1, VALUE, expiry=5)
     put(writer, B, 2, VALUE)
     commit(writer, 2)
     put(writer, B, 3, b"small")
     commit(writer, 3)
-    assert view.get(A) is view.get_within(2 * len(VALUE), A) is None, "it is expired"
-    assert view.get_within(ROW_BYTES, B) == view.get(B)
-    assert view.get_within(2 * len(VALUE), B, as_of=2) == view.get(B, as_of=2)
+    assert view.get(A) is view.get(A, bytes_max=2 * len(VALUE)) is None, "it is expired"
+    assert view.get(B, bytes_max=ROW_BYTES) == view.get(B)
+    assert view.get(B, as_of=2, bytes_max=2 * len(VALUE)) == view.get(B, as_of=2)
     with pytest.raises(AnswerTooLarge):
-        view.get_within(ROW_BYTES, B, as_of=2)
-    assert view.get_within(1, C) is None
+        view.get(B, as_of=2, bytes_max=ROW_BYTES)
+    assert view.get(C, bytes_max=1) is None
 
 
 def test_a_row_that_is_purged_between_the_two_reads_is_looked_for_again(
@@ -86,4 +86,4 @@ def test_a_row_that_is_purged_between_the_two_reads_is_looked_for_again(
         return begin()
 
     monkeypatch.setattr(environment, "begin", purged)
-    assert view.get_within(9999, A) == view.get(A)
+    assert view.get(A, bytes_max=9999) == view.get(A)

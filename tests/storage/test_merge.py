@@ -17,7 +17,7 @@ from storage.read import states, stream
 from storage.read.view import Token, View
 from storage.write.writer import GroupWriter, VbucketWriter
 from tests.storage.model import DEFAULT, SCOPES, events, keys_of
-from tests.storage.rig import HOUR_MS, Clock, publish, purge_steps, put, system_event
+from tests.storage.rig import HOUR_MS, Clock, publish, purge_steps, put, scan_page, system_event
 from tests.storage.rig import purge as purge_all
 
 NAMES = keys_of(0, 1_000)
@@ -171,7 +171,7 @@ def test_a_merge_can_be_cut_off_between_any_two_steps(
         assert {each.key: each.value for each in started + list(half_read)} == expected
         pins.append(view.pin(0))
         for pin in pins:
-            assert {each.key: each.value for each in view.scan_page(pin)[0]} == expected
+            assert {each.key: each.value for each in scan_page(view, pin)[0]} == expected
         writer.background.purger = purge.Purger(writer.environment, writer.vbids, WINDOW)  # another process goes on
     assert steps > 9
     assert [(link.branch, link.base_seqno) for link in stream.served_state(view.reader(0)).links[1:]] == [(1, 0)]

@@ -16,7 +16,7 @@ from storage.read.view import View
 from storage.write.writer import GroupWriter
 from tests.storage.frames import sealed
 from tests.storage.model import DEFAULT, SCOPES, A, B, C, D, keys_of
-from tests.storage.rig import Clock, commit, publish, put, system_event
+from tests.storage.rig import Clock, commit, manifest_of, publish, put, system_event
 
 
 def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(writer: GroupWriter, view: View) -> None:
@@ -57,8 +57,8 @@ def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(wr
     old = view.get(A, "shop.orders", as_of=4)
     assert old is not None
     assert old.value == b"order a"
-    assert 9 not in view.manifest_of(view.pin(0)).collections
-    assert view.manifest_of(view.pin(0, 4)).collections[9].name == "orders"
+    assert 9 not in manifest_of(view, view.pin(0)).collections
+    assert manifest_of(view, view.pin(0, 4)).collections[9].name == "orders"
     writer.vbuckets[0].rollback(6)
     assert read(B, "shop.orders") == b"new b"
 

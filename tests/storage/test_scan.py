@@ -16,7 +16,7 @@ from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import Pin, View
 from storage.write.writer import GroupWriter
 from tests.storage.model import DEFAULT, SCOPES, A, B, C, D, events, keys_of
-from tests.storage.rig import Clock, commit, publish, purge, put, system_event
+from tests.storage.rig import Clock, commit, manifest_of, publish, purge, put, scan_page, system_event
 
 
 def test_ranges_limits_and_vbuckets(writer: GroupWriter, view: View) -> None:
@@ -48,33 +48,33 @@ def test_pages_of_a_pin_stay_until_a_rollback_passes_it(writer: GroupWriter, vie
     found: list[bytes] = []
     start = b""
     while True:
-        page, start = view.scan_page(pin, start=start, limit=1)
+        page, start = scan_page(view, pin, start=start, limit=1)
         assert len(page) <= 1
         found += [document.key + document.value for document in page]
         if not start:
             break
     assert found == sorted(key + b"one" for key in (A, B, C))
-    assert [document.key for document in view.scan_page(pin, prefix=B)[0]] == [B]
-    assert view.scan_page(view.pin(0, now=11), start=A, end=B)[0] == list(view.scan(0, start=A, end=B, now=11))
-    assert view.scan_page(pin, start=B, end=B) == view.scan_page(pin, start=B, end=A) == ([], b"")
-    assert B not in [document.key for document in view.scan_page(view.pin(0, now=13))[0]]
+    assert [document.key for document in scan_page(view, pin, prefix=B)[0]] == [B]
+    assert scan_page(view, view.pin(0, now=11), start=A, end=B)[0] == list(view.scan(0, start=A, end=B, now=11))
+    assert scan_page(view, pin, start=B, end=B) == scan_page(view, pin, start=B, end=A) == ([], b"")
+    assert B not in [document.key for document in scan_page(view, view.pin(0, now=13))[0]]
     assert view.pin(0, 4).seqno == 3
     pages: list[bytes] = []
     start = b""
     while not pages or start:
-        page, start = view.scan_page(pin, start=start, bytes_max=4)
+        page, start = scan_page(view, pin, start=start, bytes_max=4)
         pages.append(b"".join(each.value for each in page))
     assert pages == [b"one"] * len(found)
     writer.vbuckets[0].rollback(3)
-    assert len(view.scan_page(pin)[0]) == 3, "a rollback to the pin itself takes nothing from it"
+    assert len(scan_page(view, pin)[0]) == 3, "a rollback to the pin itself takes nothing from it"
     late = view.pin(0)
     put(writer, D, 4, b"three", publish=True)
     writer.vbuckets[0].rollback(2)
     for lost in (pin, late):
         with pytest.raises(ViewInvalidated):
-            view.scan_page(lost)
+            scan_page(view, lost)
     with pytest.raises(ViewInvalidated, match="no branch"):
-        view.scan_page(Pin(0, Branch(99), Seqno(3), 5, 0))
+        scan_page(view, Pin(0, Branch(99), Seqno(3), 5, 0))
 
 
 @pytest.mark.parametrize("left_by", ["rollback", "window"])
@@ -87,8 +87,8 @@ def test_a_page_of_a_moment_that_is_gone_is_no_empty_last_one(writer: GroupWrite
         put(writer, key, seqno, cid=8)
     commit(writer, 5)
     pin = view.pin(0)
-    assert view.manifest_of(pin).collections[8] == orders
-    found, start = view.scan_page(pin, 8, limit=1)
+    assert manifest_of(view, pin).collections[8] == orders
+    found, start = scan_page(view, pin, 8, limit=1)
     assert (len(found), bool(start)) == (1, True)
     seqno = 1
     if left_by == "rollback":
@@ -99,9 +99,9 @@ def test_a_page_of_a_moment_that_is_gone_is_no_empty_last_one(writer: GroupWrite
     put(writer, D, seqno + 1, publish=True)
     purge(writer, Window(time_ms=0))
     reads: list[Callable[[], Any]] = [
-        lambda: view.scan_page(pin, 8, start=start),
-        lambda: scan.page_within(99, view.reader(0), pin, 8, start=start, end=None, limit=9, bytes_max=99),
-        lambda: view.manifest_of(pin),
+        lambda: scan_page(view, pin, 8, start=start),
+        lambda: scan_page(view, pin, 8, start=start, document_bytes_max=99),
+        lambda: manifest_of(view, pin),
         lambda: states.newest_of(view.reader(0), pin, 8),
     ]
     for read in reads:
@@ -113,7 +113,7 @@ def test_large_documents_make_small_pages(writer: GroupWriter, view: View) -> No
     for seqno, key in enumerate((A, B, C), 1):
         put(writer, key, seqno, b"x" * (CHUNK_BYTES // 2 + 1))
     commit(writer, 3)
-    page, start = view.scan_page(view.pin(0))
+    page, start = scan_page(view, view.pin(0))
     assert [document.key for document in page] == sorted([A, B, C])[:1]
     assert start == sorted([A, B, C])[1]
     assert [document.key for document in view.scan(0)] == sorted([A, B, C])

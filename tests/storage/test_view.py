@@ -21,9 +21,9 @@ from tests.storage.rig import Clock, publish, purge, put, snapshots
 
 READS = {
     "boundaries", "changes", "changes_between", "check_readable", "check_since", "check_way", "close", "count",
-    "exists", "find", "get", "get_many", "get_within", "history", "key_at", "manifest", "manifest_of",
-    "manifest_uids", "pin", "published", "reading", "retracted_by", "rollbacks", "scan", "scan_page", "stale", "state",
-    "states", "token", "unfilled", "vbid_of", "wait_for",
+    "exists", "find", "get", "get_many", "history", "key_at", "manifest", "manifest_uids", "pin", "published",
+    "reading", "retracted_by", "rollbacks", "scan", "stale", "state", "states", "token", "unfilled", "vbid_of",
+    "wait_for",
 }  # fmt: skip
 
 

@@ -45,7 +45,9 @@ from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
 from mirror.server.turns import LARGE_BYTES
 from storage.errors import AnswerTooLarge
 from storage.model import DOCUMENT_FIELDS, Document, Manifest
-from storage.read.view import AsOf, Pin, View
+from storage.read.reading import BoundaryRead
+from storage.read.scan import KeySelection
+from storage.read.view import AsOf
 from storage.read.wait import MutationToken
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
@@ -113,8 +115,8 @@ class DocumentRequest(NamedTuple):
     def read(self, service: Service, reader: Reader, bytes_max: int) -> Document | None:
         """Raises AnswerTooLarge for a document of more than `bytes_max` bytes."""
         service.judge(reader, self.collection, (self.vbid,), self.as_of)
-        return service.view.get_within(
-            bytes_max, self.key, self.collection, as_of=self.as_of, raw=self.form == "stored"
+        return service.view.get(
+            self.key, self.collection, as_of=self.as_of, raw=self.form == "stored", bytes_max=bytes_max
         )
 
     def answer(self, service: Service, memory: Memory, document: Document | None) -> Response:
@@ -206,8 +208,9 @@ async def scan_documents(request: Request) -> Response:
         parameters.choice("key_encoding", *KEY_ENCODINGS)
         service.tokens(parameters)
         page = Page.parse(text, view.identity.vbucket_count)
-        service.judge(reader, collection, ())  # checks a name; `judge_pin` checks the id in the token
-        known = collection_id(view.manifest_of(page.pin), collection) if isinstance(collection, str) else collection
+        service.judge(reader, collection, ())  # checks a name; `judge_at` checks the id in the token
+        manifest = view.reading(pins=(page.pin,)).manifest(page.pin.vbid)
+        known = collection_id(manifest, collection) if isinstance(collection, str) else collection
         if known != page.collection_id:
             raise Problem("bad-request", "this page's token is of another collection")
     else:
@@ -237,7 +240,7 @@ async def _first_page(
         raise Problem("bad-request", "as_of by seqno needs a vbid", hint="seqnos count in one vbucket")
     service.judge(reader, collection, (vbid,), as_of)
     pin = await service.after(request, tokens, timeout_s, lambda: view.pin(vbid, as_of))
-    identity = collection_id(view.manifest_of(pin), collection)
+    identity = collection_id(view.reading(pins=(pin,)).manifest(vbid), collection)
     now_ms = pin.now_ms if as_of is not None else service.clock.wall_ms()
     return Page(pin, start or b"", identity, prefix or b"", end, only is not None, deletions, as_of, now_ms)
 
@@ -247,29 +250,29 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
     memory: Memory = request.state.memory
     rows: list[bytes] = []
     byte_count = 0
-    pin, start = page.pin, page.start
-    last_vbid = pin.vbid if page.only_vbid else view.vbids[-1]
+    vbid, start = page.pin.vbid, page.start
+    last_vbid = vbid if page.only_vbid else view.vbids[-1]
     more = True
-    view.check_readable((pin.vbid,))
+    view.check_readable((vbid,))
+    now_ms = page.now_ms if page.as_of is None else None
+    reading = view.reading(as_of=page.as_of, now_ms=now_ms, pins=(page.pin,))
     for _ in range(PAGE_STEPS_MAX):
-        service.judge_pin(reader, page.collection_id, pin, unknown=True)
+        service.judge_at(reader, page.collection_id, reading, vbid, unknown=True)
         found, start = await service.read_in_bulk(
-            request, partial(_read_page, request, view, pin, page, start, limit - len(rows))
+            request, partial(_read_page, request, reading, vbid, page, start, limit - len(rows))
         )
         rows += found
         byte_count += sum(map(len, found))
         if byte_count - memory.held_bytes > BUDGETED_BYTES:  # rows are held while other pages are read
             memory.hold(byte_count)
         if not start:
-            if pin.vbid >= last_vbid:
+            if vbid >= last_vbid:
                 more = False
                 break
-            pin = view.pin(pin.vbid + 1, page.as_of)
-            if page.as_of is None:
-                pin = replace(pin, now_ms=page.now_ms)
+            vbid += 1
         if len(rows) >= limit or byte_count >= PAGE_BYTES_MAX:
             break
-    following = replace(page, pin=pin, start=start)
+    following = replace(page, pin=reading.pin(vbid), start=start)
     at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
     tail = dumps({"next": following.text() if more else None, "at": at})
     make = partial(_documents, rows, tail[1:])
@@ -286,10 +289,9 @@ def _documents(rows: list[bytes], tail: bytes) -> bytes:
 
 
 def _read_page(
-    request: Request, view: View, pin: Pin, page: Page, start: bytes, limit: int
+    request: Request, reading: BoundaryRead, vbid: int, page: Page, start: bytes, limit: int
 ) -> tuple[list[bytes], bytes]:
     refuse_gone(request)
-    documents, following = view.scan_page(
-        pin, page.collection_id, start=start, prefix=page.prefix, end=page.end, limit=limit, deletions=page.deletions
-    )
+    selection = KeySelection(page.prefix, start, page.end, page.deletions)
+    documents, following = reading.page(vbid, page.collection_id, selection, limit=limit)
     return [document_json(document) for document in documents], following

@@ -37,7 +37,8 @@ from mirror.serve.http.view import Mirror, PublishWatch
 from mirror.serve.http.waits import WriteWaits
 from mirror.serve.metrics import Requests
 from mirror.server.turns import Budget, Turns, Worker
-from storage.read.view import AsOf, Pin, View
+from storage.read.reading import BoundaryRead
+from storage.read.view import AsOf, View
 from storage.read.wait import MutationToken, WriteStatus
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
@@ -249,16 +250,19 @@ class Service:
             if not reader.may_read(collection):
                 raise _may_not_read(reader)
         else:
-            for vbid in vbids:
-                self.judge_pin(reader, collection, self.view.pin(vbid, as_of))
+            reading = self.view.reading(vbids, as_of=as_of)
+            for vbid in reading.vbids:
+                self.judge_at(reader, collection, reading, vbid)
 
-    def judge_pin(self, reader: Reader, collection_id: int, pin: Pin, *, unknown: bool = False) -> None:
-        """Refuse a collection that the reader may not read, by its name in the manifest at `pin`. An id without a name
+    def judge_at(
+        self, reader: Reader, collection_id: int, reading: BoundaryRead, vbid: int, *, unknown: bool = False
+    ) -> None:
+        """Refuse a collection that the reader may not read, by its name at a vbucket's boundary. An id without a name
         there is refused, too, unless `unknown` is true: a read then finds no documents.
         """
         if reader.reads_all:
             return
-        name = self.view.manifest_of(pin).name_of(collection_id)
+        name = reading.manifest(vbid).name_of(collection_id)
         if name is None and unknown:
             return
         if name is None or not reader.may_read(name):

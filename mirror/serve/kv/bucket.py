@@ -24,7 +24,8 @@ from mirror.wire.constants import Status
 from storage.env import directory
 from storage.errors import AnswerTooLarge, NotHeld, StorageError, Unavailable, UnknownCollection, ViewInvalidated
 from storage.model import DEFAULT_COLLECTION, Document, Manifest, VbucketState
-from storage.read import scan, states, stream
+from storage.read import states, stream
+from storage.read.scan import KeySelection
 from storage.read.states import Unreadable
 from storage.read.stream import ServedState
 from storage.read.view import Pin, Served, View, open_view
@@ -147,17 +148,14 @@ class KvBucket:
         """Return documents from `start` on, and the key to continue at (empty: the end). Raises Refused, and
         NeedsMemory if the first document has more than `document_bytes_max` bytes.
         """
-        reader = self.view.reader(pin.vbid)
         with self._reading(Status.RANGE_SCAN_CANCELLED):
-            return scan.page_within(
-                document_bytes_max,
-                reader,
-                pin,
+            return self.view.reading(pins=(pin,)).page(
+                pin.vbid,
                 collection_id,
-                start=start,
-                end=end,
+                KeySelection(start=start, end=end, raw=True),
                 limit=items_max,
                 bytes_max=bytes_max,
+                document_bytes_max=document_bytes_max,
             )
 
     def count_keys(self, pin: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
@@ -165,7 +163,7 @@ class KvBucket:
         key to continue at (empty: the end). Raises Refused.
         """
         with self._reading(Status.RANGE_SCAN_CANCELLED):
-            return scan.count_keys(self.view.reader(pin.vbid), pin, collection_id, start=start, keys_max=keys_max)
+            return self.view.reading(pins=(pin,)).count_keys(pin.vbid, collection_id, start, keys_max)
 
     def holds_seqno(self, vbid: int, seqno: int) -> bool:
         """Return True if the newest version of some document has this seqno."""
