@@ -52,7 +52,7 @@ _OF_FORKS = "tests/storage/test_forks.py -k 'not counts and not server'"
 _OF_MOUNTS = "tests/storage/test_access.py -k 'overlay or overwritten'"
 _ENVIRONMENT, _OF_ENVIRONMENT = "storage/env/environment.py", "tests/storage/test_environment.py"
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/tables/documents.py", "tests/spark/tables/test_documents.py"
-_MERGE, _LAKE, _OF_LAKE = (
+_LAKE_MERGE, _LAKE, _OF_LAKE = (
     "mirror/spark/tables/merge.py",
     "mirror/spark/tables/lake.py",
     "tests/spark/tables/test_lake.py",
@@ -598,16 +598,6 @@ MUTATIONS = (
         "compact(self.changes_folder, self.changes, CHANGES)",
         _OF_LAKE,
     ),
-    Mutation(_LAKE, "if n is not None and above < n <= to", "if n is not None", _OF_LAKE),
-    Mutation(_MERGE, "met = met.filter(rises)", "pass", _OF_LAKE),
-    Mutation(_MERGE, 'self._stale.append(met.filter(pc.invert(rises))["number"])', "pass", _OF_LAKE),
-    Mutation(
-        _MERGE,
-        'pc.or_(pc.not_equal(last["vbid"], vbid), pc.greater(last["number"], number))',
-        'pc.is_valid(last["vbid"])',
-        _OF_LAKE,
-    ),
-    Mutation(_MERGE, "rises = pc.or_(rises, pc.is_in(met", "pc.or_(rises, pc.is_in(met", _OF_LAKE),
     Mutation(_DELTA, "return all(each.name in fields and", "return all(each.name not in fields or", _OF_DOCUMENTS),
     Mutation(_SPARK_CHANGES, "here = (at[0], 0) if retracted else at", "here = at", _OF_RISING),
     Mutation(_BODIES, "[0-9.][eE][-+]?[0-9]|", "", _OF_NUMBERS),
@@ -616,7 +606,7 @@ MUTATIONS = (
     Mutation(_BODIES, "lines.view(pa.string()).validate(full=True)", "pass", _OF_BODIES),
     Mutation(_BODIES, "odd = pc.is_valid(objects)  # every one", "return None", _OF_BODIES),
     Mutation(_BODIES, "order = pc.sort_indices(rows)", "order = rows", _OF_BODIES),
-    Mutation(_MERGE, "self.bodies_count += len(rows)", "pass", _OF_DOCUMENTS),
+    Mutation(_LAKE_MERGE, "self.bodies_count += len(rows)", "pass", _OF_DOCUMENTS),
     Mutation(
         _DOCUMENTS,
         "self._commit(merged, marks, {}, again=True)",
