@@ -598,6 +598,7 @@ MUTATIONS = (
         "compact(self.changes_folder, self.changes, CHANGES)",
         _OF_LAKE,
     ),
+    Mutation(_LAKE_MERGE, "met = met.filter(rises)", "pass", f"{_OF_LAKE} -k earlier"),
     Mutation(_DELTA, "return all(each.name in fields and", "return all(each.name not in fields or", _OF_DOCUMENTS),
     Mutation(_SPARK_CHANGES, "here = (at[0], 0) if retracted else at", "here = at", _OF_RISING),
     Mutation(_BODIES, "[0-9.][eE][-+]?[0-9]|", "", _OF_NUMBERS),

@@ -327,10 +327,10 @@ def test_a_disk_that_is_full_ends_a_merge_and_leaves_no_file(tmp_path: Path, mon
 def test_an_event_that_stands_earlier_changes_nothing_even_without_marks(tmp_path: Path) -> None:
     """The second guard alone: an old batch under a new number."""
     old = [event("mutation", "a", (1, 8), value=b"old"), event("mutation", "b", (1, 9), value=b"old")]
-    old += [event("collection_dropped", None, (1, 7))]
+    old.insert(0, event("collection_dropped", None, (1, 7)))
     new = [event("retraction", "a", (2, 5), seqno=8), event("mutation", "a", (2, 6), value=b"new")]
     with lake_in(tmp_path) as lake:
-        apply(lake, batch(0), [old[:2]])
+        apply(lake, batch(0), [old])
         apply(lake, batch(1), [new])
         assert apply(lake, batch(2), [old]) == Applied()
         assert current(lake) == {("_default._default", "a"): (6, b"new"), ("_default._default", "b"): (9, b"old")}
