@@ -86,8 +86,8 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/serve/kv/scans.py",
-        "scan.position, byte_count = following, total",
-        "scan.position = following",
+        "byte_count += sum(len(each.value) for each in documents)",
+        "pass",
         "tests/serve/test_kv_scans.py",
     ),
     # --- the snapshots of a backlog
@@ -105,8 +105,8 @@ MUTATIONS = (
     ),
     Mutation(
         "storage/read/stream.py",
-        "each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno)",
-        "_lost_settled(txn, each, base_seqno)",
+        "each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno, floor)",
+        "_lost_settled(txn, each, base_seqno, floor)",
         "tests/storage/test_stream.py -k source_did_not",
     ),
     Mutation(
@@ -656,13 +656,13 @@ MUTATIONS = (
     # --- who may read an answer is judged when it is made
     Mutation(
         "mirror/serve/http/api.py",
-        "if reader is not None and (refusal",
-        "if not reader and (refusal",
+        "if refusal := self._service.rights_changed(reader):",
+        "if refusal := None:",
         "tests/serve/test_http_api.py -k waited",
     ),
     Mutation(
         "mirror/serve/kv/connection.py",
-        "if self.session.reader != reader:",
+        "if session.reader != reader:",
         "if False:",
         "tests/serve/test_kv_server.py -k waited",
     ),
