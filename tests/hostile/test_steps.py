@@ -1,4 +1,5 @@
-"""No step of a listener's event loop takes more than 5 ms, whatever a port is asked at the limits of a bucket.
+"""No step of a listener's event loop takes more than 5 ms, whatever a port is asked at the limits of a bucket; with
+documents of 20 MiB no step takes more than 100 ms.
 
 At 1,024 vbuckets, 1,000 collections, 10,000 users and 100,000 versions of one key. A step is measured by the processor
 time of the loop's thread, relative to the core's present speed, and the best of a few repetitions counts: neither other
@@ -31,7 +32,7 @@ from storage.format import records
 from storage.format.keys import vbid_of
 from storage.model import SEQNO_MAX, Collection, Seqno, SnapshotRange
 from tests.hostile.site import LARGE_BYTES, PASSWORD, USER, Http, Kv
-from tests.hostile.steps import STEP_MAX_S, slowness, timed
+from tests.hostile.steps import LARGE_STEP_MAX_S, STEP_MAX_S, slowness, timed
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import serving_dcp
 from tests.serve.http_site import service_report, serving_http
@@ -199,14 +200,15 @@ def challenges(ports: Ports) -> None:
 
 
 def dcp_streams(ports: Ports) -> None:
-    """Streams of all vbuckets, up to now, and what the connection says of them."""
+    """Streams of all vbuckets but that of the large documents, up to now, and what the connection says of them."""
     client = ports.kv_client("dcp")
     flags = int(DcpOpenFlag.PRODUCER)
     assert client.ask(codec_dcp.to_frame(ev.DcpOpen(b"steps", flags))).status == 0
-    for vbid in range(VBUCKETS):
+    vbids = [vbid for vbid in range(VBUCKETS) if vbid != LARGE_VBID]
+    for vbid in vbids:
         client.send(codec_dcp.to_frame(ev.StreamRequest(vbid, 0, 0, SEQNO_MAX, 0, 0, 0, opaque=vbid)))
     answered = 0
-    while answered < VBUCKETS:
+    while answered < len(vbids):
         answered += client.receive().opcode == Opcode.DCP_STREAM_REQ
     client.close()
 
@@ -416,7 +418,7 @@ def test_no_step_of_a_listeners_loop_is_long(name: str, ports: Ports) -> None:
             slow = slowness()
         seconds, step = steps.worst()
         found.append((seconds / slow, step))
-        if found[-1][0] <= STEP_MAX_S:
+        if found[-1][0] <= (LARGE_STEP_MAX_S if "large document" in name else STEP_MAX_S):
             return
     seconds, step = min(found)
     pytest.fail(f"{name}: a step of {seconds * 1000:.1f} ms: {step}")

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from time import perf_counter
 
 from mirror.log import get_logger
 from mirror.serve.dcp.encoder import MUTATION, RowEncoder
@@ -38,8 +39,8 @@ BACKLOG_OF_DISK = 10_000
 PIECE_BYTES = 256 * 1024
 """Limit in bytes of rows read in one transaction, and of messages that one `take` returns."""
 
-PIECES_PER_TURN = 4
-"""A call of `take` ends after this many pieces without a row that passes the filter."""
+TURN_S = 0.002
+"""A call of `take` ends once it has taken this long: 32 snapshots of 1,000 versions of one key each took 50 ms."""
 
 SNAPSHOTS_PER_TURN = 32
 
@@ -109,9 +110,9 @@ class DcpStream:
         """
         out = bytearray()
         self.waiting, self._served, self._ends, self.large_bytes = False, None, [], 0
-        pieces, snapshots_max = 0, self.snapshot_count + SNAPSHOTS_PER_TURN
+        snapshots_max, ends_s = self.snapshot_count + SNAPSHOTS_PER_TURN, perf_counter() + TURN_S
         try:
-            while len(out) < bytes_max and pieces < PIECES_PER_TURN:
+            while len(out) < bytes_max and perf_counter() < ends_s:
                 if self.ended or self.waiting or self.large_bytes:
                     break
                 if self._pinned is None:
@@ -119,9 +120,7 @@ class DcpStream:
                         break
                     self._begin(out)
                 elif self.position_seqno < self._pinned.pub.seqno:
-                    row_count = self.row_count
                     self._fill(out, min(bytes_max - len(out), PIECE_BYTES), row_bytes_max)
-                    pieces += self.row_count == row_count
                 else:
                     self._finish(out)
         except (StorageError, ProtocolError, ValueError) as error:
