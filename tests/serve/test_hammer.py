@@ -202,7 +202,7 @@ def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_pat
 
         listeners = until("the KV port and the HTTP port", listening)
         port = int(listeners["kv"][0].rpartition(":")[2])
-        with open_view(str(data)) as view:
+        with open_view(str(data), partial=True) as view:
             until("the first documents", lambda: all(len(view.get_many(names)) == DOCUMENTS for names in KEYS))
         stop = threading.Event()
         address = ("127.0.0.1", port)

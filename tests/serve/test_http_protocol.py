@@ -37,6 +37,16 @@ def read_one(line: socket.socket) -> bytes:
     return re.sub(rb"date: [^\r]*\r\n", b"", found)
 
 
+@pytest.mark.parametrize("line", [b"X y: 1", b"Content-Length: 4", b"Transfer-Encoding: chunked", b": x", b"X"])
+def test_a_head_that_the_server_refuses_has_one_answer_whatever_its_body(
+    site: Site, line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The body behind it was given to a server that was gone: a traceback in the log."""
+    answer = site.raw(MULTI_GET + b"Content-Length: 4\r\n" + line + b"\r\n\r\nabcd")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert [each.name for each in caplog.records if each.name == "asyncio"] == []
+
+
 @pytest.mark.parametrize(
     ("key", "headers", "status"),
     [

@@ -227,7 +227,7 @@ def test_many_clients_read_through_writes_a_rollback_and_the_end_of_the_source(t
         with service:
             service.start()
             string = until("the KV port", lambda: listener(data))
-            with open_view(str(data)) as view:
+            with open_view(str(data), partial=True) as view:
                 until("all documents", lambda: len(view.get_many(names)) == len(names))
             stop = threading.Event()
             reads = [0] * CLIENTS

@@ -140,7 +140,7 @@ def test_an_export_to_s3_is_in_s3(
 ) -> None:
     """Once `./s3:/lake/...` was made, and called a success."""
     url = f"s3://lake/{tmp_path.name}"
-    arguments = ["--data", f"file://{small.path}", "--to", url, "--format", "delta", "--json"]
+    arguments = ["--data", small.path, "--to", url, "--format", "delta", "--json"]
     monkeypatch.chdir(tmp_path)
     done = call_here("export", *arguments)
     assert done.code == 0, done.err

@@ -72,7 +72,7 @@ def test_millions_of_bytes_in_one_snapshot(
     with Service(url, data, "--groups", "1", "--workers", "1") as service:
         service.start()
         worker = until("the worker", lambda: service.workers_alive() if (data / "mirror.json").exists() else None)[0]
-        with open_view(str(data)) as view:
+        with open_view(str(data), partial=True) as view:
             key = b"order::%08d" % (documents // 2)
 
             def complete() -> bool:

@@ -224,11 +224,12 @@ class HttpConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     def _next_part(self) -> None:
         byte_count, ends_s = 0, perf_counter() + PART_S
-        while self._wants_body and self._framing.in_body and (part := self._framing.next_part(PART_BYTES)):
+        # the server may refuse the head, and each part, while it gets them
+        while not self._is_refused and self._wants_body and self._framing.in_body:
+            if not (part := self._framing.next_part(PART_BYTES)):
+                break
             self._server.data_received(part)
             byte_count += len(part)
-            if self._is_refused:
-                break
             if byte_count >= PART_BYTES or perf_counter() > ends_s:
                 self._wait_for_turn()
                 break
