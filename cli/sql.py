@@ -285,7 +285,7 @@ def schema(
 ) -> None:
     """Print the columns of a sample of documents: type, share of documents that have it, example.
 
-    Also print these columns as the --schema of `dcp-mirror pipeline`.
+    Also print these columns as the --schema of `dcp-mirror export` and `sync`.
     """
     need("pyarrow")
     from mirror.sql.schema import sample, type_ddl
