@@ -27,7 +27,8 @@ READER_STAYS_MS = 50
 
 
 def print_json(value: Any) -> None:
-    sys.stdout.write(dumps(value).decode(errors="surrogatepass") + "\n")
+    sys.stdout.flush()  # before the bytes of `print_parts`, which do not pass through the text's buffer
+    print_parts((dumps(value),))
 
 
 def print_parts(parts: Iterable[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""No step of a listener's event loop takes more than 5 ms, whatever a port is asked at the limits of a bucket; with
+"""No step of a listener's event loop takes more than 10 ms, whatever a port is asked at the limits of a bucket; with
 documents of 20 MiB no step takes more than 100 ms.
 
 At 1,024 vbuckets, 1,000 collections, 10,000 users and 100,000 versions of one key. A step is measured by the processor
