@@ -180,7 +180,7 @@ def test_a_cursor_file_is_not_ahead_of_output_that_nobody_took(
 
 
 def test_a_reader_that_leaves_early_leaves_the_cursor(mirrored: Path, tmp_path: Path) -> None:
-    """What `head` had left in the pipe was passed."""
+    """The cursor passed events that `head` had left in the pipe."""
     every = call("changes", "--data", mirrored, "--json").out.splitlines(keepends=True)
     command = shlex.join([*COMMAND, "changes", "--data", str(mirrored), "--cursor", str(tmp_path / "at"), "--json"])
     for _ in range(3):

@@ -56,7 +56,7 @@ class World:
     as_of: int | None = None
     """The boundary to read at, for ways to read that can."""
     is_served: bool = True
-    """Whether a server still listens when it is body."""
+    """True if a server listens while the body runs."""
     happens: Callable[[], None] = lambda: None
     """Happens in the middle of a read."""
     keys: list[bytes] = field(default_factory=list)
@@ -252,7 +252,7 @@ def by_verify(world: World) -> str:
 
 
 class TheSource:
-    """What `verify` reads from the source: the documents that the vbucket had when the read began."""
+    """The source of `verify`: the documents that the vbucket had when the read began."""
 
     def __init__(self, world: World) -> None:
         there = [] if world.collection_id else list(enumerate(world.keys, 1))

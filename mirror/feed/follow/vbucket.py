@@ -270,7 +270,7 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def hold(self) -> tuple[str, float] | None:
-        """What holds complete snapshots up, and for how many seconds; None if nothing is held."""
+        """The reason why complete snapshots are held, and for how many seconds; None if none is held."""
         if self.gate is None or not self.gate.waiting or not self._held_by:
             return None
         return self._held_by, self._clock.monotonic() - self._held_at

@@ -72,7 +72,7 @@ def answer_bytes(response: Response, more: list[tuple[bytes, bytes]]) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """What the connections of a process share."""
+    """State that the connections of a process share."""
 
     app: ASGIApp
     answer_now: Callable[[Scope], Response | None] = lambda _: None
@@ -358,7 +358,7 @@ class HttpConnection(asyncio.BufferedProtocol, asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """Nothing is read that the application did not ask for."""
+        """Do nothing: only parts that the application asks for are read."""
 
     def resume_reading(self) -> None:
         """As for `pause_reading`."""

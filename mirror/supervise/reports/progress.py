@@ -21,7 +21,7 @@ UNKNOWN_MS = float("-inf")
 
 @dataclass(slots=True)
 class _Lag:
-    """What a vbucket's published seqno lacks, and since when."""
+    """The seqnos that a vbucket has not published yet, and the time since which they are missing."""
 
     waits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=TREND_REPORTS_MAX))
     """(time, high seqno) of each look that saw the source further ahead."""
