@@ -31,8 +31,7 @@ A setting comes from the first of these that has it: a flag (`--set NAME=VALUE` 
 variable `{ENV_PREFIX}NAME`, the TOML file of `--config`, its default. `config show` prints values and origins.
 Values take units (`1h`, `64MiB`); a plain number has the unit in the setting's name.
 
-The password is no setting: it comes from `{ENV_PREFIX}PASSWORD`, `password_file`, or `password` in `secrets_dir`, in
-this order.
+The password is no setting: it comes from `{ENV_PREFIX}PASSWORD`, or `password_file`.
 
 A change takes effect at SIGHUP (`systemctl reload`), which restarts the workers, unless the setting says otherwise:
 

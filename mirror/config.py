@@ -82,8 +82,6 @@ class Settings:
     worker's time."""
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
     """Limit of the received rows in a worker's memory, and in an LMDB transaction."""
-    map_size_bytes: Annotated[int, Field(ge=16 * MIB)] | None = None
-    """Address space of each group at open; it grows when full. Unset: the store's default."""
 
     connection_buffer_size: Annotated[int, Field(ge=4096, le=512 * MIB)] = 20 * MIB
     """DCP flow-control window of a connection. One message of up to 20 MiB may exceed it."""
@@ -94,17 +92,13 @@ class Settings:
     """Limit for a connection to a node, with TLS and login."""
     request_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
     """Limit for an answer. A busy node takes seconds to open a stream."""
-    retry_delay_min_ms: Annotated[int, Field(ge=1, le=60_000)] = 100
-    """Pause before the first new attempt to connect; doubles up to `retry_delay_max_ms`."""
     retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 5_000
-    """Longest pause between attempts to connect."""
+    """Longest pause between attempts to connect. The first pause takes 0.1 s, each further one twice as long."""
     bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = takes(Effect.RESTART, 0.0)
     """Fail if no node answers for this long after the start. 0: never (`run --until-caught-up`: 60 s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
     """Interval of requests for the cluster map to every node and host of the source. If a node was
     failed over and does not know it, the mirror changes to the new node after about this time."""
-    seqno_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 1.0
-    """Interval of requests for the source's high seqnos. The shown lag is at most about this old."""
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
     """A vbucket behind the source, or inside a snapshot, that gets no data for this long is `stalled`; its stream is
     reopened."""
@@ -136,9 +130,8 @@ class Settings:
     dns_server: str | None = None
     """Name server (address and port) for DNS SRV records. Unset: the system's."""
     password_file: Path | None = None
-    """File with the password and nothing else, read at each login."""
-    secrets_dir: Path | None = None
-    """Directory with a file `password`. Unset: systemd's `CREDENTIALS_DIRECTORY`."""
+    """File with the password and nothing else, read at each login. Unset: `password` in systemd's
+    `CREDENTIALS_DIRECTORY`, if it exists."""
 
     kv: str | None = takes(Effect.OWN_SERVERS, None)
     """KV addresses, separated by commas: `PORT`, `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`, with `tls://` in front for
@@ -218,15 +211,11 @@ class Settings:
     """Age at which a lease can no longer be renewed."""
     readers_group: str | None = None
     """System group that may read the data directory in-process (docs/operations.md, Readers as another user)."""
-    reader_pin_limit_s: Annotated[float, Field(ge=5, le=86_400)] = 60.0
-    """`warnings` and the log name a process that reads in one LMDB transaction for longer: meanwhile the file grows."""
     publish: Literal["received", "persisted"] = takes(Effect.ALL, "received")
     """When a complete snapshot becomes visible. `received`: at once. `persisted`: once the active node and every
     replica have it on disk, so that no failover takes it back. That costs the delay of the disks, a request per waiting
-    vbucket and copy every `persistence_poll_interval_ms`, and a connection per node and worker; a silent node delays
+    vbucket and copy every 0.1 s, and a connection per node and worker; a silent node delays
     its vbuckets. Not for ephemeral buckets. A source that is a mirror needs the same setting."""
-    persistence_poll_interval_ms: Annotated[int, Field(ge=5, le=60_000)] = 100
-    """Interval of requests for persisted seqnos, while snapshots wait."""
 
     worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = takes(Effect.LIVE, 30.0)
     """A worker or server without a heartbeat for this long is killed and replaced; while it starts, after a minute at
@@ -296,7 +285,6 @@ OF_SOURCE = (
     "tls_minimum_version",
     "plain_allowed",
     "password_file",
-    "secrets_dir",
 )
 """Settings for the connection to the source. Commands take them from a running service. None of them is a secret."""
 
@@ -321,17 +309,15 @@ class PasswordSource:
 
     @staticmethod
     def of(settings: Settings) -> PasswordSource:
-        folder = settings.secrets_dir
-        if folder is None and os.environ.get("CREDENTIALS_DIRECTORY"):
-            folder = Path(os.environ["CREDENTIALS_DIRECTORY"])
-        return PasswordSource(settings.password_file, folder)
+        folder = os.environ.get("CREDENTIALS_DIRECTORY")
+        return PasswordSource(settings.password_file, Path(folder) if folder else None)
 
     def origin(self) -> str | None:
         """Describe the place of the password; None without one."""
         if os.environ.get("DCP_MIRROR_PASSWORD") is not None:
             return "environment"
         found = self._file()
-        return None if found is None else f"file {found[0]}"
+        return None if found is None else f"file {found}"
 
     def read(self) -> str | None:
         """Return the current password; None if none is set. Raises ConfigError if its file is unreadable or invalid."""
@@ -339,18 +325,15 @@ class PasswordSource:
         if from_environment is not None:
             return from_environment
         found = self._file()
-        return None if found is None else _read_secret(*found)
+        return None if found is None else _read_secret(found)
 
-    def _file(self) -> tuple[Path, str] | None:
-        """Return the file of the password and the setting that names it."""
-        if self.file is not None:
-            return self.file, "password_file"
-        if self.folder is not None and (found := self.folder / "password").exists():
-            return found, "secrets_dir"
-        return None
+    def _file(self) -> Path | None:
+        if self.file is None and self.folder is not None and (found := self.folder / "password").exists():
+            return found
+        return self.file
 
 
-def _read_secret(path: Path, setting: str) -> str:
+def _read_secret(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(PASSWORD_BYTES_MAX + 1)
@@ -358,16 +341,18 @@ def _read_secret(path: Path, setting: str) -> str:
             raise ConfigError(
                 f"the password file {path} is larger than {PASSWORD_BYTES_MAX} bytes",
                 hint="it must hold the password and nothing else",
-                setting=setting,
+                setting="password_file",
             )
         return data.decode("utf-8-sig").rstrip("\r\n")
     except OSError as error:
         raise ConfigError(
             f"the password file {path} cannot be read: {error.strerror}",
             hint="check that it exists and that this user may read it",
-            setting=setting,
+            setting="password_file",
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(
-            f"the password file {path} is not UTF-8", hint="write the password as UTF-8 text", setting=setting
+            f"the password file {path} is not UTF-8",
+            hint="write the password as UTF-8 text",
+            setting="password_file",
         ) from None

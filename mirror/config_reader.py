@@ -225,13 +225,6 @@ def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = N
     settings = validated(merged, provenance)
     if settings.vbuckets is not None:
         vbucket_range(settings.vbuckets, "vbuckets")
-    if settings.retry_delay_min_ms > settings.retry_delay_max_ms:
-        raise ConfigError(
-            f"setting retry_delay_min_ms ({settings.retry_delay_min_ms}) is above retry_delay_max_ms "
-            f"({settings.retry_delay_max_ms})",
-            hint="make the first pause no longer than the longest",
-            setting="retry_delay_min_ms",
-        )
     return LoadedSettings(settings, provenance)
 
 

@@ -32,7 +32,7 @@ def refuse_files_of_others(settings: Settings, config: Path | None) -> None:
         ("the settings file", "config", config),
         ("the users file", "users_file", settings.users_file),
         ("the password file", "password_file", password.file),
-        ("the password file", "secrets_dir", secret),
+        ("the password file", "CREDENTIALS_DIRECTORY", secret),
         ("the key", "listen_tls_key_file", settings.listen_tls_key_file or settings.listen_tls_cert_file),
         ("the key", "tls_client_key_file", settings.tls_client_key_file or settings.tls_client_cert_file),
         ("the authority's certificate", "tls_ca_file", settings.tls_ca_file),

@@ -24,6 +24,13 @@ def options() -> dict[str, Any]:
     return {}
 
 
+@pytest.fixture(autouse=True)
+def frequent_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirror.feed.follow.watch.POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr("mirror.feed.follow.persistence.POLL_INTERVAL_S", 0.005)
+    monkeypatch.setattr("mirror.feed.cluster.connections.FIRST_DELAY_MS", 10)
+
+
 @pytest.fixture
 async def mirrors(cluster: SandboxCluster, tmp_path: Path, options: dict[str, Any]) -> AsyncIterator[Mirrors]:
     async with Mirrors(cluster, tmp_path, **options) as made:

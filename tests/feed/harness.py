@@ -59,17 +59,13 @@ class Mirror:
         self.identity = Identity("cluster", bucket, bucket_uuid, vbuckets, groups, selection=selected)
         if not directory.exists(self.path):
             directory.create(self.path, self.identity)
-        secrets = path / "secrets"
-        secrets.mkdir(exist_ok=True)
-        self.password_file = secrets / "password"
+        self.password_file = path / "password"
         self.password_file.write_text(password)
         self.settings = validated(
             {
-                "secrets_dir": secrets,
+                "password_file": self.password_file,
                 "commit_interval_ms": 5,
-                "seqno_poll_interval_s": 0.05,
                 "map_poll_interval_s": 0.1,
-                "retry_delay_min_ms": 10,
                 "retry_delay_max_ms": 100,
                 "storage_retry_interval_s": 0.1,
                 "connect_timeout_s": 5,

@@ -45,7 +45,6 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path, monkey
         ({"noop_interval_s": 0}, "noop_interval_s"),
         ({"source": " "}, "source"),
         ({"tls_minimum_version": "1.0"}, "tls_minimum_version"),
-        ({"retry_delay_min_ms": 500, "retry_delay_max_ms": 100}, "retry_delay_min_ms"),
     ],
 )
 def test_bad_value_is_an_error_that_names_the_setting_and_the_remedy(flags: dict[str, object], named: str) -> None:

@@ -20,7 +20,12 @@ from tests.feed.test_bootstrap import access_to
 from tests.manual_clock import ManualClock
 
 ONE, OTHER = NodeAddress("node", 1), NodeAddress("node", 2)
-RETRIES: dict[str, Any] = {"retry_delay_min_ms": 100, "retry_delay_max_ms": 1000}
+RETRIES: dict[str, Any] = {"retry_delay_max_ms": 1000}
+
+
+@pytest.fixture(autouse=True)
+def frequent_polls() -> None:
+    """The product's own pauses."""
 
 
 class FakeSession:

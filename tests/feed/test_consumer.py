@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,7 +193,7 @@ async def test_missing_password_and_missing_user_are_exit_2(
 ) -> None:
     monkeypatch.delenv("DCP_MIRROR_PASSWORD", raising=False)
     mirror = mirrors.make()
-    mirror.password_file.unlink()
+    mirror.settings = replace(mirror.settings, password_file=None)
     mirror.start(cluster.connection_string)
     error = await mirror.fails()
     assert isinstance(error, ConfigError)

@@ -117,15 +117,16 @@ async def test_who_asks_for_a_newer_map_again_and_again_is_served_with_growing_p
 
 
 async def test_a_node_that_refuses_us_is_tried_with_growing_pauses_and_said(tmp_path: Path) -> None:
-    async with ScriptedNode({Opcode.SASL_STEP: refuse(Status.AUTH_ERROR)}) as node:
-        settings: dict[str, Any] = {"retry_delay_min_ms": 60_000, "retry_delay_max_ms": 600_000}
-        async with Polling(tmp_path, node, **settings) as polling:
-            await polling.until(lambda: polling.error is not None)
-            for _ in range(3):
-                polling.wake()
-                await asyncio.sleep(0.1)
-            assert node.connections == 1
-            assert "wrong user or password" in str(polling.error)
+    async with (
+        ScriptedNode({Opcode.SASL_STEP: refuse(Status.AUTH_ERROR)}) as node,
+        Polling(tmp_path, node) as polling,
+    ):
+        await polling.until(lambda: polling.error is not None)
+        for _ in range(3):
+            polling.wake()
+            await asyncio.sleep(0.1)
+        assert node.connections == 1
+        assert "wrong user or password" in str(polling.error)
 
 
 async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ PLAIN: Any = SimpleNamespace(rollback_deferred=False)
 
 @pytest.fixture
 def options() -> dict[str, Any]:
-    return {"publish": "persisted", "persistence_poll_interval_ms": 5, "groups": 1}
+    return {"publish": "persisted", "groups": 1}
 
 
 # --- the gate

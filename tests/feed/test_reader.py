@@ -47,7 +47,6 @@ def reader_of(source: SandboxThread, **options: Any) -> SourceReader:
             "noop_interval_s": 0.5,
             "connection_buffer_size": 64 * 1024,
             "map_poll_interval_s": 0.1,
-            "retry_delay_min_ms": 10,
             "retry_delay_max_ms": 100,
             **options.pop("settings", {}),
         }

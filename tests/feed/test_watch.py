@@ -97,10 +97,13 @@ async def test_an_announced_end_that_never_comes_is_requested_again(
     assert [node["reconnects"] for node in mirror.status()["nodes"]] == [0]
 
 
-async def test_how_far_the_source_is_does_not_wait_for_the_next_poll(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_how_far_the_source_is_does_not_wait_for_the_next_poll(
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A start, or a connection that is open again, would otherwise be "of unknown lag" for an interval."""
+    monkeypatch.setattr("mirror.feed.follow.watch.POLL_INTERVAL_S", 600)
     write(cluster, 2, "first")
-    mirror = mirrors.start(seqno_poll_interval_s=600)
+    mirror = mirrors.start()
     await mirror.until(lambda: mirror.consumer.source_high_seqnos() == {0: 0, 1: 0, 2: 1, 3: 0}, "known at the start")
     await mirror.follow()
     write(cluster, 2, "second")
@@ -137,7 +140,8 @@ async def test_an_open_connection_has_its_node_polled_and_no_other(monkeypatch: 
     monkeypatch.setattr("mirror.feed.follow.watch.fetch_high_seqnos", fetch)
     keepers = {name: SimpleNamespace(address=name, session=None) for name in ("a", "b")}
     keepers["a"].session = session("a, first")
-    watch = watch_of(keepers, lambda _address: [], {"seqno_poll_interval_s": 600})
+    monkeypatch.setattr("mirror.feed.follow.watch.POLL_INTERVAL_S", 600)
+    watch = watch_of(keepers, lambda _address: [], {})
     running = asyncio.create_task(watch.run())
     await turns()
     assert polled == ["a, first"]
@@ -157,7 +161,7 @@ async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connectio
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mirror.feed.connection.session.SILENCE_MAX_S", 0.5)
-    mirror = mirrors.start(noop_interval_s=60, request_timeout_s=60, seqno_poll_interval_s=0.1)
+    mirror = mirrors.start(noop_interval_s=60, request_timeout_s=60)
     await mirror.until(lambda: mirror.row(1)["source_high_seqno"] == 0, "a figure")
     address = f"127.0.0.1:{cluster.nodes[0].port}"
     assert mirror.row(1)["node"] == address
@@ -181,7 +185,7 @@ async def test_the_lag_is_unknown_while_the_answer_waits_behind_rows_on_a_slow_l
     """Rows came, so the node was in contact, and the last answer counted: lag 0 for 30 s, while 9,000 seqnos behind."""
     monkeypatch.setattr("mirror.feed.follow.watch.SILENCE_MAX_S", 0.5)
     write(cluster, 1, "first")
-    mirror = mirrors.start(request_timeout_s=60, seqno_poll_interval_s=0.1)
+    mirror = mirrors.start(request_timeout_s=60)
     await mirror.until(lambda: mirror.row(1)["lag_seqnos"] == 0, "the first document")
     cluster.faults.slow(4000, dcp_only=False)
     for number in range(40):
@@ -201,7 +205,7 @@ async def test_the_lag_is_unknown_while_the_node_refuses_to_send_its_high_seqnos
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mirror.feed.follow.watch.SILENCE_MAX_S", 0.2)
-    mirror = mirrors.start(seqno_poll_interval_s=0.05)
+    mirror = mirrors.start()
     await mirror.until(lambda: mirror.row(1)["source_high_seqno"] == 0, "a figure")
 
     async def refuse(*_: object) -> None:

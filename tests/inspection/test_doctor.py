@@ -26,11 +26,10 @@ __all__ = ["cluster"]
 
 
 async def examined(source: str, path: Path, data: Path | None = None, **values: Any) -> dict[str, list[Finding]]:
-    secrets = path / "doctor"
-    secrets.mkdir(exist_ok=True)
-    (secrets / "password").write_text(values.pop("password", "demo"))
+    password = path / "password"
+    password.write_text(values.pop("password", "demo"))
     status = values.pop("status", None)
-    settings = validated({"secrets_dir": secrets, "connect_timeout_s": 5, "request_timeout_s": 5, **values})
+    settings = validated({"password_file": password, "connect_timeout_s": 5, "request_timeout_s": 5, **values})
     reported: list[Finding] = []
     doctor = Doctor(settings, source, data, status=status)
     doctor.on_finding = reported.append

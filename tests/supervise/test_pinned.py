@@ -53,7 +53,7 @@ def test_a_reader_that_stays_is_named_with_its_age_and_what_it_costs(tmp_path: P
     store = Store(tmp_path, vbuckets=1)
     store.put(b"a", b"x", 1)
     now_s = 0.0
-    pins = PinnedPages(lambda: now_s, limit_s=60)
+    pins = PinnedPages(lambda: now_s)
     reader = Reader(store.path)
     try:
         look(pins, 0, store)
@@ -84,7 +84,7 @@ def test_readers_of_several_groups_are_distinguished(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     one, two = Store(tmp_path / "one", vbuckets=1), Store(tmp_path / "two", vbuckets=1)
     now_s = 0.0
-    pins = PinnedPages(lambda: now_s, limit_s=60)
+    pins = PinnedPages(lambda: now_s)
     for store in (one, two):
         store.put(b"a", b"x", 1)
     reader = Reader(two.path)

@@ -370,9 +370,7 @@ def test_a_group_that_is_lost_while_it_runs_silences_no_reader_of_the_others(
         first.start()
         wait_progress(first, "the mirror to follow")
         next_url = f"couchbase://demo@127.0.0.1:{dcp}/{source.cluster.bucket.name}"
-        second = stack.enter_context(
-            Service(next_url, tmp_path / "second", *FLAGS, "--set", "seqno_poll_interval_s=0.2", log=tmp_path / "2.log")
-        )
+        second = stack.enter_context(Service(next_url, tmp_path / "second", *FLAGS, log=tmp_path / "2.log"))
         second.start()
         until("the mirror of the mirror", lambda: (tmp_path / "second" / "mirror.json").exists())
         wait_progress(second, "the mirror of the mirror to follow")

@@ -30,6 +30,9 @@ from mirror.wire.frame import Frame
 
 log = get_logger("feed")
 
+FIRST_DELAY_MS = 100
+"""Pause after the first failure; each further failure of the same kind doubles it."""
+
 
 class ConnectionsOwner(SessionOwner, Protocol):
     def on_node_ready(self, keeper: NodeKeeper) -> None: ...
@@ -131,7 +134,7 @@ class FailureCount:
         settings, jitter = self._settings, self._clock.jitter()
         if not error.retryable:
             return delay_s(RetryReason.REFUSED_FOR_NOW, self._alike, jitter)
-        full_ms = min(settings.retry_delay_min_ms << min(self._alike, 20), settings.retry_delay_max_ms)
+        full_ms = min(FIRST_DELAY_MS << min(self._alike, 20), settings.retry_delay_max_ms)
         return full_ms * (0.5 + 0.5 * jitter) / 1000
 
     def clear(self) -> None:

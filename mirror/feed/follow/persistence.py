@@ -38,6 +38,9 @@ from mirror.wire.frame import Frame
 
 log = get_logger("feed")
 
+POLL_INTERVAL_S = 0.1
+"""Interval of the requests while snapshots are held."""
+
 
 def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
     """Return the seqno up to which the copy that answered has persisted the history `vbuuid`."""
@@ -81,7 +84,7 @@ class PersistencePoller:
         """Ask until cancelled. Raises NotSupported if the source does not report persistence."""
         try:
             while True:
-                await self._clock.sleep(self._settings.persistence_poll_interval_ms / 1000)
+                await self._clock.sleep(POLL_INTERVAL_S)
                 held = {vbucket: vbuuid for vbucket in vbuckets if (vbuuid := vbucket.observed_vbuuid) is not None}
                 if not held:
                     continue

@@ -27,6 +27,8 @@ from mirror.log import get_logger
 
 log = get_logger("feed")
 
+POLL_INTERVAL_S = 1.0
+"""The shown lag is at most about this old."""
 STREAMS_BEFORE_RECONNECT = 2
 """If this many streams of a vbucket stall in a row, the connection is closed."""
 COLLECTIONS_PER_S = 50
@@ -73,7 +75,7 @@ class SourceWatch:
     @property
     def _interval_s(self) -> float:
         collections = self._collections.polled_collections or ()
-        return max(self._settings.seqno_poll_interval_s, len(collections) / COLLECTIONS_PER_S)
+        return max(POLL_INTERVAL_S, len(collections) / COLLECTIONS_PER_S)
 
     def _poll_new_sessions(self, polls: asyncio.TaskGroup) -> None:
         """Poll the nodes whose session was not polled in this interval."""

@@ -15,6 +15,8 @@ from mirror.log import get_logger
 from mirror.messages import Rows
 
 SHOWN_S = 5.0
+LOGGED_S = 60.0
+"""Age of a read transaction that the log names."""
 
 log = get_logger("worker")
 
@@ -26,9 +28,8 @@ class _Seen:
 
 
 class PinnedPages:
-    def __init__(self, now_s: Callable[[], float], limit_s: float) -> None:
+    def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
-        self._limit_s = limit_s
         self._seen: dict[tuple[int, int, int], _Seen] = {}
         """(group, process, transaction) -> first look, for each reader behind the newest commit."""
         self._sizes: dict[int, int] = {}
@@ -44,9 +45,9 @@ class PinnedPages:
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] != group} | now
         self._warned &= self._seen.keys()
         for key, seen in now.items():
-            if self._now_s() - seen.at_s > self._limit_s and key not in self._warned:
+            if self._now_s() - seen.at_s > LOGGED_S and key not in self._warned:
                 self._warned.add(key)
-                log.warning("reader-pins-pages", group=group, reader_pid=key[1], limit_s=self._limit_s)
+                log.warning("reader-pins-pages", group=group, reader_pid=key[1], limit_s=LOGGED_S)
 
     def rows(self) -> Rows:
         now_s = self._now_s()
@@ -63,7 +64,7 @@ class PinnedPages:
 
     def warnings(self) -> list[str]:
         return [
-            f"process {process} has read from group {group} within one transaction for more than {self._limit_s:g} s, "
+            f"process {process} has read from group {group} within one transaction for more than {LOGGED_S:g} s, "
             "and the file grows meanwhile: end that process, or continue it if it is stopped"
             for group, process, _ in sorted(self._warned)
         ]

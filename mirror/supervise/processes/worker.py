@@ -46,7 +46,7 @@ from mirror.supervise.processes.life import Send, Work, main
 from mirror.supervise.processes.pinned import PinnedPages
 from mirror.supervise.processes.quarantine import GroupMark, quarantined
 from storage.env import access, directory
-from storage.env.environment import MAP_SIZE, storage_error
+from storage.env.environment import storage_error
 from storage.errors import CorruptedError, Full, StorageError
 from storage.history.purge import Window
 from storage.model import Identity
@@ -248,7 +248,6 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
                     sync=settings.sync,
                     clock_ms=clock.wall_ms,
                     monotonic_ms=lambda: int(clock.monotonic() * 1000),
-                    map_size=settings.map_size_bytes or MAP_SIZE,
                     window=window,
                     resync_reads=settings.resync_reads,
                 ),
@@ -279,7 +278,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
         share_map=lambda found: send(NewClusterMap(found.to_wire())),
         ends_on_refusal=start.ends_on_refusal,
     )
-    pins = PinnedPages(clock.monotonic, settings.reader_pin_limit_s)
+    pins = PinnedPages(clock.monotonic)
     work = MirrorWork(consumer, writers, failures, pins, send, open_group)
     work.resume_leases(start.leases)
     settle_collector()
