@@ -189,7 +189,7 @@ def show_figures(
 def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContextManager[Any]:
     if address is None:
         return nullcontext()
-    from mirror.serve.listener import parse_addresses
+    from mirror.server.listener import parse_addresses
     from mirror.spark.pipeline.metrics import serving
 
     parsed, *more = parse_addresses(address, "--metrics")

@@ -36,20 +36,13 @@ class Watch:
         self._retry_at: dict[int, float] = {}
         """For each unreadable group, the time of its next read (`time.monotonic`)."""
         self._followers: dict[int, list[News]] = {}
-        self._followed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="dcp watch")
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Looks at the store while there are followers."""
 
     def follow(self, vbid: int, news: News) -> None:
         self._followers.setdefault(vbid, []).append(news)
-        self._followed.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="watch")
 
     def leave(self, vbid: int, news: News) -> None:
         """Remove a follower; call this once for each `follow`."""
@@ -57,8 +50,9 @@ class Watch:
         followers.remove(news)
         if not followers:
             del self._followers[vbid]
-        if not self._followers:
-            self._followed.clear()
+        if not self._followers and self._task is not None:
+            self._task.cancel()
+            self._task = None
 
     def look(self) -> int:
         """Notify the followers of each vbucket that changed since the last call, or that cannot be read. Return the
@@ -92,7 +86,6 @@ class Watch:
     async def _run(self) -> None:
         delay_s = POLL_MIN_S
         while True:
-            await self._followed.wait()
             try:
                 delay_s = POLL_MIN_S if self.look() else next_delay_s(delay_s)
             except StorageError as error:

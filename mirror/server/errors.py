@@ -6,6 +6,8 @@ from mirror.wire import codec_dcp
 from mirror.wire.constants import Status
 
 UNKNOWN_COLLECTION_CONTEXT = "Unknown scope or collection in operation"
+RIGHTS_CHANGED = "the rights of this user were changed"
+"""The text that refuses a request if its reader's rights changed after the request began."""
 
 
 class Refused(Exception):

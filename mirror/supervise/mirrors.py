@@ -15,7 +15,7 @@ from mirror.errors import AuthRejected, BucketMissing, ClusterError, ConfigError
 from mirror.feed.connection.bootstrap import Access, enter, fetch_map
 from mirror.feed.connection.connection_string import NodeAddress, parse
 from mirror.ingest.topology import NO_NODE
-from mirror.serve.kv.map import MapNode, named_nodes
+from mirror.serve.bucket.map import MapNode, named_nodes
 from mirror.supervise.context import ServiceContext
 from mirror.wire.constants import Opcode, Status
 

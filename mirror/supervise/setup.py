@@ -20,8 +20,8 @@ from mirror.ingest.selection import Selection
 from mirror.ingest.topology import check_bucket
 from mirror.log import get_logger
 from mirror.ownership import readers_gid
-from mirror.serve.kv.map import check_nodes, named_nodes
-from mirror.serve.listener import parse_addresses
+from mirror.serve.bucket.map import check_nodes, named_nodes
+from mirror.server.listener import parse_addresses
 from mirror.supervise.context import MapBook, ServiceContext
 from mirror.supervise.lock import ServiceLock
 from storage.env import access, directory

@@ -17,11 +17,11 @@ from urllib.parse import quote_from_bytes
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
-from mirror.serve.access.admission import Acceptor, Admission
 from mirror.serve.http.documents import JSON, entity_tag, headers_of
 from mirror.serve.http.protocol import Gate, HttpConnection
 from mirror.serve.http.server import HttpServer
-from mirror.serve.listener import Address, listening_socket, reserve
+from mirror.server.admission import Acceptor, Admission
+from mirror.server.listener import Address, listening_socket, reserve
 from mirror.server.turns import Turns
 from storage.model import Branch, Document, Seqno
 from tests.bench import stores

@@ -20,10 +20,10 @@ from pathlib import Path
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.serve.access.auth import SourceUser
-from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.map import ServedMap, own_node
+from mirror.serve.bucket.bucket import ServedBucket
+from mirror.serve.bucket.map import ServedMap, own_node
 from mirror.serve.kv.server import KvServer
-from mirror.serve.listener import Address, listening_socket, reserve
+from mirror.server.listener import Address, listening_socket, reserve
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import HEADER
 from tests.bench import stores
@@ -137,7 +137,7 @@ def serve(pipe: Connection, path: str, make: type[KvServer]) -> None:
     """Serve the mirror at `path` over KV or DCP in a process of its own; the first message is the port."""
 
     async def run() -> None:
-        bucket = KvBucket(path, SystemClock())
+        bucket = ServedBucket(path, SystemClock())
         held = reserve(Address(), "kv")
         users = SourceUser("demo", lambda: "demo")
         served_map = ServedMap(bucket.identity, [own_node([held.address])], 1)

@@ -77,9 +77,9 @@ MUTATIONS = (
         "self._loop.call_soon(self._go_on)",
         "tests/serve/test_http_protocol.py -k ahead_of_their_answers",
     ),
-    Mutation("mirror/serve/access/admission.py", "if _is_gone(connected):", "if False:", _OF_ADMISSION),
+    Mutation("mirror/server/admission.py", "if _is_gone(connected):", "if False:", _OF_ADMISSION),
     Mutation(
-        "mirror/serve/access/admission.py",
+        "mirror/server/admission.py",
         "self._waiting[peer] = queue",
         "self._waiting = {peer: queue} | self._waiting",
         _OF_ADMISSION,
@@ -517,8 +517,8 @@ MUTATIONS = (
         "tests/serve/test_tls.py -k session",
     ),
     Mutation(
-        "mirror/serve/kv/connection.py",
-        "self._host.turns.call(self._next_turn)",
+        "mirror/server/connection.py",
+        "self.host.turns.call(self._next_turn)",
         "self._loop.call_soon(self._next_turn)",
         "tests/serve/test_kv_connection.py -k one_works",
     ),
@@ -661,7 +661,7 @@ MUTATIONS = (
         "tests/serve/test_http_api.py -k waited",
     ),
     Mutation(
-        "mirror/serve/kv/connection.py",
+        "mirror/server/connection.py",
         "if session.reader != reader:",
         "if False:",
         "tests/serve/test_kv_server.py -k waited",
@@ -681,11 +681,11 @@ MUTATIONS = (
     # --- nobody is recognised, delayed or cut off by another
     Mutation("mirror/wire/sasl.py", "self._verifier_of(self.username) != verifier", "not verifier", _OF_LOGINS),
     Mutation("mirror/serve/access/logins.py", "if self.guesses(peer):", "if False:", _OF_LOGINS),
-    Mutation("mirror/serve/access/admission.py", "if not slot.logging_in)", "if slot)", _OF_LOGINS),
+    Mutation("mirror/server/admission.py", "if not slot.logging_in)", "if slot)", _OF_LOGINS),
     Mutation(
-        "mirror/serve/dcp/server.py",
-        "connection.session.known_reader.name, name",
-        '"", name',
+        "mirror/serve/dcp/dcp_session.py",
+        "self._name = self.known_reader.name, name",
+        'self._name = "", name',
         "tests/serve/test_dcp_server.py -k belongs",
     ),
     # --- damage is an error, and what is copied is on the disk

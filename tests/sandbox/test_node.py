@@ -55,7 +55,7 @@ NOTICES = (Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOT
 
 
 @pytest.mark.parametrize("notice", NOTICES)
-async def test_maps_are_announced_to_clients_that_requested_it_also_on_dcp_connections(notice: Feature) -> None:
+async def test_maps_are_announced_to_clients_that_requested_it_also_on_served_connections(notice: Feature) -> None:
     async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
         features = (Feature.SELECT_BUCKET, Feature.DUPLEX, notice)
         clients = [await Client.login(cluster, features=features), await Client.dcp(cluster, features=features)]

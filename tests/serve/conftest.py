@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.bucket.bucket import ServedBucket
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp
 from tests.serve.http_site import Site, Source, made, running
 from tests.serve.kv_rig import Endpoint, Store, serving, with_users
@@ -36,8 +36,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def bucket(store: Store) -> Iterator[KvBucket]:
-    opened = KvBucket(store.path, SystemClock())
+def bucket(store: Store) -> Iterator[ServedBucket]:
+    opened = ServedBucket(store.path, SystemClock())
     yield opened
     opened.close()
 

@@ -12,7 +12,7 @@ from random import Random
 
 from mirror.ingest import collections as manifests
 from mirror.ingest.rollback import Accept, RollbackAnswer
-from mirror.serve.dcp.connection import ABILITIES
+from mirror.serve.dcp.dcp_session import ABILITIES
 from mirror.serve.dcp.filter import ServedFilter
 from mirror.serve.dcp.producer import published_history, rollback_seqno
 from mirror.serve.dcp.stream import DcpStream

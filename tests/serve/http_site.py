@@ -23,7 +23,7 @@ from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.health import assess
 from mirror.serve.http.server import HttpServer
-from mirror.serve.listener import Address, listening_socket, reserve
+from mirror.server.listener import Address, listening_socket, reserve
 from mirror.supervise.status import stored_status, totals
 from mirror.wire import codec_dcp
 from mirror.wire.events import CollectionCreated

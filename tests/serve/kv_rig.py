@@ -17,12 +17,13 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.serve.access.auth import Reader, SourceUser, Users, entry_of
-from mirror.serve.access.logins import Logins
-from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.map import ServedMap, own_node
-from mirror.serve.kv.server import KvServer
-from mirror.serve.kv.session import KvSession
-from mirror.serve.listener import Address, Reserved, listening_socket, reserve
+from mirror.serve.bucket.bucket import ServedBucket
+from mirror.serve.bucket.map import ServedMap, own_node
+from mirror.serve.bucket.mirror_session import MirrorClients
+from mirror.serve.dcp.server import DcpServer
+from mirror.serve.kv.server import KvServer, KvSession
+from mirror.server.admission import LOCAL
+from mirror.server.listener import Address, Reserved, listening_socket, reserve
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
@@ -39,7 +40,7 @@ from tests.oracle import kv_client
 from tests.storage.frames import encode_deletion
 
 T = TypeVar("T")
-S = TypeVar("S", bound=KvServer)
+S = TypeVar("S", bound=KvServer | DcpServer)
 C = TypeVar("C", bound="Client")
 WAIT_S = 20.0
 USER = PASSWORD = "demo"
@@ -74,9 +75,11 @@ def free_ports(count: int) -> list[int]:
         return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
-def session_of(bucket: KvBucket, reader: Reader | None = None) -> KvSession:
+def session_of(bucket: ServedBucket, reader: Reader | None = None) -> KvSession:
     cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
-    return KvSession(bucket, users(), cluster_map, Logins(users(), SystemClock()), plain_allowed=True, reader=reader)
+    session = KvSession(MirrorClients(bucket, users(), cluster_map, SystemClock(), KvSession), Address(), LOCAL)
+    session.reader = reader
+    return session
 
 
 class Store:
@@ -241,7 +244,7 @@ class Hosted(Generic[S, C]):
     client_type: type[C]
     server_type: type[S]
 
-    def __init__(self, held: Sequence[Reserved], server: S, bucket: KvBucket) -> None:
+    def __init__(self, held: Sequence[Reserved], server: S, bucket: ServedBucket) -> None:
         self.held = held
         self.server = server
         self.bucket = bucket
@@ -260,7 +263,7 @@ class Hosted(Generic[S, C]):
         **settings: Any,
     ) -> AsyncIterator[Self]:
         clock = SystemClock()
-        bucket = KvBucket(path, clock, publishes_persisted=publishes_persisted)
+        bucket = ServedBucket(path, clock, publishes_persisted=publishes_persisted)
         held = [reserve(address, "kv") for address in addresses]
         served = ServedMap(bucket.identity, [own_node([each.address for each in held])], 5)
         made = cls(held, cls.server_type(bucket, readers or users(), served, clock, Settings(**settings)), bucket)

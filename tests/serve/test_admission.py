@@ -19,7 +19,8 @@ from structlog.testing import capture_logs
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
-from mirror.serve.access.admission import (
+from mirror.serve.access.tls import server_tls
+from mirror.server.admission import (
     LOCAL,
     REFUSALS_MAX,
     Acceptor,
@@ -29,8 +30,7 @@ from mirror.serve.access.admission import (
     peer_of,
     raise_descriptor_limit,
 )
-from mirror.serve.access.tls import server_tls
-from mirror.serve.listener import Address
+from mirror.server.listener import Address
 from mirror.server.turns import Turns
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
@@ -298,7 +298,7 @@ class Greeting(asyncio.Protocol):
 
 
 async def test_a_failure_to_accept_is_one_line_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirror.serve.access.admission.RETRY_S", 0.001)
+    monkeypatch.setattr("mirror.server.admission.RETRY_S", 0.001)
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setblocking(False)
     exhausted = Exhausted(listening, 20)

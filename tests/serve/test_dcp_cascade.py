@@ -17,8 +17,8 @@ from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRoll
 from mirror.ingest.selection import Selection
 from mirror.inspection.verify import Verifier
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.serve.dcp.connection import SourceContact
-from mirror.serve.kv.session import KvSession
+from mirror.serve.bucket.mirror_session import MirrorSession
+from mirror.serve.dcp.dcp_session import SourceContact
 from mirror.server.session import Reply
 from storage.admin.check import check
 from storage.read.view import open_view
@@ -157,14 +157,14 @@ async def test_verify_takes_a_mirror_for_a_source(cluster: SandboxCluster, tmp_p
 def seqno_queries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The states of all requests for the seqnos of all vbuckets."""
     queries: list[int] = []
-    answer = KvSession.all_vb_seqnos
+    answer = MirrorSession.all_vb_seqnos
 
-    def all_vb_seqnos(self: KvSession, state: int, collection_id: int | None) -> Reply:
+    def all_vb_seqnos(self: MirrorSession, state: int, collection_id: int | None) -> Reply:
         reply = answer(self, state, collection_id)
         queries.append(state)
         return reply
 
-    monkeypatch.setattr(KvSession, "all_vb_seqnos", all_vb_seqnos)
+    monkeypatch.setattr(MirrorSession, "all_vb_seqnos", all_vb_seqnos)
     return queries
 
 
@@ -304,7 +304,7 @@ async def test_a_mirror_without_contact_to_its_source_is_no_contact_for_the_next
     write(cluster, 20)
     async with cascade(cluster, tmp_path) as (first, endpoint, second):
         await level(cluster, first, second)
-        contact = endpoint.server.contact = SourceContact(range(VBUCKETS), SystemClock())
+        contact = endpoint.server.producers.contact = SourceContact(range(VBUCKETS), SystemClock())
         contact.note({1: 7000})
         await second.until(lambda: second.row(1)["node"] is None, "the contact to be lost")
         row = second.row(1)

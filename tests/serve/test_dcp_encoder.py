@@ -8,7 +8,7 @@ from typing import Any
 import cramjam
 import pytest
 
-from mirror.serve.dcp.connection import ABILITIES
+from mirror.serve.dcp.dcp_session import ABILITIES
 from mirror.serve.dcp.encoder import RowEncoder
 from mirror.serve.dcp.filter import ServedFilter
 from mirror.server.controls import Controls

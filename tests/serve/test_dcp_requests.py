@@ -29,7 +29,7 @@ async def test_stream_requests_are_counted_by_their_answers(store: Store, dcp: D
     missing = await client.stream(4)
     assert (missing.status, json.loads(missing.value)["name"]) == (Status.NOT_MY_VBUCKET, "orders")
     assert (await client.stream(vbid, 5, vbuuid=UUID)).status == Status.SUCCESS
-    counters = dcp.server.dcp_counters
+    counters = dcp.server.producers.counters
     assert (counters.streams_opened, counters.rollbacks, counters.streams_refused) == (1, 1, 2)
 
 

@@ -11,11 +11,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from mirror.serve.access.auth import FileUsers, entry_of
-from mirror.serve.dcp import connection as dcp_connection
-from mirror.serve.dcp.connection import NOTED_S, SourceContact
-from mirror.serve.dcp.server import PERSISTENCE_UNKNOWN
+from mirror.serve.dcp.dcp_session import NOTED_S, PERSISTENCE_UNKNOWN, SourceContact
 from mirror.serve.dcp.stream import PIECE_BYTES
-from mirror.serve.kv.connection import KvConnection
+from mirror.server import connection as served_connection
+from mirror.server.connection import Connection
 from mirror.server.outgoing import HIGH_WATER_BYTES
 from mirror.wire import codec_kv
 from mirror.wire import events as ev
@@ -42,12 +41,12 @@ async def test_a_client_that_waits_for_persistence_is_named_once_in_the_log_and_
                 client = await endpoint.client()
                 for _ in range(3):
                     assert (await client.ask(codec_kv.observe_seqno(0, 7))).status == Status.NOT_SUPPORTED
-            assert endpoint.server.warnings == [PERSISTENCE_UNKNOWN]
+            assert endpoint.server.producers.warnings == [PERSISTENCE_UNKNOWN]
     assert [each["event"] for each in lines].count("persistence-unknown") == 1
     async with serving_dcp(store.path, publishes_persisted=True) as endpoint:
         client = await endpoint.client()
         assert (await client.ask(codec_kv.observe_seqno(0, 7))).status == 0
-        assert endpoint.server.warnings == []
+        assert endpoint.server.producers.warnings == []
 
 
 async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(store: Store, users_file: Path) -> None:
@@ -92,7 +91,7 @@ async def test_a_name_belongs_to_the_user_who_opened_a_connection(store: Store, 
             assert await client.alive()
         for client in clients[1:]:
             await client.close()
-        await until(lambda: not endpoint.server._names)
+        await until(lambda: not endpoint.server.producers.named)
 
 
 async def test_stopping_lets_go_of_everybody(store: Store) -> None:
@@ -101,7 +100,7 @@ async def test_stopping_lets_go_of_everybody(store: Store) -> None:
         assert (await client.stream(0)).status == 0
         await endpoint.server.stop(0.2)
         assert await client.receive() is None
-        assert endpoint.server.dcp_counters.streams_closed == 1
+        assert endpoint.server.producers.counters.streams_closed == 1
 
 
 async def test_garbage_ends_its_own_connection_only(store: Store, dcp: DcpEndpoint) -> None:
@@ -134,7 +133,7 @@ async def test_truncated_and_misshapen_requests_are_refused(dcp: DcpEndpoint) ->
     assert await client.receive() is None
 
 
-async def stalled(store: Store, dcp: DcpEndpoint, documents: int) -> tuple[DcpClient, KvConnection]:
+async def stalled(store: Store, dcp: DcpEndpoint, documents: int) -> tuple[DcpClient, Connection]:
     """A client that takes nothing of a stream, once its connection is paused."""
     for seqno in range(1, documents + 1):
         store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
@@ -149,10 +148,10 @@ async def stalled(store: Store, dcp: DcpEndpoint, documents: int) -> tuple[DcpCl
 async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store: Store, dcp: DcpEndpoint) -> None:
     client, connection = await stalled(store, dcp, 600)
     assert connection.outgoing.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
-    sent = dcp.server.dcp_counters.stream_bytes
+    sent = dcp.server.producers.counters.stream_bytes
     await client.send(kv_client.noop())
     await asyncio.sleep(0.1)
-    assert dcp.server.dcp_counters.stream_bytes == sent
+    assert dcp.server.producers.counters.stream_bytes == sent
     client.writer.transport.resume_reading()  # type: ignore[attr-defined]
     await client.until_end(600)
 
@@ -160,7 +159,7 @@ async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store:
 async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
     store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_connection, "ANSWERS_BYTES_MAX", 10_000)
+    monkeypatch.setattr(served_connection, "ANSWERS_BYTES_MAX", 10_000)
     client, connection = await stalled(store, dcp, 300)
     held = connection.outgoing.unsent_bytes
     for _ in range(40):

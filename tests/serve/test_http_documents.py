@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from mirror.serve.http.requests import TOKENS_MAX, Page
-from mirror.serve.listener import Address
+from mirror.server.listener import Address
 from storage.history.purge import Window
 from storage.model import Collection, FailoverLog, Seqno
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, Source, make_certificate, running, service_report

@@ -17,11 +17,11 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.messages import Resync
-from mirror.serve.access.admission import LOCAL, Admission, Slot
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.server import HttpServer
 from mirror.serve.http.service import leaves_line
-from mirror.serve.listener import Address
+from mirror.server.admission import LOCAL, Admission, Slot
+from mirror.server.listener import Address
 from mirror.server.turns import Turns
 from mirror.supervise.status import stored_status
 from storage.model import FailoverLog, Seqno, Vbuuid

@@ -32,9 +32,7 @@ def view(source: Source) -> Iterator[View]:
 @pytest.fixture
 async def waits(view: View) -> AsyncIterator[WriteWaits]:
     made = WriteWaits(lambda: view)
-    made.watch.start()
     yield made
-    await made.watch.stop()
     assert made._waiting == {}
 
 

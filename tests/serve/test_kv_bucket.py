@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from mirror.serve.access.auth import Reader
-from mirror.serve.kv.bucket import MANIFEST_FRESH_S, KvBucket
+from mirror.serve.bucket.bucket import MANIFEST_FRESH_S, ServedBucket
 from mirror.server.cluster_config import render_manifest
 from mirror.server.errors import Refused
 from mirror.server.turns import LARGE_BYTES
@@ -40,13 +40,13 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def bucket(store: Store, clock: ManualClock) -> Iterator[KvBucket]:
-    opened = KvBucket(store.path, clock)
+def bucket(store: Store, clock: ManualClock) -> Iterator[ServedBucket]:
+    opened = ServedBucket(store.path, clock)
     yield opened
     opened.close()
 
 
-def test_a_read_that_fails_is_a_temporary_failure(bucket: KvBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_is_a_temporary_failure(bucket: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise CorruptedError("bad page")
 
@@ -60,7 +60,7 @@ def test_a_read_that_fails_is_a_temporary_failure(bucket: KvBucket, monkeypatch:
 
 
 def test_a_damaged_document_is_served_only_where_reads_are_not_verified(
-    bucket: KvBucket, store: Store, clock: ManualClock
+    bucket: ServedBucket, store: Store, clock: ManualClock
 ) -> None:
     vbid = bucket.view.vbid_of(b"a")
     environment = store.writer.environment
@@ -73,7 +73,7 @@ def test_a_damaged_document_is_served_only_where_reads_are_not_verified(
     with pytest.raises(Refused) as refused:
         bucket.find(b"\0a", vbid, READER)
     assert refused.value.status == Status.ETMPFAIL
-    careless = KvBucket(store.path, clock, verify_reads=False)
+    careless = ServedBucket(store.path, clock, verify_reads=False)
     found = careless.find(b"\0a", vbid, READER)
     assert isinstance(found, Document)
     assert found.value == b"0"
@@ -90,7 +90,7 @@ def replaced(store: Store, other: Store, between: Callable[[], bool] = lambda: T
     shutil.copytree(directory.group_path(other.path, 0), path)
 
 
-def test_a_group_that_was_recreated_is_opened_again(bucket: KvBucket, store: Store, tmp_path: Path) -> None:
+def test_a_group_that_was_recreated_is_opened_again(bucket: ServedBucket, store: Store, tmp_path: Path) -> None:
     assert not bucket.reopen_if_replaced()
     assert bucket.find(b"\0a", None, READER) is not None
     other = Store(tmp_path / "other")
@@ -104,7 +104,7 @@ def test_a_group_that_was_recreated_is_opened_again(bucket: KvBucket, store: Sto
 
 
 def test_one_manifest_is_decoded_however_many_vbuckets_have_it(
-    bucket: KvBucket, store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+    bucket: ServedBucket, store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All were, in one step: with 1,024 vbuckets and 1,000 collections it took 4 s."""
     uids, decoded = Mock(wraps=records.manifest_uid), Mock(wraps=records.decode_manifest)
@@ -132,7 +132,7 @@ def test_one_manifest_is_decoded_however_many_vbuckets_have_it(
     assert bucket.view.manifest_uids() == {vbid: bucket.view.manifest(vbid).uid for vbid in range(16)}
 
 
-def test_uids_of_a_file_that_was_replaced_are_read_again(bucket: KvBucket, store: Store, tmp_path: Path) -> None:
+def test_uids_of_a_file_that_was_replaced_are_read_again(bucket: ServedBucket, store: Store, tmp_path: Path) -> None:
     store.collections(3, {8: "s"}, DEFAULT, uid=4)
     assert set(bucket.view.manifest_uids().values()) == {4}
     other = Store(tmp_path / "other")
@@ -146,7 +146,7 @@ def test_uids_of_a_file_that_was_replaced_are_read_again(bucket: KvBucket, store
 
 
 @pytest.mark.parametrize("size", [10, 2 * LARGE_BYTES])
-def test_a_seqno_is_there_as_a_newest_version_alone(bucket: KvBucket, store: Store, size: int) -> None:
+def test_a_seqno_is_there_as_a_newest_version_alone(bucket: ServedBucket, store: Store, size: int) -> None:
     key = b"k" * 250
     vbid = store.put(key, bytes(size), 7)
     store.put(key, bytes(size), 9)
@@ -157,7 +157,7 @@ def test_a_seqno_is_there_as_a_newest_version_alone(bucket: KvBucket, store: Sto
     assert [bucket.holds_seqno(deleted, seqno) for seqno in (8, 12)] == [False, True]
 
 
-def test_collection_ids_of_every_length(bucket: KvBucket, store: Store) -> None:
+def test_collection_ids_of_every_length(bucket: ServedBucket, store: Store) -> None:
     wide = Collection(0xFFFF_FFFF, 8, "wide", Seqno(0))
     store.collections(3, {8: "s"}, DEFAULT, wide)
     store.put(b"a", b"wide", 9, cid=0xFFFF_FFFF)
@@ -172,7 +172,7 @@ def test_collection_ids_of_every_length(bucket: KvBucket, store: Store) -> None:
 
 
 def test_a_manifest_names_only_what_its_reader_may_read(
-    bucket: KvBucket, store: Store, monkeypatch: pytest.MonkeyPatch
+    bucket: ServedBucket, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, hidden = Collection(8, 8, "mine", Seqno(0)), Collection(9, 8, "hidden", Seqno(0))
     store.collections(3, {8: "s", 9: "secret", 10: "empty"}, DEFAULT, mine, hidden, Collection(10, 9, "x", Seqno(0)))
@@ -182,7 +182,7 @@ def test_a_manifest_names_only_what_its_reader_may_read(
     assert named == {"_default": [], "s": ["mine"], "empty": []}
     everything = json.loads(bucket.visible(READER).text)
     assert [scope["name"] for scope in everything["scopes"]] == ["_default", "s", "secret", "empty"]
-    monkeypatch.setattr("mirror.serve.kv.bucket.VISIBLE_MAX", 1)
+    monkeypatch.setattr("mirror.serve.bucket.bucket.VISIBLE_MAX", 1)
     for number in range(5):
         bucket.visible(Reader("r", frozenset({f"s.{number}"})))
     assert len(bucket._visible[1]) == 1

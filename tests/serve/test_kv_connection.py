@@ -8,7 +8,8 @@ import struct
 
 import pytest
 
-from mirror.serve.kv.connection import OPERATIONS, KvConnection
+from mirror.serve.kv.server import KvSession
+from mirror.server.connection import Connection
 from mirror.server.outgoing import HIGH_WATER_BYTES
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -37,15 +38,15 @@ async def test_of_clients_that_use_up_their_turns_one_works_in_each_turn_of_the_
     def clock() -> float:
         return now
 
-    def answer(self: KvConnection, frame: Frame) -> bytes:
+    def answer(self: Connection, frame: Frame) -> bytes:
         nonlocal now
         now += 1.0
         worked.append(iteration)
         return plain(self, frame)
 
-    plain = KvConnection._answer
-    monkeypatch.setattr("mirror.serve.kv.connection.perf_counter", clock)
-    monkeypatch.setattr(KvConnection, "_answer", answer)
+    plain = Connection._answer
+    monkeypatch.setattr("mirror.server.connection.perf_counter", clock)
+    monkeypatch.setattr(Connection, "_answer", answer)
     clients = [await endpoint.connect() for _ in range(5)]
     for client in clients:
         assert (await client.ask(kv_client.noop())).status == 0, "it has used up a turn now"
@@ -111,7 +112,7 @@ async def test_bytes_that_are_no_request_are_noticed_where_a_turn_ends_before_th
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too few of them for a header: nothing more comes that would wake the connection."""
-    monkeypatch.setattr("mirror.serve.kv.connection.TURN_S", -1.0)
+    monkeypatch.setattr("mirror.server.connection.TURN_S", -1.0)
     client = await endpoint.connect()
     client.writer.write(fr.encode(get()) + fr.encode(get()) + b"get a\r\n")
     for _ in range(2):
@@ -151,7 +152,7 @@ def samples() -> list[bytes]:
         fr.request(Opcode.GET, key=b"\0a", framing=b"\x22\0\x05"),
         *(
             fr.request(opcode, key=b"\0a", extras=bytes(4), value=b"{}")
-            for opcode in OPERATIONS
+            for opcode in KvSession.operations
             if opcode != Opcode.QUIT
         ),
     ]

@@ -10,7 +10,7 @@ import pytest
 
 from mirror.document import values
 from mirror.serve.access.auth import FileUsers, entry_of
-from mirror.serve.kv.session import CHANGES
+from mirror.serve.bucket.mirror_session import CHANGES
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec

@@ -11,8 +11,8 @@ import cramjam
 import pytest
 
 from mirror.config import Settings
-from mirror.serve.kv.connection import KvConnection
-from mirror.serve.kv.server import CROWDED_SEND_TIMEOUT_S
+from mirror.server.connection import Connection
+from mirror.server.endpoint import CROWDED_SEND_TIMEOUT_S
 from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -201,7 +201,7 @@ async def test_an_answer_that_repeats_a_large_document_is_refused(endpoint: Endp
     assert (await client.ask(lookup(b"large", *[whole] * 4))).status == Status.E2BIG
 
 
-async def slow_reader(endpoint: Endpoint, key: bytes = b"large") -> tuple[Client, KvConnection]:
+async def slow_reader(endpoint: Endpoint, key: bytes = b"large") -> tuple[Client, Connection]:
     """A client that asks for a document and takes nothing."""
     before = set(endpoint.server.connections)
     client = await endpoint.connect(limit=1024)

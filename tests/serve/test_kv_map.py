@@ -9,9 +9,9 @@ import pytest
 
 from mirror.errors import ConfigError
 from mirror.serve.access.auth import Reader
-from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.map import ServedMap, check_nodes, named_nodes, own_node
-from mirror.serve.listener import Address
+from mirror.serve.bucket.bucket import ServedBucket
+from mirror.serve.bucket.map import ServedMap, check_nodes, named_nodes, own_node
+from mirror.server.listener import Address
 from mirror.wire import codec_kv
 from mirror.wire.constants import Feature
 from storage.model import Identity
@@ -120,14 +120,14 @@ def test_mirrors_that_hold_all_may_be_named_in_any_parts(text: str) -> None:
     ],
 )
 def test_a_changed_map_is_announced_as_requested(
-    bucket: KvBucket, features: tuple[int, ...], logged_in: bool, selected: bool, reported: str | None
+    bucket: ServedBucket, features: tuple[int, ...], logged_in: bool, selected: bool, reported: str | None
 ) -> None:
     session = session_of(bucket)
     session.grant(frozenset(map(int, features)))
     session.reader = Reader("r") if logged_in else None
     session.bucket_selected = selected
     changed = ServedMap(session.bucket.identity, named_nodes("a:1"), 2)
-    session.cluster_map = changed
+    session._clients.cluster_map = changed
     frame = session.map_notification()
     if reported is None:
         assert frame is None

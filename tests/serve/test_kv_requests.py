@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mirror.serve.access.auth import Reader, SourceUser
-from mirror.serve.kv.session import FAILED_LOGINS_MAX, GRANTED
-from mirror.serve.listener import Address
+from mirror.serve.bucket.mirror_session import FAILED_LOGINS_MAX, GRANTED
+from mirror.server.listener import Address
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
@@ -218,7 +218,7 @@ async def test_vbuckets_that_serve_nothing_complete_are_left_out_of_the_seqnos(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kv_engine leaves out those that are not in the requested state; 0 would say that the source has nothing."""
-    monkeypatch.setattr("mirror.serve.kv.bucket.MANIFEST_FRESH_S", -1.0)
+    monkeypatch.setattr("mirror.serve.bucket.bucket.MANIFEST_FRESH_S", -1.0)
     store = Store(tmp_path, vbuckets=4)
     store.put(KEYS[1], b"1", 5)
     store.log(2, (77, 0))

@@ -263,7 +263,7 @@ async def test_who_hangs_up_leaves_nothing_behind(endpoint: Endpoint, client: Cl
 
 
 async def test_only_so_many_answers_of_a_client_are_under_way(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirror.serve.kv.connection.LATER_MAX", 2)
+    monkeypatch.setattr("mirror.server.connection.LATER_MAX", 2)
     required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
     waiting = create(between(snapshot_requirements=required))
     await client.send(waiting, waiting)
@@ -322,7 +322,7 @@ async def test_a_scan_ends_at_a_document_that_cannot_be_unpacked(store: Store, c
 async def test_a_page_that_was_refused_can_be_requested_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     name = await begin(client, between())
     with monkeypatch.context() as patch:
-        patch.setattr("mirror.serve.kv.connection.LATER_MAX", 0)
+        patch.setattr("mirror.server.connection.LATER_MAX", 0)
         assert (await client.ask(go_on(name))).status == Status.EBUSY
     assert (await client.ask(go_on(name))).status == Status.RANGE_SCAN_COMPLETE
 

@@ -10,7 +10,7 @@ import pytest
 
 from mirror.config import Settings
 from mirror.serve.access.auth import FileUsers, entry_of
-from mirror.serve.kv.map import ServedMap, named_nodes
+from mirror.serve.bucket.map import ServedMap, named_nodes
 from mirror.server.outgoing import HIGH_WATER_BYTES
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -180,8 +180,8 @@ async def test_what_waited_is_judged_by_the_rights_at_its_end(store: Store, tmp_
 async def test_the_sweeper_keeps_the_time_and_notices_a_group_recreated(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mirror.serve.kv.server.SWEEP_S", 0.005)
-    monkeypatch.setattr("mirror.serve.kv.server.REPLACED_CHECK_S", 0.01)
+    monkeypatch.setattr("mirror.server.endpoint.SWEEP_S", 0.005)
+    monkeypatch.setattr("mirror.server.endpoint.REPLACED_CHECK_S", 0.01)
     async with serving(store.path) as endpoint:
         began = endpoint.server.now_s
         looked = []

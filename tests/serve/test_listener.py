@@ -11,7 +11,7 @@ import pytest
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
-from mirror.serve.listener import Address, check_addresses, listening_socket, parse_addresses, reserve
+from mirror.server.listener import Address, check_addresses, listening_socket, parse_addresses, reserve
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mirror.serve.access.admission import LOCAL
 from mirror.serve.access.auth import FileUsers, Reader, SourceUser
 from mirror.serve.access.logins import (
     DELAY_MAX_S,
@@ -26,7 +25,8 @@ from mirror.serve.access.logins import (
     Failures,
     Logins,
 )
-from mirror.serve.kv.session import FAILED_LOGINS_MAX
+from mirror.serve.bucket.mirror_session import FAILED_LOGINS_MAX, MirrorClients
+from mirror.server.admission import LOCAL
 from mirror.server.session import LoginAttempt
 from mirror.wire import codec_kv
 from mirror.wire.constants import Status
@@ -245,7 +245,8 @@ async def test_a_login_that_began_before_the_password_was_changed_is_refused(sto
 async def test_guesses_and_silence_keep_nobody_out(store: Store, users_file: Path) -> None:
     """Eight guessers of one user's password, and others that connect and say nothing, once did."""
     async with serving(store.path, readers=FileUsers(users_file), reader_connections_max=64) as endpoint:
-        logins = endpoint.server._logins
+        assert isinstance(endpoint.server.clients, MirrorClients)
+        logins = endpoint.server.clients.logins
         for _ in range(50):
             logins.failed("ann", "local")
         for _ in range(8):

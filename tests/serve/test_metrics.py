@@ -16,8 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mirror.health import BROKEN, STATES, Trouble
-from mirror.serve.latency import BOUNDS_S, Latencies
 from mirror.serve.metrics import Requests, exposition, own_exposition
+from mirror.server.latency import BOUNDS_S, Latencies
 from mirror.supervise.status import stored_status
 from tests.serve.http_site import Source, service_report
 

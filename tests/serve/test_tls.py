@@ -24,7 +24,7 @@ from mirror.errors import ConfigError
 from mirror.feed.read.reader import Position, Snapshot, SourceReader
 from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.access.tls import server_tls
-from mirror.serve.listener import Address
+from mirror.server.listener import Address
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from tests.feed.authority import Authority

@@ -28,7 +28,7 @@ def view(store: Store) -> Iterator[View]:
         yield opened
 
 
-def test_a_store_that_was_opened_again_is_news(store: Store, view: View) -> None:
+async def test_a_store_that_was_opened_again_is_news(store: Store, view: View) -> None:
     views = [view]
     watch = Watch(lambda: views[-1])
     notified: list[int] = []
@@ -41,7 +41,7 @@ def test_a_store_that_was_opened_again_is_news(store: Store, view: View) -> None
         assert notified == [1]
 
 
-def test_a_group_that_cannot_be_read_hides_and_delays_no_news_of_the_others(
+async def test_a_group_that_cannot_be_read_hides_and_delays_no_news_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Followers of the lost group hear of it, too: their next read fails, which ends their streams. A client that takes
@@ -95,10 +95,8 @@ async def test_a_store_that_cannot_be_read_is_tried_again(view: View, monkeypatc
         return view
 
     watch = Watch(viewed)
-    watch.start()
     notified = asyncio.Event()
     watch.follow(0, lambda _vbid: notified.set())
     async with asyncio.timeout(10):
         await notified.wait()
-    await watch.stop()
     assert not failures

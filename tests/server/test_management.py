@@ -14,7 +14,7 @@ import pytest
 
 from mirror.sandbox import SandboxCluster
 from mirror.serve.access.auth import FileUsers, entry_of
-from mirror.serve.kv.map import ServedMap, own_node
+from mirror.serve.bucket.map import ServedMap, own_node
 from mirror.server.management import HEAD_BYTES_MAX, NO_MANAGEMENT
 from tests.serve.dcp_rig import DcpEndpoint
 from tests.serve.kv_rig import PASSWORD, USER, WAIT_S, Endpoint, NoStrangers, Store, with_users

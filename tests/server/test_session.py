@@ -15,10 +15,10 @@ from mirror.sandbox.data.bucket import User
 from mirror.sandbox.kv.session import SandboxSession, SessionPort
 from mirror.sandbox.node import node
 from mirror.serve.access.auth import Reader
-from mirror.serve.dcp.connection import ABILITIES as MIRROR
-from mirror.serve.kv import connection as kv_connection
-from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.session import KvSession
+from mirror.serve.bucket.bucket import ServedBucket
+from mirror.serve.bucket.mirror_session import MirrorSession
+from mirror.serve.dcp.dcp_session import ABILITIES as MIRROR
+from mirror.serve.kv.server import KvSession
 from mirror.server import dispatch
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused, unknown_collection
@@ -82,9 +82,9 @@ def source_session() -> SandboxSession:
 
 
 @pytest.fixture
-def mirror_session(tmp_path: Path) -> Iterator[KvSession]:
+def mirror_session(tmp_path: Path) -> Iterator[MirrorSession]:
     store = Store(tmp_path, vbuckets=1)
-    bucket = KvBucket(store.path, SystemClock())
+    bucket = ServedBucket(store.path, SystemClock())
     yield session_of(bucket, Reader("all"))
     bucket.close()
     store.close()
@@ -107,10 +107,10 @@ MISSHAPEN = [
 
 
 @pytest.mark.parametrize("frame", MISSHAPEN, ids=lambda frame: f"{frame.opcode:02x}")
-def test_a_request_of_another_shape_is_refused_by_every_server(mirror_session: KvSession, frame: fr.Frame) -> None:
+def test_a_request_of_another_shape_is_refused_by_every_server(mirror_session: MirrorSession, frame: fr.Frame) -> None:
     """A GET with extras and a value was answered with success by the mirror."""
     assert status(dispatch.answer(source_session(), node.OPERATIONS, frame)) == Status.EINVAL
-    assert status(dispatch.answer(mirror_session, kv_connection.OPERATIONS, frame)) == Status.EINVAL
+    assert status(dispatch.answer(mirror_session, KvSession.operations, frame)) == Status.EINVAL
 
 
 def test_login_comes_first_then_the_bucket_then_the_privilege() -> None:

@@ -9,6 +9,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,8 +42,11 @@ def test_the_drawing_of_the_packages_is_what_the_contracts_say() -> None:
     ]
 
 
-def test_an_import_against_the_contracts_is_noticed(tmp_path: Path) -> None:
-    """The same packages with empty modules, but for the imports that contracts name; then wire opens a socket."""
+@pytest.mark.parametrize(
+    ("importer", "imported"), [("wire.frame", "socket"), ("serve.dcp.stream", "mirror.serve.kv.scans")]
+)
+def test_an_import_against_the_contracts_is_noticed(tmp_path: Path, importer: str, imported: str) -> None:
+    """The same packages with empty modules, but for the imports that contracts name, and the one against them."""
     for root in ("cli", "mirror", "storage"):
         for module in (ROOT / root).rglob("*.py"):
             copy = tmp_path / module.relative_to(ROOT)
@@ -49,8 +54,8 @@ def test_an_import_against_the_contracts_is_noticed(tmp_path: Path) -> None:
             copy.touch()
     (tmp_path / "cli" / "render.py").write_text("import rich\n")
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    (tmp_path / "mirror" / "wire" / "frame.py").write_text("import socket\n")
+    (tmp_path / "mirror" / f"{importer.replace('.', '/')}.py").write_text(f"import {imported}\n")
     result = lint_imports(tmp_path)
     assert result.returncode == 1
     assert "1 broken" in result.stdout
-    assert "mirror.wire.frame -> socket" in result.stdout
+    assert f"mirror.{importer} -> {imported}" in result.stdout

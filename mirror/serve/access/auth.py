@@ -38,8 +38,6 @@ READ_AT_ONCE_BYTES_MAX = 64 * 1024
 """The event loop itself reads a changed file up to this size: some ninety users, 2 ms."""
 
 EVERYTHING = frozenset(("*",))
-RIGHTS_CHANGED = "the rights of this user were changed"
-"""The text that refuses a request if its reader's rights changed after the request began."""
 
 log = get_logger("auth")
 

@@ -25,8 +25,8 @@ from functools import partial
 from typing import TypeVar
 
 from mirror.clock import Clock
-from mirror.serve.access.admission import Periodic
 from mirror.serve.access.auth import Reader, Users
+from mirror.server.admission import Periodic
 from mirror.server.session import LoginAttempt, checked
 
 NICENESS = 10

@@ -12,8 +12,8 @@ from __future__ import annotations
 import struct
 from time import monotonic
 
-from mirror.serve.access.admission import Periodic
 from mirror.serve.dcp.filter import ServedFilter, is_replaced
+from mirror.server.admission import Periodic
 from mirror.server.controls import TIME_UNKNOWN, Controls, DocumentShape
 from mirror.wire import codec_dcp
 from mirror.wire import frame as fr

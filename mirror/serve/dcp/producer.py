@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mirror.serve.access.auth import Reader
+from mirror.serve.bucket.bucket import ServedBucket
 from mirror.serve.dcp import filter as dcp_filter
 from mirror.serve.dcp.filter import ServedFilter
 from mirror.serve.dcp.stream import PIECE_BYTES, DcpStream
-from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.watch import News, Watch
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
@@ -89,7 +89,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         port: ProducerPort,
         name: str,
         controls: Controls,
-        bucket: KvBucket,
+        bucket: ServedBucket,
         watch: Watch,
         counters: DcpCounters,
         worker: Worker,

@@ -25,9 +25,9 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mirror.serve.access.admission import Slot
 from mirror.serve.http.framing import HEAD_BYTES_MAX, BadFraming, Framing, Head
 from mirror.serve.http.problems import Problem
+from mirror.server.admission import Slot
 from mirror.server.outgoing import Outgoing
 from mirror.server.turns import Turns
 

@@ -20,14 +20,14 @@ from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.messages import ProcessCommand, ProcessReport
-from mirror.serve.access.admission import Acceptor, Admission
 from mirror.serve.access.auth import Users
 from mirror.serve.access.tls import server_tls
 from mirror.serve.http.api import make_app
 from mirror.serve.http.protocol import Gate, HttpConnection
 from mirror.serve.http.service import Service
 from mirror.serve.http.status import Report
-from mirror.serve.listener import Address
+from mirror.server.admission import Acceptor, Admission
+from mirror.server.listener import Address
 from storage.errors import StorageError
 
 DRAIN_S = 5.0
@@ -66,7 +66,6 @@ class HttpServer:
 
     async def start(self) -> None:
         self._set_date()
-        self.service.waits.watch.start()
         with contextlib.suppress(StorageError):
             self.service.view.published({})  # takes 30 ms, so not in the first request
         for address, listening in self._sockets:
@@ -96,8 +95,6 @@ class HttpServer:
         for acceptor in self._acceptors:
             acceptor.close()
         await self.gate.stop(DRAIN_S)
-        await asyncio.sleep(0)
-        await self.service.waits.watch.stop()
         if self.service.queries is not None:
             await self.service.queries.close()
         self.service.logins.close()

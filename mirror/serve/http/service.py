@@ -25,8 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from mirror.clock import Clock
 from mirror.config import Settings, required_data
-from mirror.serve.access.admission import Slot
-from mirror.serve.access.auth import RIGHTS_CHANGED, Reader, Users, current, users_of
+from mirror.serve.access.auth import Reader, Users, current, users_of
 from mirror.serve.access.logins import Logins
 from mirror.serve.access.tls import certified_reader
 from mirror.serve.http.problems import Problem
@@ -36,6 +35,8 @@ from mirror.serve.http.status import Report, StatusReporter
 from mirror.serve.http.view import Mirror, PublishWatch
 from mirror.serve.http.waits import WriteWaits
 from mirror.serve.metrics import Requests
+from mirror.server.admission import Slot
+from mirror.server.errors import RIGHTS_CHANGED
 from mirror.server.turns import Budget, Turns, Worker
 from storage.read.reading import BoundaryRead
 from storage.read.view import AsOf, View

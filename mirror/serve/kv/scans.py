@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import blake2b
 from time import perf_counter
+from typing import Any
 
 from mirror.document import values
-from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.bucket.bucket import ServedBucket
+from mirror.serve.bucket.mirror_session import MirrorClients, MirrorSession
 from mirror.serve.kv.scan_request import Scan, ScanBounds, parse
-from mirror.serve.kv.session import KvSession
 from mirror.server.document_requests import outgoing
 from mirror.server.errors import NeedsMemory, Refused
+from mirror.server.listener import Address
 from mirror.server.session import JSON, Later, Operation, Reply
 from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_kv
@@ -49,7 +51,13 @@ POLL_S = 0.005
 _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
 
 
-def _creation(session: KvSession, vbid: int, bounds: ScanBounds) -> Iterator[Reply | None]:
+class ScanSession(MirrorSession):
+    def __init__(self, clients: MirrorClients, address: Address, peer: str) -> None:
+        super().__init__(clients, address, peer)
+        self.scans: dict[bytes, Scan] = {}
+
+
+def _creation(session: ScanSession, vbid: int, bounds: ScanBounds) -> Iterator[Reply | None]:
     """Yield None while the scan waits for a seqno, or counts the documents of a sample; then yield the answer."""
     bucket = session.bucket
     begun_s = bucket.clock.monotonic()
@@ -79,7 +87,7 @@ def _creation(session: KvSession, vbid: int, bounds: ScanBounds) -> Iterator[Rep
     yield Reply(value=name)
 
 
-def _begun(session: KvSession, vbid: int, bounds: ScanBounds, begun_s: float) -> Scan | None:
+def _begun(session: ScanSession, vbid: int, bounds: ScanBounds, begun_s: float) -> Scan | None:
     """Return the scan at the vbucket's present moment. None: the moment does not meet the requirements; try again."""
     bucket, reader = session.bucket, session.known_reader
     bucket.check_collection(vbid, bounds.collection_id, reader)
@@ -101,7 +109,7 @@ def _begun(session: KvSession, vbid: int, bounds: ScanBounds, begun_s: float) ->
     return Scan(bounds, pin, reader, now_s + LIFETIME_S, bounds.start)
 
 
-def _peek(bucket: KvBucket, scan: Scan) -> None:
+def _peek(bucket: ServedBucket, scan: Scan) -> None:
     """Raise Refused if the range ends within `PEEKS` without a document."""
     position, bounds = scan.position, scan.bounds
     for limit in PEEKS:
@@ -124,14 +132,14 @@ def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
     return lambda key: int.from_bytes(blake2b(key, digest_size=8, key=secret).digest()) < limit
 
 
-def _create(session: KvSession, frame: Frame) -> Later:
+def _create(session: ScanSession, frame: Frame) -> Later:
     if frame.datatype != JSON:
         raise Refused(Status.EINVAL, "the datatype of a scan request is JSON")
     bounds = parse(frame.value, takes_xattrs=Feature.XATTR in session.features)
     return Later(_creation(session, frame.vbucket, bounds).__next__, POLL_S if bounds.requirements else 0)
 
 
-def _continue(session: KvSession, frame: Frame) -> Reply:
+def _continue(session: ScanSession, frame: Frame) -> Reply:
     limits = codec_kv.decode_scan_continue(frame.extras)
     scan = _open_scan(session, limits.uuid, frame.vbucket)
     if session.granted_bytes <= LARGE_BYTES:
@@ -151,7 +159,7 @@ def _continue(session: KvSession, frame: Frame) -> Reply:
     return reply
 
 
-def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
+def _open_scan(session: ScanSession, name: bytes, vbid: int) -> Scan:
     scan = session.scans.get(name)
     if scan is None or scan.pin.vbid != vbid or scan.ends_s <= session.bucket.clock.monotonic():
         session.scans.pop(name, None)
@@ -161,7 +169,7 @@ def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
     return scan
 
 
-def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Reply:
+def _page(session: ScanSession, scan: Scan, items_max: int, bytes_max: int) -> Reply:
     bounds, position = scan.bounds, scan.position
     items: list[ScanItem] = []
     byte_count = 0
@@ -198,7 +206,7 @@ def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Rep
     )
 
 
-def _item(session: KvSession, bounds: ScanBounds, document: Document) -> ScanItem:
+def _item(session: ScanSession, bounds: ScanBounds, document: Document) -> ScanItem:
     if bounds.xattrs:
         value, datatype = document.value, document.datatype
         if not session.snappy:
@@ -210,13 +218,13 @@ def _item(session: KvSession, bounds: ScanBounds, document: Document) -> ScanIte
     )  # fmt: skip
 
 
-def _cancel(session: KvSession, frame: Frame) -> Reply:
+def _cancel(session: ScanSession, frame: Frame) -> Reply:
     _open_scan(session, frame.extras, frame.vbucket)
     del session.scans[frame.extras]
     return Reply()
 
 
-OPERATIONS: dict[int, Operation[KvSession]] = {
+OPERATIONS: dict[int, Operation[Any]] = {
     int(Opcode.RANGE_SCAN_CREATE): Operation(_create),
     int(Opcode.RANGE_SCAN_CONTINUE): Operation(_continue),
     int(Opcode.RANGE_SCAN_CANCEL): Operation(_cancel),

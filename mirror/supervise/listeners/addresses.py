@@ -15,11 +15,11 @@ from importlib.util import find_spec
 from mirror.config import EFFECTS, Effect, Settings, Values
 from mirror.errors import ConfigError
 from mirror.messages import StartServer
-from mirror.serve.access.admission import raise_descriptor_limit
 from mirror.serve.access.auth import users_of
 from mirror.serve.access.tls import server_tls
-from mirror.serve.kv.map import named_nodes
-from mirror.serve.listener import Address, Reserved, check_addresses, parse_addresses, reserve
+from mirror.serve.bucket.map import named_nodes
+from mirror.server.admission import raise_descriptor_limit
+from mirror.server.listener import Address, Reserved, check_addresses, parse_addresses, reserve
 
 KINDS = ("kv", "http", "dcp")
 SLOTS_PER_KIND = 1000

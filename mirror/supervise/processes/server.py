@@ -19,12 +19,12 @@ from mirror.log import get_logger, set_up_logs
 from mirror.messages import NoteContact, ProcessCommand, ProcessReport, Reply, StartMessage, StartServer, UseKvNodes
 from mirror.serve.access.auth import users_of
 from mirror.serve.access.tls import server_tls
-from mirror.serve.dcp.connection import SourceContact
+from mirror.serve.bucket.bucket import ServedBucket
+from mirror.serve.bucket.map import BUCKET_CAPABILITIES, KV_CAPABILITIES, ServedMap, named_nodes, own_node
+from mirror.serve.dcp.dcp_session import SourceContact
 from mirror.serve.dcp.server import DcpServer
-from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.map import ServedMap, named_nodes, own_node
 from mirror.serve.kv.server import KvServer
-from mirror.serve.listener import Address, listening_socket, parse_addresses
+from mirror.server.listener import Address, listening_socket, parse_addresses
 from mirror.supervise.listeners.addresses import SLOTS_PER_KIND
 from mirror.supervise.processes.life import Send, Work, main
 
@@ -40,14 +40,15 @@ Sockets = list[tuple[Address, socket.socket]]
 
 
 class KvServing:
-    server_type: type[KvServer] = KvServer
+    server_type: type[KvServer | DcpServer] = KvServer
+    capabilities: tuple[str, ...] = KV_CAPABILITIES
 
     def __init__(self, settings: Settings, sockets: Sockets, revision: int, login_secret: bytes) -> None:
         """Open the mirror. Raises StorageError, ConfigError."""
         clock = SystemClock()
         self._tls = server_tls(settings)
         self._users = users_of(settings, login_secret)
-        self._bucket = KvBucket(
+        self._bucket = ServedBucket(
             str(required_data(settings)),
             clock,
             verify_reads=settings.verify_reads,
@@ -87,7 +88,7 @@ class KvServing:
     def _map(self, kv_nodes: str | None, revision: int) -> ServedMap:
         identity = self._bucket.identity
         nodes = [own_node(self._addresses, identity.held)] if kv_nodes is None else named_nodes(kv_nodes)
-        cluster_map = ServedMap(identity, nodes, revision)
+        cluster_map = ServedMap(identity, nodes, revision, self.capabilities)
         if cluster_map.uncovered:
             log.warning("vbuckets-without-mirror", vbuckets=cluster_map.uncovered)
         return cluster_map
@@ -95,12 +96,13 @@ class KvServing:
 
 class DcpServing(KvServing):
     server_type = DcpServer
+    capabilities = BUCKET_CAPABILITIES
 
     def __init__(self, settings: Settings, sockets: Sockets, revision: int, login_secret: bytes) -> None:
         super().__init__(settings, sockets, revision, login_secret)
         assert isinstance(self._server, DcpServer)
-        self._contact = self._server.contact = SourceContact(self._bucket.view.vbids, SystemClock())
-        self._warnings = self._server.warnings
+        self._contact = self._server.producers.contact = SourceContact(self._bucket.view.vbids, SystemClock())
+        self._warnings = self._server.producers.warnings
 
     def status(self) -> ProcessReport:
         return {**super().status(), "warnings": self._warnings}

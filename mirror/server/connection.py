@@ -1,13 +1,16 @@
-"""One KV client's connection: answers requests in order, within limits.
+"""One KV or DCP client's connection: answers requests in order, within limits.
 
-Knows frames, the transport and the dispatch table, not the operations. Requests are answered as they are read. If an
-answer takes time (`Later`), the client's further requests wait, unless the client negotiated unordered execution
+Knows frames and the transport. The connection is given its session, which speaks KV or DCP: it has the operations, the
+login and, after DCP_OPEN, the producer that sends streams (`ProducerPort`). Requests are answered as they are read. If
+an answer takes time (`Later`), the client's further requests wait, unless the client negotiated unordered execution
 (kv_engine docs/UnorderedExecution.md). Invariants:
-- bytes that are not a request end only this connection;
+- bytes that are no request, an answer without a request, or an acknowledgement of more than was sent, end only this
+  connection;
 - if an operation cannot decode its request, the client gets the codec's status and the connection stays;
 - at most one incomplete request and one received piece of data are held. A request above the size limit is refused
   after its header, and its body is skipped;
-- while the client takes no answers, its requests wait: at most one answer is unsent (`Outgoing`);
+- while the client takes no answers, its requests wait: at most one answer is unsent (`Outgoing`). Requests of a DCP
+  client are answered on, because acknowledgements and close requests must arrive, up to `ANSWERS_BYTES_MAX`;
 - a client's turn ends after `requests_per_turn` answers or `TURN_S`. Its further requests then wait in the queue of
   `turns`, as steps of slow requests do. So a small request of another client waits for one entry of the queue;
 - a request that needs more than `LARGE_BYTES` runs in the worker thread, once there is memory for it; meanwhile the
@@ -19,22 +22,17 @@ answer takes time (`Later`), the client's further requests wait, unless the clie
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 from mirror.log import get_logger
-from mirror.serve.access.admission import Slot
-from mirror.serve.access.auth import RIGHTS_CHANGED, Reader
-from mirror.serve.access.tls import certified_reader
-from mirror.serve.kv import scans as kv_scans
-from mirror.serve.kv import session as kv_session
-from mirror.serve.kv.fast import BYTES_MAX, Counters, answer_gets
-from mirror.serve.kv.session import KvSession
-from mirror.serve.listener import Address
-from mirror.server import dispatch, document_requests, requests
-from mirror.server.errors import NeedsMemory
+from mirror.server import dcp_requests, dispatch
+from mirror.server.admission import Slot
+from mirror.server.document_requests import DocumentSession
+from mirror.server.errors import RIGHTS_CHANGED, NeedsMemory
+from mirror.server.latency import Latencies
 from mirror.server.management import Management, is_http
 from mirror.server.outgoing import Outgoing
 from mirror.server.session import Later, Operation, Reply
@@ -44,12 +42,11 @@ from mirror.wire.constants import HEADER_SIZE, Feature, Magic, Opcode, Status
 from mirror.wire.errors import ProtocolError, RemoteProtocolError
 from mirror.wire.frame import HEADER, Frame
 
-OPERATIONS: dict[int, Operation[KvSession]] = {
-    **requests.OPERATIONS,
-    **document_requests.OPERATIONS,
-    **kv_session.OPERATIONS,
-    **kv_scans.OPERATIONS,
-}
+BYTES_MAX = 64 * 1024
+"""Answers are gathered up to this size, and then written together."""
+
+ANSWERS_BYTES_MAX = 1024 * 1024
+"""Bytes of answers held for a DCP client that takes none; above this, the connection stops reading."""
 
 TURN_S = 0.001
 """A client's turn ends with the request that reaches this time, or `requests_per_turn`."""
@@ -58,16 +55,27 @@ LATER_MAX = 64
 """Limit of one client's slow requests (`Later`) in progress; further ones are answered `busy`."""
 
 _REQUEST, _FLEX_REQUEST = int(Magic.REQUEST), int(Magic.FLEX_REQUEST)
+_RESPONSES = (int(Magic.RESPONSE), int(Magic.FLEX_RESPONSE))
 _GET = int(Opcode.GET)
 _GOOD = frozenset({int(Status.SUCCESS), int(Status.RANGE_SCAN_MORE), int(Status.RANGE_SCAN_COMPLETE)})
 _QUITQ = int(Opcode.QUITQ)
 
 T = TypeVar("T")
 
-log = get_logger("kv")
+log = get_logger("port")
+
+
+class Counters:
+    __slots__ = ("bytes_sent", "errors", "hits", "latencies", "misses", "refused", "requests")
+
+    def __init__(self) -> None:
+        self.requests = self.hits = self.misses = self.refused = self.errors = self.bytes_sent = 0
+        self.latencies = Latencies()
 
 
 class Host(Protocol):
+    """The process's endpoint, as its connections see it."""
+
     counters: Counters
     now_s: float
     requests_per_turn: int
@@ -75,24 +83,57 @@ class Host(Protocol):
     turns: Turns
     worker: Worker
 
-    def opened(self, connection: KvConnection) -> None: ...
+    def opened(self, connection: Connection) -> None: ...
 
-    def new_session(self, connection: KvConnection) -> KvSession: ...
+    def closed(self, connection: Connection) -> None: ...
 
-    def closed(self, connection: KvConnection) -> None: ...
-
-    def paused(self, connection: KvConnection) -> None: ...
+    def paused(self, connection: Connection) -> None: ...
 
 
-class KvConnection(asyncio.Protocol):
-    def __init__(self, host: Host, address: Address, slot: Slot) -> None:
-        self.address = address
+class ServedSession(DocumentSession):
+    """What speaks on a connection: KV or DCP."""
+
+    operations: Mapping[int, Operation[Any]]
+    changes: frozenset[int]
+    """Requests that are refused whatever they contain."""
+    granted_bytes = LARGE_BYTES
+    reader: object
+    """Who reads, with his rights; None before a login."""
+    connection: Connection
+
+    @property
+    def may_be_silent(self) -> bool:
+        """True if the client need not send anything."""
+        return False
+
+    def connected(self) -> None:
+        """Called once `connection` is set and open."""
+
+    def closed(self) -> None:
+        """Called when the connection is closed."""
+
+    def check_rights(self) -> str:
+        """Give the client its user's present rights. Return why the connection must be closed, or ""."""
+        return ""
+
+    def answer_gets(
+        self, counters: Counters, data: bytes, pos: int, out: list[bytes], count_max: int, turn_ends: float
+    ) -> tuple[int, int, int]:
+        """Append to `out` the answers to plain GETs from `pos` on. Stop at a request for the general path, `count_max`,
+        `BYTES_MAX` or the end of the turn. Return the position of the next request, the number of answers and their
+        bytes.
+        """
+        return pos, 0, 0
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, host: Host, session: ServedSession, slot: Slot) -> None:
         self.slot = slot
         self.last_received_s = host.now_s
         self.transport: asyncio.Transport
         self.outgoing: Outgoing
-        self.session = host.new_session(self)
-        self._host = host
+        self.session = session
+        self.host = host
         self._loop = asyncio.get_running_loop()
         self._pieces: list[bytes] = []
         self._size = 0
@@ -101,6 +142,8 @@ class KvConnection(asyncio.Protocol):
         self._skip = 0
         """Bytes of a refused request that are still to come."""
         self._paused = False
+        self._answer_bytes = 0
+        """Bytes of answers written since the client stopped taking data."""
         self._waiting = False
         """True while received requests wait for the next turn."""
         self._held: asyncio.Task[None] | None = None
@@ -120,22 +163,26 @@ class KvConnection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         self.outgoing = Outgoing(transport)
-        self.session.reader = certified_reader(self.session.users, transport) or self.session.reader
         self.slot.abort = self.abort
-        self._host.opened(self)
+        self.session.connection = self
+        self.session.connected()
+        self.host.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.ended = True
         self._pieces.clear()
         for task in self._later:
             task.cancel()
+        if self.session.producer is not None:
+            self.session.producer.stop()
+        self.session.closed()
         if self._management is not None:
             self._management.close()
         self.slot.release()
-        self._host.closed(self)
+        self.host.closed(self)
 
     def data_received(self, data: bytes) -> None:
-        self.last_received_s = self._host.now_s
+        self.last_received_s = self.host.now_s
         if self.ended:
             return
         if self._is_new:
@@ -155,24 +202,36 @@ class KvConnection(asyncio.Protocol):
             self._work()
 
     def pause_writing(self) -> None:
+        if self.session.producer is None:
+            self._pause()
+        self.outgoing.pause(self.host.now_s)
+        self.host.paused(self)
+
+    def _pause(self) -> None:
         self._paused = True
         self.transport.pause_reading()
-        self.outgoing.pause(self._host.now_s)
-        self._host.paused(self)
 
     def resume_writing(self) -> None:
-        self._paused = False
+        self._paused, self._answer_bytes = False, 0
         self.outgoing.resume()
         if not (self.ended or self._waiting or self._held):
             self._work()
             self._read_on()
 
-    # -- for the host
+    # -- for the endpoint, the session and its producer
 
-    def rights_changed(self, reader: Reader | None) -> None:
-        """Apply the client's new rights. None: the client has none."""
-        if reader is None:
-            self.hang_up()
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the client last sent data, accurate to a second."""
+        return self.host.now_s - self.last_received_s
+
+    def write(self, data: bytes) -> None:
+        if not (self.ended or self.transport.is_closing()):
+            self.host.counters.bytes_sent += len(data)
+            self.outgoing.write(data)
+
+    async def writable(self) -> None:
+        await self.outgoing.writable.wait()
 
     def hang_up(self) -> None:
         """Close once everything is sent."""
@@ -207,7 +266,7 @@ class KvConnection(asyncio.Protocol):
         pos = min(self._skip, len(data))
         self._skip -= pos
         out: list[bytes] = []
-        counters = self._host.counters
+        counters = self.host.counters
         began, answered = perf_counter(), counters.requests
         try:
             pos = self._answer_all(data, pos, out)
@@ -237,7 +296,7 @@ class KvConnection(asyncio.Protocol):
     def _wait_for_turn(self) -> None:
         self._waiting = True
         self.transport.pause_reading()
-        self._host.turns.call(self._next_turn)
+        self.host.turns.call(self._next_turn)
 
     def _next_turn(self) -> None:
         self._waiting = False
@@ -253,12 +312,16 @@ class KvConnection(asyncio.Protocol):
         if out:
             sent = out[0] if len(out) == 1 else b"".join(out)
             out.clear()
-            self._host.counters.bytes_sent += len(sent)
-            self.outgoing.write(sent)
+            if self.session.producer is not None and not self.outgoing.writable.is_set():
+                self._answer_bytes += len(sent)
+                if self._answer_bytes > ANSWERS_BYTES_MAX:
+                    self._pause()
+            self.write(sent)
 
     def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
         """Answer requests from `pos` on. Return the position of the next request, and set the bytes needed for it."""
-        host, counters = self._host, self._host.counters
+        host, counters = self.host, self.host.counters
+        answer_gets = self.session.answer_gets
         end = len(data)
         gathered = 0
         turn_ends = perf_counter() + TURN_S
@@ -271,7 +334,7 @@ class KvConnection(asyncio.Protocol):
                 return pos
             count = 0
             if data[pos + 1] == _GET:
-                pos, count, byte_count = answer_gets(self.session, counters, data, pos, out, left, turn_ends)
+                pos, count, byte_count = answer_gets(counters, data, pos, out, left, turn_ends)
                 gathered += byte_count
             if not count:
                 size = fr.frame_size(data, pos)
@@ -307,9 +370,9 @@ class KvConnection(asyncio.Protocol):
     def _refuse_large(self, data: bytes, pos: int) -> bytes:
         magic, opcode, _, _, _, vbucket, _, opaque, _ = HEADER.unpack_from(data, pos)
         self._check_magic(magic, opcode)
-        self._host.counters.requests += 1
-        self._host.counters.refused += 1
-        if opcode in kv_session.CHANGES:
+        self.host.counters.requests += 1
+        self.host.counters.refused += 1
+        if opcode in self.session.changes:
             reply = self._reply(Frame(magic, opcode, 0, vbucket, opaque))
         else:
             reply = self.session.refuse(Status.E2BIG, "the request is too large")
@@ -323,9 +386,11 @@ class KvConnection(asyncio.Protocol):
 
     def _answer(self, frame: Frame) -> bytes:
         began = perf_counter()
-        counters = self._host.counters
-        counters.requests += 1
         magic, opcode = frame.magic, frame.opcode
+        if magic in _RESPONSES:
+            dcp_requests.take_answer(self.session, frame)
+            return b""
+        self.host.counters.requests += 1
         if magic != _REQUEST:
             if magic == Magic.SERVER_RESPONSE:
                 return b""
@@ -355,7 +420,7 @@ class KvConnection(asyncio.Protocol):
         return b"" if reply is None else self._encode(frame, reply, began)
 
     def _tally(self, reply: Reply | None) -> None:
-        counters = self._host.counters
+        counters = self.host.counters
         if reply is None or reply.status == Status.KEY_ENOENT:
             counters.misses += 1
         elif reply.status in _GOOD:
@@ -386,14 +451,14 @@ class KvConnection(asyncio.Protocol):
             else:
                 if later.pause_s:
                     await asyncio.sleep(later.pause_s)
-                await self._host.turns.turn()
+                await self.host.turns.turn()
             await self.outgoing.writable.wait()
             reply = self._guarded(frame, later.step) if self.session.reader == reader else self._rights_changed()
         self._answered_later(self._count(frame, reply, began))
 
     async def _go_on_in_worker(self, frame: Frame, byte_count: int, began: float) -> None:
         """Answer a request in the worker thread. Its memory counts until the client has taken the answer."""
-        worker, session, reader = self._host.worker, self.session, self.session.reader
+        worker, session, reader = self.host.worker, self.session, self.session.reader
 
         def work() -> tuple[Reply | None, bytes]:
             session.granted_bytes = byte_count
@@ -446,7 +511,7 @@ class KvConnection(asyncio.Protocol):
         return self.session.encode(frame, reply, (perf_counter() - began) * 1e6)
 
     def _reply(self, frame: Frame) -> Reply | Later | None:
-        return self._guarded(frame, partial(dispatch.answer, self.session, OPERATIONS, frame))
+        return self._guarded(frame, partial(dispatch.answer, self.session, self.session.operations, frame))
 
     def _guarded(self, frame: Frame, compute: Callable[[], T]) -> T | Reply:
         try:

@@ -1,4 +1,4 @@
-"""A client of the mirror's KV or DCP port: its login, features and answers about the bucket.
+"""The session of a client of the mirror's KV or DCP port: its login, features and answers about the bucket.
 
 `mirror.server` has the protocol, this module the policy of a mirror. A KV client gets the published seqno both as a
 vbucket's current and as its persisted seqno. How much of the data below it a crash can undo depends on the setting
@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from mirror.serve.access.admission import LOCAL
-from mirror.serve.access.auth import Reader, Users
+from mirror.clock import Clock
+from mirror.serve.access.auth import Reader, Users, current
 from mirror.serve.access.logins import Logins
-from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.map import ServedMap
-from mirror.serve.kv.scan_request import Scan
-from mirror.server.document_requests import ACCESS_DELETED, REPLICA_READ, DocumentSession
+from mirror.serve.access.tls import certified_reader
+from mirror.serve.bucket.bucket import ServedBucket
+from mirror.serve.bucket.map import ServedMap
+from mirror.server import document_requests, requests
+from mirror.server.connection import ServedSession
+from mirror.server.document_requests import ACCESS_DELETED, REPLICA_READ
 from mirror.server.errors import NeedsMemory, Refused
+from mirror.server.listener import Address
 from mirror.server.session import LoginAttempt, Operation, Reply, Revision, VbucketHistory, failover_statistics
 from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_dcp
@@ -62,40 +65,72 @@ CHANGES = frozenset(map(int, (
 """Requests that would change a document, its expiry or its lock."""
 
 
-class KvSession(DocumentSession):
+class MirrorClients:
+    """The clients of one endpoint: the users, and the bucket that they read."""
+
+    def __init__(
+        self,
+        bucket: ServedBucket,
+        users: Users,
+        cluster_map: ServedMap,
+        clock: Clock,
+        session_type: Callable[[MirrorClients, Address, str], MirrorSession],
+    ) -> None:
+        self.bucket = bucket
+        self.users = users
+        self.cluster_map = cluster_map
+        self.logins = Logins(users, clock)
+        self._session_type = session_type
+
+    @property
+    def failed_login_count(self) -> int:
+        return self.logins.failed_count
+
+    def new_session(self, address: Address, peer: str) -> MirrorSession:
+        return self._session_type(self, address, peer)
+
+    def reopen_if_replaced(self) -> None:
+        self.bucket.reopen_if_replaced()
+
+    def close(self) -> None:
+        self.logins.close()
+
+
+class MirrorSession(ServedSession):
     grantable = GRANTED
     version = VERSION
     needs_bucket = False  # plain memcached clients select no bucket
     lookup_flags = ACCESS_DELETED | REPLICA_READ
-    granted_bytes = LARGE_BYTES
+    changes = CHANGES
+    reader: Reader | None
 
-    def __init__(
-        self,
-        bucket: KvBucket,
-        users: Users,
-        cluster_map: ServedMap,
-        logins: Logins,
-        *,
-        plain_allowed: bool,
-        reader: Reader | None = None,
-        peer: str = LOCAL,
-    ) -> None:
-        """`plain_allowed`: SASL PLAIN is safe, because the connection is local or encrypted. `reader`: the reader
-        before a login. `peer`: as for `Admission`.
-        """
+    def __init__(self, clients: MirrorClients, address: Address, peer: str) -> None:
         super().__init__()
-        self.bucket = bucket
-        self.bucket_name = bucket.name
-        self.users = users
-        self.cluster_map = cluster_map
-        self.plain_allowed = plain_allowed
-        self.reader = reader
-        self.failed_logins = 0
-        self.revoked = False
-        """True if the user was removed or has another password; the connection then closes."""
-        self.scans: dict[bytes, Scan] = {}
-        self._logins = logins
+        self.bucket = clients.bucket
+        self.bucket_name = clients.bucket.name
+        self.users = clients.users
+        self.plain_allowed = address.local or address.tls
+        self.reader = clients.users.anonymous if address.local else None
+        self._failed_login_count = 0
+        self._is_revoked = False
+        """True if the user was removed or has another password; the next sweep closes the connection."""
+        self._clients = clients
         self._peer = peer
+
+    def connected(self) -> None:
+        self.reader = certified_reader(self.users, self.connection.transport) or self.reader
+
+    def check_rights(self) -> str:
+        if self._is_revoked:
+            return "the user may not log in any more"
+        if self.reader is not None and (now := current(self.users, self.reader)) != self.reader:
+            self._is_revoked, self.reader = now is None, now
+            self.rights_changed()
+        return ""
+
+    def rights_changed(self) -> None:
+        if self.reader is None:
+            self.connection.hang_up()
 
     # -- login
 
@@ -110,7 +145,7 @@ class KvSession(DocumentSession):
         return self.reader
 
     def password_attempt(self, username: str, password: str) -> LoginAttempt[Reader]:
-        return self._logins.by_password(username, password, self._peer)
+        return self._clients.logins.by_password(username, password, self._peer)
 
     def scram_server(self, mechanism: str) -> ScramServer:
         users = self.users
@@ -118,7 +153,7 @@ class KvSession(DocumentSession):
         return ScramServer(mechanism, verifier_of=verifier_of, decoy_of=decoy_of)
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> LoginAttempt[T]:
-        return self._logins.begin(username, self._peer, check)
+        return self._clients.logins.begin(username, self._peer, check)
 
     def log_in(self, username: str) -> None:
         self.reader = self.users.reader(username)
@@ -127,17 +162,17 @@ class KvSession(DocumentSession):
         self.reader = None
 
     def login_failed(self) -> bool:
-        self.failed_logins += 1
-        return self.failed_logins >= FAILED_LOGINS_MAX
+        self._failed_login_count += 1
+        return self._failed_login_count >= FAILED_LOGINS_MAX
 
     # -- the bucket
 
     @property
     def map_revision(self) -> Revision:
-        return self.cluster_map.revision
+        return self._clients.cluster_map.revision
 
     def map_text(self, *, with_bucket: bool) -> bytes:
-        return self.cluster_map.of_bucket if with_bucket else self.cluster_map.of_node
+        return self._clients.cluster_map.of_bucket if with_bucket else self._clients.cluster_map.of_node
 
     @property
     def manifest_uid(self) -> int:
@@ -204,7 +239,7 @@ class KvSession(DocumentSession):
         return self.bucket.state(vbid).failover_log.newest_vbuuid
 
 
-def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> list[tuple[int, int]]:
+def _all_vb_seqnos(bucket: ServedBucket, collection_id: int | None) -> list[tuple[int, int]]:
     """Return vbuckets with their seqnos. A server leaves out vbuckets that are not active (kv_engine,
     getAllVBucketSequenceNumbers). A mirror leaves out those without a complete first snapshot, those being resynced,
     and those without the collection. With seqno 0 they would look empty, and a client that reads up to the present
@@ -246,15 +281,17 @@ _STATISTICS: dict[str, Callable[[int, StoredState], dict[str, str]]] = {
 }
 
 
-def _refuse_change(_session: KvSession, _frame: Frame) -> Reply:
+def _refuse_change(_session: MirrorSession, _frame: Frame) -> Reply:
     raise Refused(Status.NOT_SUPPORTED, READ_ONLY)
 
 
-def _list_buckets(session: KvSession, _frame: Frame) -> Reply:
+def _list_buckets(session: MirrorSession, _frame: Frame) -> Reply:
     return Reply(value=session.bucket_name.encode())
 
 
-OPERATIONS: dict[int, Operation[KvSession]] = {
+OPERATIONS: dict[int, Operation[Any]] = {
+    **requests.OPERATIONS,
+    **document_requests.OPERATIONS,
     **{opcode: Operation(_refuse_change, checked=False) for opcode in CHANGES},
     int(Opcode.LIST_BUCKETS): Operation(_list_buckets, checked=False),
 }

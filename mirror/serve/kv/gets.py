@@ -11,8 +11,8 @@ import struct
 from time import perf_counter, time
 from zlib import crc32
 
-from mirror.serve.kv.session import KvSession
-from mirror.serve.latency import Latencies
+from mirror.serve.bucket.mirror_session import MirrorSession
+from mirror.server.connection import BYTES_MAX, Counters
 from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_kv
 from mirror.wire.constants import HEADER_SIZE, Datatype, Magic, Opcode
@@ -30,24 +30,18 @@ _ALL_BITS = 0xFF
 _header_of = HEADER.unpack_from
 _plain_head = struct.Struct(HEADER.format + "I").pack
 
-BYTES_MAX = 64 * 1024
-"""Answers are gathered up to this size, and then written together."""
-
-
-class Counters:
-    __slots__ = ("bytes_sent", "errors", "hits", "latencies", "misses", "refused", "requests")
-
-    def __init__(self) -> None:
-        self.requests = self.hits = self.misses = self.refused = self.errors = self.bytes_sent = 0
-        self.latencies = Latencies()
-
 
 def answer_gets(
-    session: KvSession, counters: Counters, data: bytes, pos: int, out: list[bytes], count_max: int, turn_ends: float
+    session: MirrorSession,
+    counters: Counters,
+    data: bytes,
+    pos: int,
+    out: list[bytes],
+    count_max: int,
+    turn_ends: float,
 ) -> tuple[int, int, int]:
-    """Append to `out` the answers to plain GETs from `pos` on. Stop at a request for the general path, `count_max`,
-    `BYTES_MAX` or the end of the turn. Return the position of the next request, the number of answers and their bytes.
-    Each group is read in one transaction, which ends before the return, so later answers show no older state.
+    """Do `ServedSession.answer_gets`. Each group is read in one transaction, which ends before the return, so later
+    answers show no older state.
     """
     reader = session.reader
     if reader is None or not reader.reads_all:

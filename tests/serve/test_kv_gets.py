@@ -10,10 +10,11 @@ import pytest
 
 from mirror.document import values
 from mirror.serve.access.auth import Reader
-from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.fast import BYTES_MAX, Counters, answer_gets
-from mirror.serve.kv.session import KvSession
+from mirror.serve.bucket.bucket import ServedBucket
+from mirror.serve.bucket.mirror_session import MirrorSession
+from mirror.serve.kv.gets import answer_gets
 from mirror.server import dispatch, document_requests
+from mirror.server.connection import BYTES_MAX, Counters
 from mirror.server.session import Reply
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
@@ -60,7 +61,7 @@ def requests() -> list[Frame]:
     ]
 
 
-def slowly(session: KvSession, frame: Frame) -> Reply | None:
+def slowly(session: MirrorSession, frame: Frame) -> Reply | None:
     """The dispatch's answer; None for a refusal."""
     try:
         reply = dispatch.answer(session, document_requests.OPERATIONS, frame)
@@ -73,7 +74,7 @@ def slowly(session: KvSession, frame: Frame) -> Reply | None:
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("selected", [False, True])
 def test_the_short_way_says_what_the_long_one_says_or_nothing(
-    bucket: KvBucket, reader: Reader | None, selected: bool
+    bucket: ServedBucket, reader: Reader | None, selected: bool
 ) -> None:
     answered = 0
     for count in range(len(FEATURES) + 1):
@@ -103,7 +104,7 @@ def test_the_short_way_says_what_the_long_one_says_or_nothing(
 
 
 def test_gets_that_come_together_are_read_in_one_transaction_up_to_the_first_that_is_not_plain(
-    bucket: KvBucket, monkeypatch: pytest.MonkeyPatch
+    bucket: ServedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = bucket.view.reader(0).environment
     begun: list[bool] = []

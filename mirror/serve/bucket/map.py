@@ -15,17 +15,18 @@ from itertools import combinations
 from mirror.config import vbucket_range
 from mirror.errors import ConfigError
 from mirror.health import ranges
-from mirror.serve.listener import Address, parse_addresses
 from mirror.server.cluster_config import CAPABILITIES, NOWHERE, ConfigBucket, ConfigNode, render
+from mirror.server.listener import Address, parse_addresses
 from storage.model import Identity
 
 EPOCH = 1
 REPLICAS_MAX = 3
 """The maximum of a Couchbase bucket."""
 
-BUCKET_CAPABILITIES = (*CAPABILITIES, "rangeScan", "subdoc.ReplicaRead")
+BUCKET_CAPABILITIES = (*CAPABILITIES, "subdoc.ReplicaRead")
 """The recorded server's capabilities, and newer ones for reading. Those for writing stay: a refused write is clearer to
 a client than a missing capability."""
+KV_CAPABILITIES = (*BUCKET_CAPABILITIES, "rangeScan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,16 @@ def _wrong(what: str, hint: str) -> ConfigError:
 
 
 class ServedMap:
-    def __init__(self, identity: Identity, nodes: Sequence[MapNode], rev: int) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        nodes: Sequence[MapNode],
+        rev: int,
+        capabilities: Sequence[str] = KV_CAPABILITIES,
+    ) -> None:
         """`rev` must rise with each start of the service and each change of `nodes`."""
         self.revision = (EPOCH, rev)
+        self._capabilities = capabilities
         self._identity = identity
         self._nodes = list(nodes)
         self.uncovered = sum(
@@ -115,7 +123,7 @@ class ServedMap:
             self._identity.bucket_name,
             self._identity.bucket_uuid,
             [chain + [NOWHERE] * (width - len(chain)) for chain in chains],
-            BUCKET_CAPABILITIES,
+            self._capabilities,
             mirror=True,
         )
         return render(self.revision[1], EPOCH, nodes, bucket)

@@ -63,7 +63,7 @@ class VisibleManifest:
         return {(scopes.get(entry.scope_id, ""), entry.name): entry.collection_id for entry in entries}
 
 
-class KvBucket:
+class ServedBucket:
     def __init__(
         self,
         data: str,
