@@ -26,27 +26,27 @@ from mirror.wire.constants import Status
         ("[3].x", [3, "x"]),
     ],
 )
-def test_paths(path: str, parts: list[str | int]) -> None:
+def test_a_path_is_parsed_to_its_parts(path: str, parts: list[str | int]) -> None:
     assert jp.parse_path(path) == parts
 
 
 @pytest.mark.parametrize(
     "path", ["a.", ".a", "a..b", "a[x]", "a[", "`a", "a[-2]", "`a`b", "a.[0]", "[0].", "[²]", "a[٣]"]
 )
-def test_bad_paths(path: str) -> None:
+def test_an_invalid_path_is_refused(path: str) -> None:
     with pytest.raises(PathError) as error:
         jp.parse_path(path)
     assert error.value.status == Status.SUBDOC_PATH_EINVAL
 
 
-def test_long_and_deep_paths() -> None:
+def test_a_path_too_long_or_too_deep_is_refused() -> None:
     for path in ("a" * 1025, ".".join("a" * 33)):
         with pytest.raises(PathError) as error:
             jp.parse_path(path)
         assert error.value.status == Status.SUBDOC_PATH_E2BIG
 
 
-def test_changes_touch_nothing_else() -> None:
+def test_a_change_leaves_the_rest_of_the_text_alone() -> None:
     assert jp.replace('{"a" : 1 , "b":2}', ["a"], "[ ]") == '{"a" : [ ] , "b":2}'
     assert jp.remove('{"a": 1, "b": 2, "c": 3}', ["b"]) == '{"a": 1, "c": 3}'
     assert jp.remove('{"a": 1, "b": 2}', ["b"]) == '{"a": 1}'
@@ -67,7 +67,7 @@ def test_changes_touch_nothing_else() -> None:
     assert jp.add_number("{}", ["a", "n"], 4, make_parents=True) == ('{"a":{"n":4}}', 4)
 
 
-def test_changes_that_cannot_be_made() -> None:
+def test_an_impossible_change_is_refused_with_the_status_of_a_real_server() -> None:
     def status(change: object) -> Status:
         with pytest.raises(PathError) as error:
             change()  # type: ignore[operator]
@@ -105,7 +105,9 @@ documents = st.recursive(
 
 @settings(max_examples=80, deadline=None)
 @given(documents, st.text(min_size=1, max_size=3), st.sampled_from([None, 2, ", "]))
-def test_changing_text_is_changing_the_document(document: dict[str, object], name: str, spacing: object) -> None:
+def test_a_change_of_the_text_equals_the_change_of_the_document(
+    document: dict[str, object], name: str, spacing: object
+) -> None:
     indent = spacing if isinstance(spacing, int) else None
     text = json.dumps(document, indent=indent)
     changed = jp.insert_member(text, [name], '{"new": true}', make_parents=False, add_only=False)

@@ -47,7 +47,7 @@ TOKENS = st.sampled_from(
 
 
 @given(value=JSON, indent=st.sampled_from([None, 1]), is_ascii=st.booleans(), step=st.sampled_from([7, STEP_BYTES]))
-def test_what_is_json_is_judged_to_be(value: Any, indent: int | None, is_ascii: bool, step: int) -> None:
+def test_valid_json_is_recognised(value: Any, indent: int | None, is_ascii: bool, step: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge, "STEP_BYTES", step)
         data = json.dumps(value, indent=indent, ensure_ascii=is_ascii).encode(errors="surrogatepass")
@@ -55,7 +55,7 @@ def test_what_is_json_is_judged_to_be(value: Any, indent: int | None, is_ascii: 
 
 
 @given(parts=st.lists(TOKENS, max_size=12), step=st.sampled_from([7, STEP_BYTES]))
-def test_what_is_not_is_judged_as_json_loads_does(parts: list[bytes], step: int) -> None:
+def test_any_text_is_judged_as_json_loads_judges_it(parts: list[bytes], step: int) -> None:
     data = b"".join(parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge, "STEP_BYTES", step)
@@ -87,7 +87,7 @@ def test_large_values_are_judged_in_steps(data: bytes) -> None:
     assert judged(data + b"]")[0] is False
 
 
-def test_what_is_deeper_or_longer_than_programs_read_is_none() -> None:
+def test_text_nested_too_deep_and_numbers_too_long_are_not_json() -> None:
     assert not judged(b"[" * (DEPTH_MAX + 1) + b"]" * (DEPTH_MAX + 1))[0]
     assert not judged(b"1" * NUMBER_BYTES_MAX)[0]
     assert judged(b"1" * (NUMBER_BYTES_MAX - 1))[0]

@@ -42,7 +42,7 @@ def content(body: bytes = BODY) -> Content:
         (GET, "$vbucket.HLC.mode", XATTR_PATH, b'"real"'),
     ],
 )
-def test_what_is_there_is_found(opcode: int, path: str, flags: int, answer: bytes) -> None:
+def test_a_path_in_the_document_is_found(opcode: int, path: str, flags: int, answer: bytes) -> None:
     assert content().lookup(opcode, path, flags) == answer
 
 
@@ -61,14 +61,14 @@ def test_what_is_there_is_found(opcode: int, path: str, flags: int, answer: byte
         (GET, "x" * 1025, 0, Status.SUBDOC_PATH_E2BIG),
     ],
 )
-def test_what_is_not_there_has_its_status(opcode: int, path: str, flags: int, status: Status) -> None:
+def test_a_path_without_a_value_has_its_status(opcode: int, path: str, flags: int, status: Status) -> None:
     with pytest.raises(PathError) as caught:
         content().lookup(opcode, path, flags)
     assert caught.value.status == status
 
 
 @pytest.mark.parametrize("body", [b"\0\1\xff", b"{", b"", b"[" * 200_000])
-def test_a_body_that_is_no_json_has_only_its_whole(body: bytes) -> None:
+def test_a_body_that_is_not_json_can_only_be_read_whole(body: bytes) -> None:
     found = content(body)
     found.about = replace(ABOUT, datatype=values.XATTR)
     assert found.lookup(Opcode.GET, "", 0) == body
@@ -79,7 +79,7 @@ def test_a_body_that_is_no_json_has_only_its_whole(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b"[" * 200_000, b'{"a":"' + b"x" * 200_000, b'{"a":1,' * 40_000, b"\0" * 200_000])
-def test_a_large_body_that_its_source_calls_json_and_is_none_is_a_failed_path(body: bytes) -> None:
+def test_a_large_body_wrongly_marked_as_json_fails_the_path(body: bytes) -> None:
     """The lookup checks only the bytes on its path, because checking a large body takes long."""
     found = Content({}, body, ABOUT)
     for path, opcode in (("b", GET), ("[-1]", GET), ("a.b", GET), ("", COUNT)):
@@ -88,7 +88,7 @@ def test_a_large_body_that_its_source_calls_json_and_is_none_is_a_failed_path(bo
         assert caught.value.status in (Status.SUBDOC_DOC_NOT_JSON, Status.SUBDOC_PATH_MISMATCH)
 
 
-def test_a_large_value_is_a_part_of_the_body_and_no_copy() -> None:
+def test_a_large_value_is_a_view_into_the_body_without_a_copy() -> None:
     body = bytearray(b'{"a":["' + b"x" * 200_000 + b'"]}')
     steps = Content({}, body, ABOUT).lookup_steps(GET, "a[0]", 0)
     counted = 0
@@ -105,7 +105,7 @@ def test_a_large_value_is_a_part_of_the_body_and_no_copy() -> None:
     assert counted >= len(body) // walk.STEP_BYTES
 
 
-def test_document_names_the_version() -> None:
+def test_the_virtual_attribute_document_describes_the_version() -> None:
     seen = json.loads(content().lookup(GET, "$document", XATTR_PATH))
     assert seen == {
         "CAS": "0x00000000b2d05e01",
@@ -122,7 +122,7 @@ def test_document_names_the_version() -> None:
     }
 
 
-def test_the_first_name_of_a_path() -> None:
+def test_the_first_name_of_a_path_is_returned_and_an_empty_path_refused() -> None:
     assert first_name("a.b[0]") == "a"
     with pytest.raises(PathError):
         first_name("")

@@ -9,7 +9,7 @@ import pytest
 from mirror.document import values
 
 
-def test_compression_is_undone_and_only_done_where_it_helps() -> None:
+def test_a_value_is_compressed_only_if_that_makes_it_smaller() -> None:
     packed, datatype = values.deflate(b"a" * 1000, values.JSON)
     assert (datatype, len(packed) < 200) == (values.JSON | values.SNAPPY, True)
     assert values.inflate(packed, datatype) == (b"a" * 1000, values.JSON)
@@ -20,7 +20,7 @@ def test_compression_is_undone_and_only_done_where_it_helps() -> None:
         values.inflate(b"\xff\xff\xff\xff\xff", values.SNAPPY)
 
 
-def test_json_is_judged_by_content() -> None:
+def test_the_json_bit_follows_from_the_content() -> None:
     assert [values.datatype_of(body) for body in (b"{}", b'"x"', b"1", b"1" * 5000)] == [1, 1, 1, 1]
     assert [values.datatype_of(body) for body in (b"", b"\xff", b"{", b"[" * 100_000)] == [0, 0, 0, 0]
 
@@ -29,12 +29,12 @@ def test_json_is_judged_by_content() -> None:
     "body",
     [b"NaN", b"[Infinity]", b'{"a":-Infinity}', "\ufeff{}".encode(), "{}".encode("utf-16"), "1".encode("utf-32-le")],
 )
-def test_a_body_that_only_python_reads_is_no_json(body: bytes) -> None:
+def test_a_body_that_only_python_accepts_is_not_json(body: bytes) -> None:
     assert json.loads(body) is not None
     assert not values.is_json(body)
 
 
-def test_parts_of_a_value() -> None:
+def test_the_parts_of_a_value_change_together_with_its_datatype() -> None:
     value, datatype = values.join({b"_sync": b"1", b"mine": b"2"}, b"{}", values.JSON)
     packed, packed_type = values.deflate(value + b" " * 100, datatype)
     assert datatype == values.JSON | values.XATTR

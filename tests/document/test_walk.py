@@ -83,7 +83,7 @@ def test_values_are_those_that_jsonpath_finds(
 @given(
     VALUES, PARTS, st.lists(st.tuples(st.integers(0, 99), st.sampled_from(b'[]{}",:\\ \0\xffa1')), max_size=3), SIZES
 )
-def test_text_that_is_no_json_is_a_path_error_at_most(
+def test_text_that_is_not_json_is_a_path_error_at_most(
     value: object, parts: list[Part], changes: list[tuple[int, int]], sizes: tuple[int, int]
 ) -> None:
     data = bytearray(json.dumps(value).encode())
@@ -134,7 +134,7 @@ def test_a_bracket_costs_more_than_its_byte() -> None:
 @pytest.mark.parametrize(
     "text", [b"", b" ", b"{", b"[1", b'["', b'{"a" 1}', b'{"a":}', b"[1 2]", b"{1:2}", b'{"\\x":1}']
 )
-def test_what_ends_or_goes_on_where_json_does_not_is_not_json(text: bytes) -> None:
+def test_text_that_breaks_the_grammar_of_json_is_not_json(text: bytes) -> None:
     for part in ("b", -1):
         status = outcome(partial(found, text, [part]))
         assert status in (Status.SUBDOC_DOC_NOT_JSON, Status.SUBDOC_PATH_MISMATCH), text

@@ -19,7 +19,7 @@ from tests.sql.rig import put, rows
 JSON, TEXT = 1, 0
 
 
-def test_what_is_no_json_object_has_null_columns_and_its_text_as_value(mirror: SmallMirror, view: View) -> None:
+def test_a_document_that_is_not_an_object_has_null_columns_and_a_value(mirror: SmallMirror, view: View) -> None:
     put(mirror, {"object": {"n": 1}, "list": [1, 2], "text": "so", "number": 7})
     mirror.put({"plain": b'say "x"', "binary": b"\xff\x00", "looks": b'{"n":5}', "empty": b""}, datatype=TEXT)
     assert rows(view, "SELECT _key, n, value::VARCHAR FROM documents") == [
@@ -36,9 +36,7 @@ def test_what_is_no_json_object_has_null_columns_and_its_text_as_value(mirror: S
     assert rows(view, "SELECT count(*), sum(n) FROM documents") == [(8, 1)]
 
 
-def test_malformed_json_is_null_in_a_column_and_an_error_where_it_is_taken_apart(
-    mirror: SmallMirror, view: View
-) -> None:
+def test_malformed_json_is_null_in_a_column_and_an_error_if_extracted(mirror: SmallMirror, view: View) -> None:
     put(mirror, {"good": {"n": 1}})
     mirror.put({"bad": b'{"n":', "latin": b'{"t":"\xe9"}'}, datatype=JSON)
     assert rows(view, "SELECT sum(n), count(*) FROM documents") == [(1, 3)]
@@ -71,7 +69,9 @@ def test_a_number_that_its_column_cannot_hold_ends_the_query(
     ("values", "total"),
     [([1, 2.5], 3.5), ([2**62, 2**62], 2**63), ([0.1, 2**53], 0.1 + 2**53)],
 )
-def test_sums_of_numbers(mirror: SmallMirror, view: View, values: list[float], total: float) -> None:
+def test_a_sum_covers_integers_and_doubles_in_one_column(
+    mirror: SmallMirror, view: View, values: list[float], total: float
+) -> None:
     put(mirror, {f"k{at}": {"n": value} for at, value in enumerate(values)})
     assert rows(view, "SELECT sum(n) FROM documents") == [(total,)]
 
@@ -114,7 +114,7 @@ def store_key(mirror: SmallMirror, key: bytes, vbid: int) -> None:
     mirror.put({Name("x"): b'{"n":1}'})
 
 
-def test_metadata_and_what_one_document_has_in_two_spellings_get_no_column(mirror: SmallMirror, view: View) -> None:
+def test_a_field_in_two_spellings_or_named_like_metadata_gets_no_column(mirror: SmallMirror, view: View) -> None:
     put(mirror, {"a": {"City": "x", "city": "y", "value": 1, "_key": 2, "": 3, "s": {"A": 1, "a": 2}, "order": 5}})
     with Session(view) as session:
         names = [each.name for each in session.columns("_default._default")]
@@ -128,7 +128,7 @@ def test_metadata_and_what_one_document_has_in_two_spellings_get_no_column(mirro
 
 
 @pytest.mark.parametrize("where", ["sampled", "outside the sample"])
-def test_no_sum_is_halved_by_names_that_differ_in_case(mirror: SmallMirror, view: View, where: str) -> None:
+def test_a_sum_includes_the_values_of_every_spelling_of_its_field(mirror: SmallMirror, view: View, where: str) -> None:
     """A writer spelled a field differently in the past. `sum` once had the values of one spelling."""
     old = {f"old{at}": {"AMOUNT": 1, "of": [{"Sku": "a"}]} for at in range(50)}
     new = {f"new{at}": {"amount": 2, "of": [{"sku": "b"}]} for at in range(50)}
@@ -145,7 +145,7 @@ def test_no_sum_is_halved_by_names_that_differ_in_case(mirror: SmallMirror, view
         assert session.run(query).reader.read_all().to_pylist() == [{"total": 150, "skus": 100}]
 
 
-def test_no_name_of_a_field_is_reserved(mirror: SmallMirror, view: View) -> None:
+def test_a_field_may_have_any_name(mirror: SmallMirror, view: View) -> None:
     """Spark writes a column `_corrupt_record` into its JSON: it was null here, and a number in it ended SELECT *."""
     put(mirror, {f"k{at}": {"_corrupt_record": f"line {at}", "_class": "Order"} for at in range(2)})
     assert rows(view, "SELECT _corrupt_record, _class FROM documents") == [("line 0", "Order"), ("line 1", "Order")]
@@ -154,7 +154,7 @@ def test_no_name_of_a_field_is_reserved(mirror: SmallMirror, view: View) -> None
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "INF", "7", "abc"])
-def test_text_is_no_number(mirror: SmallMirror, view: View, text: str) -> None:
+def test_a_text_does_not_count_as_a_number(mirror: SmallMirror, view: View, text: str) -> None:
     """The sum of a column with the text "NaN" outside the sample was NaN."""
     put(mirror, {"a": {"n": 1.5, "in": {"n": 1.5}}})
     with Session(view) as session:
@@ -174,7 +174,7 @@ def test_a_number_too_large_for_a_double_ends_the_query(mirror: SmallMirror, vie
             session.run("SELECT sum(n) FROM documents").reader.read_all()
 
 
-def test_a_lone_surrogate_ends_no_query(mirror: SmallMirror, view: View) -> None:
+def test_a_lone_surrogate_does_not_end_the_query(mirror: SmallMirror, view: View) -> None:
     """DuckDB refuses a text cut in an emoji, which JSON.stringify writes: no column of several types could be read."""
     mirror.put(
         {"a": b'{"x":1}', "b": b'{"x":"text"}', "c": b'{"note":"cut \\ud83d"}', "d": b'{"x":"\\ude00\\ud83d\\ude00"}'}
@@ -202,14 +202,14 @@ def test_a_column_of_several_types_is_read_from_any_document(mirror: SmallMirror
     assert rows(view, """SELECT _key FROM documents WHERE "0" = '1' OR "0" IN ('"t"', '2')""") == [("one",), ("two",)]
 
 
-def test_a_document_of_5_mb(mirror: SmallMirror, view: View) -> None:
+def test_a_document_of_5_mb_is_queried(mirror: SmallMirror, view: View) -> None:
     put(mirror, {"large": {"text": "x" * 5_000_000, "n": 3}, "small": {"n": 4}})
     assert rows(view, "SELECT sum(n), max(length(text)), max(length(value::VARCHAR)) FROM documents") == [
         (7, 5_000_000, 5_000_020)
     ]
 
 
-def test_deep_and_wide_documents(mirror: SmallMirror, view: View) -> None:
+def test_documents_of_60_levels_and_of_3000_fields_are_queried(mirror: SmallMirror, view: View) -> None:
     deep: Any = 1
     for _ in range(60):
         deep = {"d": deep}
@@ -233,7 +233,7 @@ def test_a_mirror_that_is_filling_is_unavailable(tmp_path: Any) -> None:
     mirror.close()
 
 
-def test_names_that_look_like_filters_restrict_nothing(mirror: SmallMirror, view: View) -> None:
+def test_a_field_name_that_looks_like_a_filter_does_not_filter(mirror: SmallMirror, view: View) -> None:
     name, inner = "(q) and (_seqno > 5) and (b)", "(_seqno > 5)"
     put(mirror, {"a": {name: 1, "s": {inner: 1}}, "b": {name: 2, "s": {inner: 2}}})
     assert rows(view, f'SELECT _key FROM documents WHERE "{name}" = 1 AND "{name}" < 7') == [("a",)]

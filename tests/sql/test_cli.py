@@ -70,7 +70,7 @@ def test_an_answer_as_parquet_is_complete_or_not_there(ask: Ask, tmp_path: Path)
     assert [each.name for each in tmp_path.iterdir()] == ["answer.parquet"]
 
 
-def test_documents_that_are_no_json_are_rows_with_null_columns(ask: Ask) -> None:
+def test_documents_that_are_not_json_are_rows_with_null_columns(ask: Ask) -> None:
     ended = ask("sql", "SELECT count(*), count(city), sum(n) FROM documents", "--json")
     assert list(ended.json.values()) == [32, 30, 435]
 
@@ -102,7 +102,7 @@ def test_an_error_is_one_line(arguments: list[str], text: str, ask: Ask) -> None
     assert ended.err.count("\n") == 1
 
 
-def test_without_the_packages_one_line_says_how_to_install_them(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_for_missing_packages_says_how_to_install_them(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cli.sql import need
     from mirror.errors import ConfigError
 
@@ -161,7 +161,7 @@ def test_the_shell_answers_completes_and_cancels(data: Path, tmp_path: Path) -> 
     assert history.stat().st_mode & 0o077 == 0
 
 
-def test_a_schema_is_what_pipelines_and_spark_take(ask: Ask) -> None:
+def test_a_printed_schema_is_accepted_by_pipelines_and_spark(ask: Ask) -> None:
     ended = ask("schema")
     assert ended.code == 0
     assert "_default._default: 4 columns" in ended.out

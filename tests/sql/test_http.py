@@ -126,7 +126,7 @@ def test_an_answer_is_json(site: Site) -> None:
     assert found["truncated"] is False
 
 
-def test_an_answer_is_arrow_for_who_accepts_it(site: Site) -> None:
+def test_an_answer_is_arrow_if_the_client_accepts_it(site: Site) -> None:
     answer = ask(site, "SELECT n, city FROM documents WHERE n < 5 ORDER BY n", headers=ARROW)
     assert answer.headers["content-type"] == ARROW["Accept"]
     table = pa.ipc.open_stream(answer.content).read_all()
@@ -147,7 +147,7 @@ def test_an_answer_is_arrow_for_who_accepts_it(site: Site) -> None:
         ("text/html, {arrow}", True),
     ],
 )
-def test_accept_is_a_list_with_weights(site: Site, accept: str, arrow: bool) -> None:
+def test_the_accept_header_is_a_list_with_weights(site: Site, accept: str, arrow: bool) -> None:
     name = ARROW["Accept"]
     answer = ask(site, "SELECT 1", headers={"Accept": accept.format(arrow=name, ARROW=name.upper())})
     assert answer.headers["content-type"] == (name if arrow else "application/json")
@@ -173,7 +173,7 @@ def test_a_time_that_json_would_change_is_an_error_with_a_remedy(site: Site, sql
 
 
 @pytest.mark.parametrize(("limit", "count"), [(None, 40), (3, 3), (0, 0), (40, 40)])
-def test_rows_above_the_limit_are_cut_and_the_answer_says_so(limit: int | None, count: int, site: Site) -> None:
+def test_rows_above_the_limit_are_cut_and_the_answer_is_marked(limit: int | None, count: int, site: Site) -> None:
     for headers in ({}, ARROW):
         answer = ask(site, "SELECT n FROM documents ORDER BY n", headers=headers, limit_rows=limit)
         assert answer.headers["mirror-truncated"] == "true"
@@ -195,7 +195,7 @@ def test_rows_above_the_limit_are_cut_and_the_answer_says_so(limit: int | None, 
         b'{"sql": "SELECT \'infinity\'::timestamp"}',
     ],
 )  # fmt: skip
-def test_nonsense_is_one_clear_error(body: bytes, site: Site) -> None:
+def test_a_malformed_request_is_one_clear_error(body: bytes, site: Site) -> None:
     answer = site.client.post("/v1/query", content=body)
     assert answer.status_code == 400, answer.text
     problem = answer.json()
@@ -204,7 +204,7 @@ def test_nonsense_is_one_clear_error(body: bytes, site: Site) -> None:
     assert "Traceback" not in answer.text
 
 
-def test_a_number_keeps_its_digits_and_what_json_has_not_is_text_or_null(site: Site) -> None:
+def test_a_number_keeps_its_digits_and_types_that_json_lacks_become_text_or_null(site: Site) -> None:
     answer = ask(
         site,
         "SELECT 9007199254740993 AS a, 1.50::DECIMAL(4,2) AS b, 12345678901234567890.5::DECIMAL(38,1) AS c, "
@@ -258,7 +258,7 @@ def test_a_query_ends_when_its_client_hangs_up(site: Site) -> None:
     assert ask(site, "SELECT 1").json()["rows"] == [[1]]
 
 
-def test_a_client_who_waits_for_a_place_and_hangs_up_takes_none(site: Site) -> None:
+def test_a_client_that_hangs_up_while_it_waits_takes_no_place(site: Site) -> None:
     line, process = begun(site)
     waiting = site.connect()
     body = b'{"sql": "SELECT 1"}'
@@ -276,7 +276,7 @@ def test_queries_above_the_number_of_processes_wait_for_their_turn(site: Site) -
     assert len(processes()) == 1
 
 
-def test_a_killed_process_costs_its_query_and_nothing_else(site: Site) -> None:
+def test_a_killed_process_fails_only_its_own_query(site: Site) -> None:
     wait = in_thread(lambda: ask(site, ENDLESS, 503).json())
     until("a query", busy)[0].kill()
     assert "process" in wait()["detail"]
@@ -301,7 +301,7 @@ async def test_a_process_that_is_killed_with_its_query_unread_leaves_no_tracebac
     assert not untaken_errors
 
 
-async def test_a_client_that_leaves_while_its_process_cannot_start_leaves_its_place(
+async def test_a_client_that_leaves_while_its_process_fails_to_start_frees_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left = asyncio.Event()
@@ -382,7 +382,7 @@ def refused(error: str, *, retryable: bool) -> bytes:
     ],
     ids=["a worker hangs", "the supervisor is strange", "the history is gone"],
 )
-def test_errors_of_the_service_are_no_bad_requests_and_have_no_paths(
+def test_errors_of_the_service_are_not_bad_requests_and_show_no_paths(
     site: Site, source: Source, answer: bytes, status: int, name: str
 ) -> None:
     with service_that_answers(source.path, answer.replace(b"{data}", source.path.encode())):
@@ -394,14 +394,14 @@ def test_errors_of_the_service_are_no_bad_requests_and_have_no_paths(
     assert ask(site, "SELECT count(*) FROM documents").headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_user_who_may_read_nothing_takes_no_place(source: Source, tmp_path: Path) -> None:
+def test_a_user_without_readable_collections_takes_no_place(source: Source, tmp_path: Path) -> None:
     write_users(tmp_path / "users.json", nil=("nope.nope",))
     with running(Path(source.path), source, sql=True, users_file=tmp_path / "users.json") as site:
         assert ask(site, "SELECT 1", 403, auth=("nil", PASSWORD)).json()["type"].endswith("forbidden")
         assert not processes(OWN_BYTES)
 
 
-def test_a_user_holds_one_place_at_most_while_others_wait(source: Source, tmp_path: Path) -> None:
+def test_a_user_holds_at_most_one_place_while_others_wait(source: Source, tmp_path: Path) -> None:
     """Two queries of one user stopped those of all others for as long as they liked."""
     write_users(tmp_path / "users.json", ann=("*",), bob=("*",))
     with running(Path(source.path), source, sql=True, sql_processes=2, users_file=tmp_path / "users.json") as site:
@@ -459,7 +459,7 @@ async def test_places_go_to_users_without_one_first(monkeypatch: pytest.MonkeyPa
     await asyncio.wait_for(queries.close(), 10)
 
 
-def test_processes_have_no_variable_of_the_service_and_end_with_it(
+def test_query_processes_lack_the_service_environment_and_end_with_it(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DCP_MIRROR_PASSWORD", "a secret")
@@ -492,7 +492,7 @@ def test_users_query_what_they_may_read_until_they_are_removed(source: Source, t
         assert wait().status_code == 403
 
 
-def test_a_vbucket_that_is_not_published_is_no_empty_table(tmp_path: Path) -> None:
+def test_a_vbucket_that_is_not_published_is_an_error_not_an_empty_table(tmp_path: Path) -> None:
     filling = SmallMirror(tmp_path / "data", filled=False)
     filling.put({"a": b'{"n":1}'})
     try:

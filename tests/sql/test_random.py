@@ -165,7 +165,7 @@ MANY = [pytest.mark.long, pytest.mark.timeout(3600)]
         pytest.param(settings(LIMITS, max_examples=1000, stateful_step_count=60), marks=MANY, id="many"),
     ],
 )
-def test_queries_show_the_model_after_every_step(limits: settings) -> None:
+def test_queries_agree_with_the_model_after_every_step(limits: settings) -> None:
     run_state_machine_as_test(StoreAndSql, settings=limits)
 
 
@@ -242,7 +242,7 @@ QUERIES = st.one_of(
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.ci), pytest.param(30_000, marks=MANY)])
-def test_conditions_that_go_to_the_store_change_no_answer(examples: int, tmp_path: Path) -> None:
+def test_conditions_pushed_down_to_the_store_do_not_change_an_answer(examples: int, tmp_path: Path) -> None:
     """The same queries over the same rows in a table of DuckDB's own, where nothing is left to the store."""
     mirror = SmallMirror(tmp_path / "mirror")
     put(mirror, {f"k{number}": json.loads(BODIES[number % len(BODIES)] % number) for number in range(30)})

@@ -64,7 +64,7 @@ def after_first_chunk(monkeypatch: pytest.MonkeyPatch, action: Callable[[], obje
     monkeypatch.setattr(bulk, "documents", with_action)
 
 
-def test_columns_are_those_of_the_spark_source(mirror: SmallMirror, view: View) -> None:
+def test_columns_equal_those_of_the_spark_source(mirror: SmallMirror, view: View) -> None:
     mirror.put(orders(0, 50))
     found = arrow(view).read_all()
     assert found.schema == DOCUMENTS
@@ -76,7 +76,7 @@ def test_columns_are_those_of_the_spark_source(mirror: SmallMirror, view: View) 
         assert (row["collection"], row["value"]) == ("_default._default", document.value)
 
 
-def test_a_schema_types_documents_as_for_spark(mirror: SmallMirror, view: View) -> None:
+def test_a_schema_types_documents_as_spark_does(mirror: SmallMirror, view: View) -> None:
     mirror.put(orders(0, 3))
     reader = view.arrow(prefix="order::000001", schema="_key string, total double, paid boolean, _value string")
     (row,) = reader.read_all().to_pylist()
@@ -88,7 +88,7 @@ def test_a_schema_types_documents_as_for_spark(mirror: SmallMirror, view: View) 
         view.arrow(columns=("nothing",))
 
 
-def test_pandas_and_polars(mirror: SmallMirror, view: View) -> None:
+def test_a_view_gives_the_same_frames_to_pandas_and_polars(mirror: SmallMirror, view: View) -> None:
     mirror.put(orders(0, 9))
     assert view.to_pandas(schema="total double")["total"].sum() == pytest.approx(13.32)
     assert view.to_polars(schema="total double")["total"].sum() == pytest.approx(13.32)
@@ -109,7 +109,7 @@ def test_integers_stay_exact_in_pandas(mirror: SmallMirror, view: View) -> None:
     assert (int(sums.total[0]), sums.l[0][0]) == (number, {"n": number})
 
 
-def test_a_collection_is_read_alone(mirror: SmallMirror, view: View) -> None:
+def test_a_read_of_a_collection_has_no_other_documents(mirror: SmallMirror, view: View) -> None:
     ids = collections(mirror, "orders")
     put(mirror, {"a": 1})
     put(mirror, {"a": 2, "b": 3}, collection_id=ids["orders"])
@@ -119,7 +119,7 @@ def test_a_collection_is_read_alone(mirror: SmallMirror, view: View) -> None:
         arrow(view, "inventory.none")
 
 
-def test_columns_that_are_not_requested_are_not_read(
+def test_columns_that_the_query_does_not_name_are_not_read(
     mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror.put(orders(0, 20))
@@ -147,7 +147,9 @@ def test_columns_that_are_not_requested_are_not_read(
             session.run("SELECT sum(total) FROM documents").reader.read_all()
 
 
-def test_only_what_the_query_names_is_read(mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_reads_only_the_collections_keys_and_seqnos_it_names(
+    mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
     collections(mirror, "orders", "others")
     mirror.put(orders(0, 30))
     requested: list[tuple[Any, ...]] = []
@@ -200,7 +202,9 @@ WAYS: dict[str, Callable[[Session], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_lease_ends_on_every_way_out(mirror: SmallMirror, view: View, held: Held, few_rows: None, way: str) -> None:
+def test_the_lease_of_a_query_ends_however_the_query_ends(
+    mirror: SmallMirror, view: View, held: Held, few_rows: None, way: str
+) -> None:
     mirror.put(orders(0, 50))
     with Session(view, threads=1) as session:
         session.tables()
@@ -277,7 +281,9 @@ def test_a_reader_whose_history_is_gone_is_refused(mirror: SmallMirror, view: Vi
         reader.read_all()
 
 
-def test_another_thread_ends_a_query(mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_can_be_ended_by_another_thread(
+    mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mirror.put(orders(0, 60))
     with Session(view, threads=1) as session:
         session.tables()
@@ -298,7 +304,7 @@ def test_progress_counts_vbuckets(mirror: SmallMirror, view: View, monkeypatch: 
     assert seen == [0.0]
 
 
-def test_without_the_packages_one_line_says_how_to_install_them(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_for_missing_packages_says_how_to_install_them(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     for missing in ("duckdb", "mirror.sql"):
@@ -310,13 +316,13 @@ def test_without_the_packages_one_line_says_how_to_install_them(view: View, monk
                 view.sql("SELECT 1")
 
 
-def test_an_answer_has_its_types(view: View) -> None:
+def test_an_answer_has_the_types_of_its_query(view: View) -> None:
     with Session(view) as session:
         found = session.run("SELECT 1::BIGINT AS a, 'x' AS b").reader.schema
     assert found == pa.schema({"a": pa.int64(), "b": pa.string()})
 
 
-def test_a_reader_holds_no_more_than_a_batch(mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_holds_at_most_one_batch(mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror.put({f"k{at}": b"x" * 1000 for at in range(200)})
     monkeypatch.setattr(typed_rows, "BATCH_BYTES", 10_000)
     monkeypatch.setattr(bulk, "GET_ROWS", 4)

@@ -48,7 +48,9 @@ def test_each_collection_is_a_table_and_the_default_one_is_documents(mirror: Sma
         ("SELECT 1 UNION ALL (WITH x AS (UPDATE documents SET n = 1 RETURNING 1) SELECT * FROM x)", "only SELECT"),
     ],
 )
-def test_a_query_that_cannot_be_answered_says_why(mirror: SmallMirror, view: View, query: str, what: str) -> None:
+def test_a_query_that_cannot_be_answered_is_an_error_with_the_reason(
+    mirror: SmallMirror, view: View, query: str, what: str
+) -> None:
     collections(mirror, "orders")
     with Session(view) as session:
         with pytest.raises(QueryFailed, match=what):
@@ -56,7 +58,7 @@ def test_a_query_that_cannot_be_answered_says_why(mirror: SmallMirror, view: Vie
         assert session.run("SELECT 1").reader.read_all().to_pylist() == [{"1": 1}]
 
 
-def test_a_thousand_conditions_are_answered_and_as_many_levels_refused(mirror: SmallMirror, view: View) -> None:
+def test_a_query_with_2500_conditions_is_answered_and_5000_levels_are_refused(mirror: SmallMirror, view: View) -> None:
     """2,500 conditions once ended in a RecursionError, 5,000 levels kept the parser busy for minutes."""
     put(mirror, {"a": {"n": 1}})
     with Session(view) as session:
@@ -110,7 +112,7 @@ def test_a_long_list_of_names_is_cut(mirror: SmallMirror, view: View) -> None:
     assert len(Problem("bad-request", caught.value.what, hint=caught.value.hint).hint) <= DETAIL_LENGTH_MAX
 
 
-def test_other_collections_than_the_allowed_ones_do_not_exist(mirror: SmallMirror, view: View) -> None:
+def test_a_collection_that_is_not_allowed_does_not_exist_for_the_session(mirror: SmallMirror, view: View) -> None:
     collections(mirror, "orders", "secrets")
     with Session(view, collections_allowed=frozenset({"inventory.orders"})) as session:
         assert list(session.tables()) == ["inventory.orders"]
@@ -155,12 +157,12 @@ def test_names_that_differ_in_case_are_different_tables(mirror: SmallMirror, vie
         "(SELECT _key FROM documents UNION SELECT ''::VARCHAR('nocase'))",
     ],
 )
-def test_a_prefix_of_keys_with_a_collation(mirror: SmallMirror, view: View, keys: str) -> None:
+def test_a_prefix_condition_respects_the_collation_of_keys(mirror: SmallMirror, view: View, keys: str) -> None:
     put(mirror, {"Zeta": {"n": 1}, "zoo": {"n": 2}, "apple": {"n": 3}})
     assert rows(view, f"SELECT _key FROM {keys} WHERE _key LIKE 'Z%'") == [("Zeta",), ("zoo",)]
 
 
-def test_a_prefix_of_json_that_a_query_names_key(mirror: SmallMirror, view: View) -> None:
+def test_a_prefix_condition_on_a_column_renamed_to_key_tests_that_column(mirror: SmallMirror, view: View) -> None:
     put(mirror, {"a": {"n": 1}})
     query = "WITH c AS (SELECT value AS _key FROM documents) SELECT _key FROM c WHERE _key LIKE '{%'"
     assert rows(view, query) == [('{"n": 1}',)]
@@ -177,7 +179,9 @@ def test_a_number_that_arrow_cannot_hold_is_an_error(view: View, shape: str) -> 
         assert found.reader.read_all().column("n").to_pylist() == ["190532336368564675417118094528692087698"]
 
 
-def test_a_scope_with_the_name_of_a_schema(mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scope_named_like_a_schema_of_duckdb_is_queried(
+    mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(SCOPES, 8, "main")
     ids = collections(mirror, "documents", "orders")
     put(mirror, {"a": {"n": 1}})

@@ -58,13 +58,13 @@ def test_types_are_those_of_the_schema() -> None:
     ]
 
 
-def test_fields_may_be_absent_bodies_empty_and_lines_may_break() -> None:
+def test_absent_fields_and_empty_bodies_are_null_and_line_breaks_are_allowed() -> None:
     schema = pa.schema([("a", pa.int64())])
     bodies = (b'{"b":1}', b' \n{"a":\n2}', b"", b'{"a":3}', b'{"a":null}')
     assert columns(schema, *bodies) == [[None, 2, None, 3, None]]
 
 
-def test_what_is_no_object_does_not_fit() -> None:
+def test_a_body_that_is_not_an_object_does_not_fit() -> None:
     schema = pa.schema([("a", pa.int64()), ("_corrupt_record", pa.string())])
     bodies = (b'{"a":1}', b"[1]", b"12", b"\xff\x00", b'{"a":3}')
     found = parsed(schema, bodies, b"\1\1\1\0\0", "permissive")
@@ -89,7 +89,7 @@ def test_the_record_of_a_misfit_is_kept_whole_and_its_other_fields_are_read() ->
         Bodies(pa.schema([("_corrupt_record", pa.int64())]))
 
 
-def test_one_misfit_among_many_costs_some_readings_and_not_one_for_each_document(
+def test_one_misfit_among_many_costs_a_few_parses_not_one_for_each_document(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = {"arrow": 0, "one by one": 0}
@@ -112,7 +112,7 @@ def test_one_misfit_among_many_costs_some_readings_and_not_one_for_each_document
     assert calls == {"arrow": 2 * 8 + 1, "one by one": 16}
 
 
-def test_maps_stand_among_columns_that_arrow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_of_maps_mix_with_columns_that_arrow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = pa.schema(
         [("m", pa.map_(pa.string(), pa.int64())), ("a", pa.int64()), ("n", pa.map_(pa.string(), pa.string()))]
     )
@@ -162,7 +162,7 @@ NUMBERS = (
         ),
     ],
 )
-def test_arrow_reads_what_it_reads_as_the_reader_of_single_documents(kind: Any, texts: Sequence[str]) -> None:
+def test_arrow_reads_values_as_the_reader_of_single_documents_does(kind: Any, texts: Sequence[str]) -> None:
     """12345678901234567890123456789012345678 was 99881319256748086134.00 as a decimal(38,18)."""
     schema = pa.schema([("a", kind), ("b", pa.list_(pa.field("element", pa.struct([("c", kind)]))))])
     reading = Reading(mode="permissive", time_zone="Europe/Berlin")
@@ -215,20 +215,20 @@ def test_damaged_bodies_that_make_one_object_together_do_not_shift_the_others(da
     assert columns(schema, *bodies, permissive=True) == [[None, None, 3, None]]
 
 
-def test_blanks_around_a_body_are_part_of_no_value() -> None:
+def test_whitespace_around_a_body_is_ignored() -> None:
     schema = pa.schema([("a", pa.int64())])
     assert columns(schema, b'{"a":1}\r\n', b'\t{"a":2} ', b'{"a":3}', b" ") == [[1, 2, 3, None]]
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.time32("s"), pa.map_(pa.int64(), pa.int64())])
-def test_types_that_json_does_not_have_are_refused_beforehand(kind: Any) -> None:
+def test_types_that_json_lacks_are_refused_beforehand(kind: Any) -> None:
     with pytest.raises(ConfigError, match="column a: "):
         Bodies(pa.schema([("a", kind)]))
 
 
 @pytest.mark.parametrize(("begin", "end"), [(b"[", b"]"), (b'{"a":', b"}")])
 @pytest.mark.parametrize("kind", ["int", "string", "map<string,int>", "struct<a:int>"])
-def test_a_document_of_any_depth_is_read_or_named(kind: str, begin: bytes, end: bytes) -> None:
+def test_a_document_of_any_depth_is_read_or_reported_as_a_misfit(kind: str, begin: bytes, end: bytes) -> None:
     for depth in (50, 400, 500, 800, 5_000):
         deep = begin * depth + b"1" + end * depth
         bodies = (b'{"v":' + deep + b"}", b'{"w":1,"x":' + deep + b"}", b'{"w":2}')
@@ -241,13 +241,13 @@ def test_a_document_of_any_depth_is_read_or_named(kind: str, begin: bytes, end: 
             assert found.misfits.keys() == {0}
 
 
-def test_bytes_that_are_no_text_become_signs_of_their_own() -> None:
+def test_invalid_utf_8_becomes_replacement_characters() -> None:
     bodies = (b'{"a":"\xff"}', b'{"a":"x\xed\xa0\x80"}')
     assert columns(pa.schema([("a", pa.string())]), *bodies) == [["\ufffd", "x\ufffd\ufffd\ufffd"]]
 
 
 @pytest.mark.parametrize("others", [(), ("x" * 300,), ("ß", "x" * 300), ("Total_",)])
-def test_a_field_has_its_column_in_every_spelling(others: tuple[str, ...]) -> None:
+def test_a_field_fills_its_column_in_every_spelling(others: tuple[str, ...]) -> None:
     """Among many or long names, one that JSON may escape hid the spellings of all."""
     schema = pa.schema([(name, pa.struct([("Id", pa.int64())])) for name in ("Total", *others)])
     spellings = (b"Total", b"total", b"TOTAL", b"\\u0054otal", b"t\\u004ftal")

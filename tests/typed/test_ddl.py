@@ -9,7 +9,7 @@ from mirror.errors import ConfigError
 from mirror.typed.ddl import fields_of
 
 
-def test_plain_and_nested_columns() -> None:
+def test_a_schema_has_plain_and_nested_columns() -> None:
     text = (
         "id BIGINT, `the name` string,paid boolean, total decimal(12,2), at timestamp, "
         "items array<struct<sku:string, n:int>>, local timestamp_ntz, tags map<string, array<int>>, must int not null"
@@ -47,6 +47,6 @@ def test_plain_and_nested_columns() -> None:
         ("a " + "array<" * 40 + "int" + ">" * 40, "within one another"),
     ],
 )
-def test_what_is_no_schema_is_refused_with_its_place(text: str, what: str) -> None:
+def test_a_malformed_schema_is_refused_with_the_position(text: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         fields_of(text)

@@ -75,12 +75,14 @@ def expected(vbid: int, frame: bytes) -> dict[str, object]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 1023), MUTATION), min_size=1, max_size=20), st.sampled_from([b"", b"4321"]))
-def test_every_column_of_every_row(given_rows: list[tuple[int, dict[str, object]]], checksum: bytes) -> None:
+def test_every_column_equals_that_of_decode_row(
+    given_rows: list[tuple[int, dict[str, object]]], checksum: bytes
+) -> None:
     frames = [(vbid, records.encode_mutation(**fields)) for vbid, fields in given_rows]  # type: ignore[arg-type]
     assert batch(taken(frames, checksum)) == [expected(vbid, frame) for vbid, frame in frames]
 
 
-def test_compressed_values_and_xattrs_are_taken_off() -> None:
+def test_compression_and_xattrs_are_removed_from_values() -> None:
     xattrs = b'\0\0\0\x0d\0\0\0\x09_x\0{"a":1}\0'[:4] + b"\0\0\0\x09_x\0{}\0xx"
     with_xattrs = (len(xattrs) - 4).to_bytes(4, "big") + xattrs[4:] + b'{"body":1}'
     frames = [
@@ -112,7 +114,7 @@ def test_columns_that_need_no_value_inflate_none(monkeypatch: pytest.MonkeyPatch
     assert inflated == [3]
 
 
-def test_metadata_of_old_behind_a_value_is_not_part_of_it() -> None:
+def test_extended_metadata_behind_a_value_is_not_part_of_it() -> None:
     frame = bytearray(records.encode_mutation(b"a", b"value+meta", 1))
     frame[52:54] = (5).to_bytes(2, "big")
     plain = records.encode_mutation(b"b", b"value", 2)
@@ -122,7 +124,7 @@ def test_metadata_of_old_behind_a_value_is_not_part_of_it() -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda f: f[:-1], lambda f: f[:40], lambda f: f[:1] + b"\x42" + f[2:]])
-def test_a_damaged_row_is_named(damage: object) -> None:
+def test_a_damaged_row_is_an_error_that_names_its_vbucket(damage: object) -> None:
     good = records.encode_mutation(b"a", b"value", 1)
     documents = Documents()
     documents.add(7, "s.c", 1, [good, damage(good)], 100)  # type: ignore[operator]
@@ -130,7 +132,7 @@ def test_a_damaged_row_is_named(damage: object) -> None:
         documents.close()
 
 
-def test_expired_documents_are_known() -> None:
+def test_expired_documents_are_not_alive() -> None:
     fresh = taken([(0, records.encode_mutation(b"a", b"", 1)), (0, records.encode_mutation(b"b", b"", 2))])
     assert fresh.alive(1) is None
     mixed = taken([(0, records.encode_mutation(b"a", b"", 1, expiry=at)) for at in (0, 100, 101)])

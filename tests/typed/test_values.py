@@ -126,7 +126,7 @@ def comparable(rows: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_variants_are_those_that_spark_makes(spark: SparkSession) -> None:
+def test_variants_equal_those_of_spark(spark: SparkSession) -> None:
     values = ['{"b":[1,-300,null,true],"a":"\\u00e9"}', "1.25", "1e40", '"x"', "12345678901234567890", "[]"]
     schema = pa.schema([pa.field("a", variant())])
     bodies = pa.array([f'{{"a":{value}}}'.encode() for value in values])
@@ -144,7 +144,7 @@ def variant() -> pa.DataType:
     return pa.struct([pa.field("value", pa.binary(), nullable=False), metadata])
 
 
-def test_a_misfit_is_noted_with_its_place_and_the_rest_is_kept() -> None:
+def test_a_misfit_is_reported_with_its_path_and_the_rest_is_kept() -> None:
     schema = fields_of("n int, who struct<name:string, ages:array<int>>, items array<struct<count:int>>")
     text = '{"n":"' + "x" * 100 + '","who":{"name":"Ada","ages":[1,"2"]},"items":[{"count":1},{"count":1.5}]}'
     problems = Problems()
@@ -157,7 +157,7 @@ def test_a_misfit_is_noted_with_its_place_and_the_rest_is_kept() -> None:
     ]
 
 
-def test_what_is_no_object_says_why() -> None:
+def test_a_body_that_is_not_an_object_is_refused_with_the_reason() -> None:
     for body, words in (
         (b"[1]", "not a JSON object"),
         (b"{", "malformed JSON"),
@@ -168,7 +168,7 @@ def test_what_is_no_object_says_why() -> None:
             object_of(body)
 
 
-def test_any_value_is_a_text_with_its_numbers_as_they_are_spelled() -> None:
+def test_any_value_can_be_a_string_that_keeps_the_spelling_of_numbers() -> None:
     text = '{"b": [1.10, 1e3, -0, "\\u00e9\\"", NaN], "a": {"x": null, "y": true}}'
     assert text_of(object_of(text.encode())) == '{"b":[1.10,1e3,0,"é\\"",NaN],"a":{"x":null,"y":true}}'
 
@@ -181,12 +181,12 @@ def test_any_value_is_a_text_with_its_numbers_as_they_are_spelled() -> None:
         ("a map<int,int>", "column a: the names in a JSON object are text, not int32"),
     ],
 )
-def test_schemas_that_documents_cannot_keep_are_refused(schema: str, words: str) -> None:
+def test_schemas_that_documents_cannot_satisfy_are_refused(schema: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         struct_reader(fields_of(schema), "UTC", None)
 
 
-def test_epochs_and_zones_are_by_option() -> None:
+def test_options_set_the_epoch_and_the_zone() -> None:
     schema = pa.schema([("a", pa.timestamp("us", "UTC"))])
     body = pa.array([b'{"a":1700000000123}', b'{"a":"2026-01-31"}'])
     columns, _ = Bodies(schema, Reading(epoch="millis", time_zone="+01:00")).columns(

@@ -48,7 +48,7 @@ def test_a_large_frame_in_small_pieces_is_joined_once() -> None:
     assert buffer._pieces == []
 
 
-def test_a_header_is_judged_when_it_is_there_not_when_its_body_is() -> None:
+def test_a_header_above_the_limit_is_refused_before_its_body_arrives() -> None:
     buffer = FrameBuffer(1000)
     data = encode(request(Opcode.SET, key=b"k", value=b"v" * 1000))
     buffer.feed(data[:23])

@@ -31,7 +31,9 @@ def test_an_answer_is_read_as_it_was_written(answer: ev.Response) -> None:
 
 
 @given(LOGS, u64)
-def test_answers_with_a_body_of_their_own(log: list[tuple[int, int]], seqno: int) -> None:
+def test_failover_logs_and_rollback_seqnos_are_read_as_they_were_written(
+    log: list[tuple[int, int]], seqno: int
+) -> None:
     body = codec_dcp.encode_failover_log(log)
     assert codec_dcp.decode_failover_log(body) == log
     assert codec_dcp.decode_rollback_seqno(codec_dcp.encode_rollback_seqno(seqno)) == seqno
@@ -69,7 +71,7 @@ def test_any_frame_is_a_message_or_a_remote_error(
 
 
 @pytest.mark.parametrize(("opcode", "length"), [(o, n) for o in sorted(codec_dcp.DECODED) for n in (2, 19, 49)])
-def test_no_message_has_extras_of_these_lengths(opcode: int, length: int) -> None:
+def test_extras_of_an_unknown_length_are_refused(opcode: int, length: int) -> None:
     with pytest.raises(RemoteProtocolError, match=f"extras of {length} bytes") as caught:
         codec_dcp.decode(request(opcode, vbucket=9, extras=bytes(length), key=b"k", value=b"v"))
     assert (caught.value.op, caught.value.vbid) == (opcode, 9)
@@ -100,7 +102,7 @@ def test_no_message_has_extras_of_these_lengths(opcode: int, length: int) -> Non
         (request(0x57, framing=b"\x23\0\0\0", extras=bytes(31), key=b"k"), "stream id of 3"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(frame: Frame, words: str) -> None:
+def test_a_malformed_message_is_refused(frame: Frame, words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
         codec_dcp.decode(frame)
 
@@ -112,7 +114,7 @@ def test_an_opcode_that_no_consumer_uses_is_refused(opcode: int) -> None:
     assert caught.value.status == Status.UNKNOWN_COMMAND
 
 
-def test_a_marker_v22_stands_on_the_wire_as_documented() -> None:
+def test_a_v2_2_marker_is_encoded_as_documented() -> None:
     """Byte 0 version, then start, end, type, max visible, high completed, purge, high prepared."""
     marker = ev.SnapshotMarker(1, 1, 2, 3, 4, 5, 6, 7, MarkerVersion.V2_2, opaque=1)
     body = "02" + "".join(f"{n:016x}" for n in (1, 2)) + "00000003" + "".join(f"{n:016x}" for n in (4, 5, 6, 7))
@@ -121,7 +123,7 @@ def test_a_marker_v22_stands_on_the_wire_as_documented() -> None:
         assert len(codec_dcp.to_frame(ev.SnapshotMarker(1, 1, 2, 3, 4, 5, 6, version=int(version))).value) == length
 
 
-def test_a_deletion_has_the_form_its_delete_time_asks_for() -> None:
+def test_a_deletion_with_a_delete_time_has_the_longer_extras() -> None:
     plain = ev.Deletion(1, b"k", 2, 3, 4)
     timed = ev.Deletion(1, b"k", 2, 3, 4, delete_time=0)
     assert len(codec_dcp.to_frame(plain).extras) == 18
@@ -147,12 +149,12 @@ def test_cas_and_datatype_of_a_message_without_them_are_ignored() -> None:
         ev.Event(),
     ],
 )
-def test_what_cannot_be_said_is_our_error(event: ev.Event) -> None:
+def test_an_event_that_cannot_be_encoded_is_a_local_error(event: ev.Event) -> None:
     with pytest.raises(LocalProtocolError):
         codec_dcp.to_frame(event)
 
 
-def test_a_key_too_long_for_a_stream_id_is_our_error() -> None:
+def test_a_key_too_long_for_a_stream_id_is_a_local_error() -> None:
     event = ev.Mutation(1, b"k" * 256, 2, 3, 4, stream_id=1)
     with pytest.raises(LocalProtocolError):
         codec_dcp.encode(event)
@@ -165,7 +167,7 @@ def test_an_answer_has_the_opcode_and_opaque_of_its_question() -> None:
     assert codec_dcp.opcode_of(codec_dcp.answer(noop)) == Opcode.DCP_NOOP
 
 
-def test_a_request_for_seqnos_says_what_it_is_about() -> None:
+def test_a_request_for_seqnos_carries_its_state_and_collection() -> None:
     for state, collection, extras in ((None, None, 0), (1, None, 4), (None, 8, 8), (1, 8, 8)):
         body = codec_dcp.encode_all_vb_seqnos_request(state, collection)
         assert len(body) == extras

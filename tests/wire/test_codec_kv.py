@@ -98,7 +98,7 @@ def test_a_body_cut_short_is_a_shorter_body_or_a_remote_error(pair: tuple[Any, .
     assert found != value
 
 
-def test_requests_of_a_session_say_what_they_are_given() -> None:
+def test_requests_of_a_session_are_read_as_they_were_written() -> None:
     sent = kv.hello(b"agent", (Feature.XATTR, Feature.COLLECTIONS), opaque=1)
     assert kv.decode_hello(sent) == (b"agent", (6, 0x12))
     for make in (kv.sasl_auth, kv_client.sasl_step):
@@ -137,13 +137,13 @@ def test_an_old_cluster_map_notification_has_no_epoch() -> None:
         (request(Opcode.GET_ERROR_MAP), Status.EINVAL),
     ],
 )
-def test_requests_of_no_known_shape_are_refused_with_a_status(frame: Frame, status: Status) -> None:
+def test_malformed_requests_are_refused_with_a_status(frame: Frame, status: Status) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         kv.check_request(frame)
     assert (caught.value.op, caught.value.status) == (frame.opcode, status)
 
 
-def test_too_many_paths_are_refused_with_the_servers_own_status() -> None:
+def test_too_many_paths_are_refused_with_the_status_of_a_real_server() -> None:
     for read, body in (
         (kv.decode_lookup_specs, kv_client.encode_lookup_specs([kv.LookupSpec(0xC5, b"p")] * 17)),
         (kv.decode_mutation_specs, kv_client.encode_mutation_specs([kv.MutationSpec(0xC8, b"p")] * 17)),
@@ -167,7 +167,7 @@ def test_a_request_with_one_path_is_taken_apart() -> None:
             kv.decode_subdoc(bad)
 
 
-def test_items_of_a_range_scan_stand_as_documented() -> None:
+def test_items_of_a_range_scan_are_encoded_as_documented() -> None:
     """range_scans/range_scan_continue.md: lengths are LEB128; 25 bytes of metadata before a document."""
     assert kv.encode_scan_items([kv.ScanItem(b"key0"), kv.ScanItem(b"k" * 128)])[:7].hex() == "046b6579308001"
     item = kv.ScanItem(b"key0", b"value0", flags=1, expiry=2, seqno=3, cas=4, datatype=5)
@@ -176,7 +176,7 @@ def test_items_of_a_range_scan_stand_as_documented() -> None:
     assert body[25:] == b"\x04key0\x06value0"
 
 
-def test_a_server_duration_is_read_about_as_it_was_written() -> None:
+def test_a_server_duration_is_read_as_written_within_five_percent() -> None:
     """Two bytes for any time: the larger, the coarser (BinaryProtocol.md)."""
     for duration_us in (0, 1, 50, 1_000, 1_000_000, 100_000_000):
         decoded = kv_client.server_duration_us(kv.encode_server_duration(duration_us))

@@ -78,7 +78,7 @@ def test_an_ack_waits_for_its_share_of_the_window() -> None:
     assert ledger.take_ack(force=True) == 0
 
 
-def test_without_flow_control_nothing_is_ever_due() -> None:
+def test_a_stream_without_flow_control_needs_no_acks() -> None:
     ledger, window = FlowControlLedger(0), ProducerWindow()
     ledger.received(10**9)
     window.sent(10**9)
@@ -86,7 +86,7 @@ def test_without_flow_control_nothing_is_ever_due() -> None:
     assert window.is_open
 
 
-def test_an_ack_is_at_most_what_its_message_can_say() -> None:
+def test_an_ack_is_at_most_a_number_of_32_bits() -> None:
     ledger = FlowControlLedger(2**32 - 1)
     ledger.received(2**33)
     assert ledger.take_ack() == 2**32 - 1

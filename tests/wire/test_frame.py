@@ -38,7 +38,7 @@ def test_a_frame_is_read_as_it_was_written(frame: Frame, before: bytes, after: b
 
 
 @given(frames, st.data())
-def test_a_frame_that_was_cut_is_an_error_and_says_how_long_it_would_be(frame: Frame, data: st.DataObject) -> None:
+def test_a_truncated_frame_is_an_error_and_its_full_size_is_known(frame: Frame, data: st.DataObject) -> None:
     whole = encode(frame)
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
     assert frame_size(cut) in ((0,) if len(cut) < HEADER_SIZE else (len(whole),))
@@ -55,7 +55,7 @@ def test_any_bytes_are_a_frame_or_a_remote_error(data: bytes) -> None:
     assert encode(frame) == data[:end]
 
 
-def test_a_magic_is_judged_at_its_first_byte() -> None:
+def test_an_unknown_magic_is_refused_at_its_first_byte() -> None:
     assert frame_size(b"") == 0
     assert frame_size(b"\x80") == 0
     with pytest.raises(RemoteProtocolError, match="magic"):
@@ -71,20 +71,20 @@ def test_a_magic_is_judged_at_its_first_byte() -> None:
         (header(magic=0x08, key=0x0301, body=3), "do not fit"),
     ],
 )
-def test_a_length_that_cannot_be_true_is_an_error_before_the_body_comes(bad: bytes, words: str) -> None:
+def test_an_impossible_length_is_an_error_before_the_body_arrives(bad: bytes, words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words) as caught:
         frame_size(bad)
     assert (caught.value.op, caught.value.vbid) == (Opcode.DCP_MUTATION, 3)
 
 
-def test_a_responses_status_is_not_called_a_vbucket() -> None:
+def test_a_response_has_a_status_in_place_of_a_vbucket() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         frame_size(header(magic=0x81, key=1))
     assert caught.value.vbid is None
     assert decode(header(magic=0x81, vbucket=0x23))[0].status == Status.ROLLBACK
 
 
-def test_the_limit_is_the_callers() -> None:
+def test_the_limit_of_a_frame_is_set_by_the_caller() -> None:
     data = encode(request(Opcode.SET, key=b"k", value=b"x" * 100))
     assert frame_size(data, 0, 101) == len(data)
     with pytest.raises(RemoteProtocolError, match="limit of 100"):
@@ -104,7 +104,7 @@ def test_the_limit_is_the_callers() -> None:
         Frame(0x80, 0, vbucket=65_536),
     ],
 )
-def test_what_a_header_cannot_say_is_our_error(frame: Frame) -> None:
+def test_a_frame_that_a_header_cannot_describe_is_a_local_error(frame: Frame) -> None:
     with pytest.raises(LocalProtocolError):
         encode(frame)
 
@@ -135,7 +135,7 @@ def test_framing_extras_that_end_too_early_are_an_error(framing: bytes) -> None:
         frame_infos(framing)
 
 
-def test_a_stream_id_is_three_bytes_of_framing() -> None:
+def test_a_stream_id_takes_three_bytes_of_framing_extras() -> None:
     assert stream_id_framing(5) == bytes.fromhex("220005")
     assert stream_id_framing(None) == b""
     frame = request(Opcode.DCP_CLOSE_STREAM, framing=stream_id_framing(0xFFFF))
@@ -150,7 +150,7 @@ def test_a_stream_id_is_three_bytes_of_framing() -> None:
 
 
 @given(st.binary(max_size=255), st.binary(max_size=255), st.binary(max_size=300), st.integers(1, 0xFFFF))
-def test_a_message_gets_its_stream_id_as_if_it_had_been_encoded_with_it(
+def test_a_stream_id_added_later_gives_the_same_bytes_as_one_encoded(
     extras: bytes, key: bytes, value: bytes, stream_id: int
 ) -> None:
     plain = request(Opcode.DCP_MUTATION, datatype=5, vbucket=3, opaque=9, cas=7, extras=extras, key=key, value=value)

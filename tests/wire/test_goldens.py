@@ -26,15 +26,15 @@ EACH = pytest.mark.parametrize("golden", GOLDENS, ids=lambda golden: golden.name
 
 
 @EACH
-def test_the_example_reads_as_its_field_list_says(golden: Golden) -> None:
+def test_the_example_decodes_to_its_field_list(golden: Golden) -> None:
     assert understand(golden.data) == [golden.message]
 
 
 @EACH
-def test_the_field_list_writes_the_example(golden: Golden) -> None:
+def test_the_field_list_encodes_to_the_example(golden: Golden) -> None:
     frame = golden.message if isinstance(golden.message, Frame) else codec_dcp.to_frame(golden.message)
     assert encode(frame) == golden.data
 
 
-def test_every_decoded_opcode_has_its_example() -> None:
+def test_every_decoded_opcode_has_an_example() -> None:
     assert {golden.data[1] for golden in GOLDENS} >= codec_dcp.DECODED

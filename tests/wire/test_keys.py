@@ -19,7 +19,7 @@ def test_a_number_is_read_as_it_was_written(number: int, before: bytes, after: b
 
 
 @given(st.binary(max_size=7))
-def test_any_bytes_are_the_one_spelling_of_a_number_or_a_remote_error(data: bytes) -> None:
+def test_any_bytes_are_the_only_encoding_of_a_number_or_a_remote_error(data: bytes) -> None:
     try:
         number, end = decode_leb128(data)
     except RemoteProtocolError:
@@ -31,7 +31,7 @@ def test_any_bytes_are_the_one_spelling_of_a_number_or_a_remote_error(data: byte
     ("number", "spelled"),
     [(0, "00"), (8, "08"), (127, "7f"), (128, "8001"), (0x1234, "b424"), (2**32 - 1, "ffffffff0f")],
 )
-def test_known_spellings(number: int, spelled: str) -> None:
+def test_known_numbers_have_their_known_encoding(number: int, spelled: str) -> None:
     assert encode_leb128(number).hex() == spelled
     assert decode_leb128(bytes.fromhex(spelled)) == (number, len(spelled) // 2)
 
@@ -49,12 +49,12 @@ def test_known_spellings(number: int, spelled: str) -> None:
         ("ffffffffff", "more than 5 bytes"),
     ],
 )
-def test_other_spellings_are_refused(spelled: str, words: str) -> None:
+def test_overlong_and_truncated_encodings_are_refused(spelled: str, words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
         decode_leb128(bytes.fromhex(spelled))
 
 
 @pytest.mark.parametrize("number", [-1, 2**32])
-def test_a_number_that_is_not_32_bits_is_our_error(number: int) -> None:
+def test_a_number_beyond_32_bits_is_a_local_error(number: int) -> None:
     with pytest.raises(LocalProtocolError):
         encode_leb128(number)

@@ -53,7 +53,7 @@ def pieces_of(data: bytes, sizes: Iterator[int]) -> Iterator[bytes]:
         pos += size
 
 
-def test_there_are_recordings_of_both_servers_and_of_the_sdk(recordings: list[Recording]) -> None:
+def test_the_recordings_cover_both_servers_and_the_sdk(recordings: list[Recording]) -> None:
     assert {recording.name.split("_")[0] for recording in recordings} == {"605", "72", "sdk"}
     assert len(recordings) >= 100
 
@@ -90,7 +90,7 @@ def test_every_request_of_a_client_has_a_known_shape(sides: Sides) -> None:
     assert {Opcode.HELLO, Opcode.SASL_AUTH, Opcode.SELECT_BUCKET, Opcode.SUBDOC_MULTI_MUTATION} <= seen
 
 
-def test_scan_agrees_with_the_codec_however_the_bytes_are_cut(sides: Sides) -> None:
+def test_the_scan_agrees_with_the_codec_however_the_bytes_are_cut(sides: Sides) -> None:
     rng = random.Random(11)
     for name, data, frames in sides:
         routes = {frame.opaque: ROUTE for frame in frames if is_data(frame)}
@@ -152,7 +152,7 @@ def test_every_uncompressed_xattr_blob_is_read_and_written(sides: Sides) -> None
     assert {b"_sync", b"meta", b"u1"} <= names
 
 
-def test_bodies_of_the_sdk_are_read_and_written(sides: Sides) -> None:
+def test_bodies_that_the_sdk_exchanges_are_read_and_written(sides: Sides) -> None:
     answers: dict[tuple[int, bool], int] = {}
     for name, _, frames in sides:
         if not name.startswith("sdk"):

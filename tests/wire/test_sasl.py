@@ -29,7 +29,7 @@ def exchange(client: ScramClient, server: ScramServer) -> None:
 
 
 @pytest.mark.parametrize("mechanism", HASHES)
-def test_client_agrees_with_an_independent_server(mechanism: str) -> None:
+def test_the_client_agrees_with_an_independent_server(mechanism: str) -> None:
     library = scramp.ScramMechanism(SCRAMP_NAMES[mechanism])
     stored = library.make_auth_info("demo")
     server = library.make_server(lambda user: stored)
@@ -40,7 +40,7 @@ def test_client_agrees_with_an_independent_server(mechanism: str) -> None:
 
 
 @pytest.mark.parametrize("mechanism", HASHES)
-def test_server_agrees_with_an_independent_client(mechanism: str) -> None:
+def test_the_server_agrees_with_an_independent_client(mechanism: str) -> None:
     client = scramp.ScramClient([SCRAMP_NAMES[mechanism]], "demo", "demo")
     server = ScramServer(mechanism, PASSWORDS.get)
     client.set_server_first(server.challenge(client.get_client_first().encode()).decode())
@@ -48,7 +48,7 @@ def test_server_agrees_with_an_independent_client(mechanism: str) -> None:
     assert server.username == "demo"
 
 
-def test_recorded_exchange_of_an_sdk_with_a_real_server_is_reproduced() -> None:
+def test_a_recorded_exchange_of_an_sdk_with_a_real_server_is_reproduced() -> None:
     """The SDK's nonce holds blanks, and its proof and the server's signature must come out to the byte."""
     sent = [data for _, data in recordings.read("sdk_72_conn2").pieces[:6]]
     first = sent[0][sent[0].index(b"n,,") :]
@@ -69,7 +69,7 @@ def test_recorded_exchange_of_an_sdk_with_a_real_server_is_reproduced() -> None:
     assert server.outcome(final) == outcome
 
 
-def test_client_refuses_an_impostor() -> None:
+def test_the_client_refuses_an_impostor() -> None:
     client = ScramClient("SCRAM-SHA256", "demo", "demo")
     server = ScramServer("SCRAM-SHA256", PASSWORDS.get)
     client.final(server.challenge(client.first()))
@@ -95,7 +95,7 @@ def test_client_refuses_an_impostor() -> None:
         (b"r=" + b"a" * 5000, "too long"),
     ],
 )
-def test_bad_challenge_is_one_clear_error(challenge: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_challenge_is_one_clear_error(challenge: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hashlib.pbkdf2_hmac", lambda *_: pytest.fail("no key is derived of a bad challenge"))
     with pytest.raises(SaslError, match=said):
         ScramClient("SCRAM-SHA1", "demo", "demo", nonce="abc").final(challenge)
@@ -104,13 +104,13 @@ def test_bad_challenge_is_one_clear_error(challenge: bytes, said: str, monkeypat
 @pytest.mark.parametrize(
     "first", [b"", b"p=x,,n=a,r=b", b"n,,r=b", b"n,,n=a", b"n,,garbage", b"\xff", b"n,,n=a,r=b,n=c"]
 )
-def test_bad_first_message_is_refused(first: bytes) -> None:
+def test_a_bad_first_message_is_refused(first: bytes) -> None:
     with pytest.raises(SaslError):
         ScramServer("SCRAM-SHA1", PASSWORDS.get).challenge(first)
 
 
 @pytest.mark.parametrize("final", [b"", b"c=biws,r=x,p=AAAA", b"c=AAAA,r=abcsrv,p=AAAA", b"c=biws,r=abcsrv"])
-def test_bad_final_message_is_refused(final: bytes) -> None:
+def test_a_bad_final_message_is_refused(final: bytes) -> None:
     server = ScramServer("SCRAM-SHA1", PASSWORDS.get, nonce="srv")
     server.challenge(b"n,,n=demo,r=abc")
     with pytest.raises(SaslError):
@@ -126,7 +126,7 @@ def test_steps_out_of_order_are_refused() -> None:
         ScramClient("MD5", "demo", "demo")
 
 
-def test_plain_both_ways() -> None:
+def test_a_plain_message_is_read_as_written_and_a_malformed_one_is_refused() -> None:
     assert plain_decode(plain_encode("demo", "pä")) == ("demo", "pä")
     assert plain_decode(b"demo\0demo\0x") == ("demo", "x")
     for bad in (b"", b"demo", b"\0demo", b"\0a\0b\0c", b"\0\xff\0x", b"bob\0ann\0x"):
@@ -134,7 +134,7 @@ def test_plain_both_ways() -> None:
             plain_decode(bad)
 
 
-def test_best_common_mechanism_is_chosen_and_plain_needs_leave() -> None:
+def test_the_best_common_mechanism_is_chosen_and_plain_only_if_allowed() -> None:
     assert choose_mechanism(MECHANISMS, plain_allowed=True) == "SCRAM-SHA512"
     assert choose_mechanism(["PLAIN", "SCRAM-SHA1"], plain_allowed=True) == "SCRAM-SHA1"
     assert choose_mechanism(["PLAIN"], plain_allowed=True) == "PLAIN"
@@ -147,7 +147,7 @@ def test_best_common_mechanism_is_chosen_and_plain_needs_leave() -> None:
 
 @pytest.mark.parametrize("mechanism", HASHES)
 @pytest.mark.parametrize("user", ["demo", "nobody"])
-def test_wrong_user_or_password_is_refused_without_a_secret_in_the_text(mechanism: str, user: str) -> None:
+def test_a_wrong_user_or_password_is_refused_without_a_secret_in_the_text(mechanism: str, user: str) -> None:
     with pytest.raises(SaslError, match="wrong user or password") as caught:
         exchange(ScramClient(mechanism, user, "hunter2"), ScramServer(mechanism, PASSWORDS.get))
     assert "hunter2" not in str(caught.value)
@@ -155,7 +155,7 @@ def test_wrong_user_or_password_is_refused_without_a_secret_in_the_text(mechanis
 
 
 @pytest.mark.parametrize("mechanism", HASHES)
-def test_a_server_that_keeps_verifiers_knows_no_password(mechanism: str) -> None:
+def test_a_server_with_verifiers_checks_passwords_without_knowing_them(mechanism: str) -> None:
     kept = {user: ScramVerifier.of(mechanism, password, iterations=5000) for user, password in PASSWORDS.items()}
     for user, password in PASSWORDS.items():
         assert password.encode() not in kept[user].stored_key + kept[user].server_key
@@ -169,7 +169,7 @@ def test_a_server_that_keeps_verifiers_knows_no_password(mechanism: str) -> None
         exchange(ScramClient(mechanism, "nobody", "demo"), ScramServer(mechanism, verifier_of=kept.get))
 
 
-def test_an_unknown_user_has_one_salt_as_a_known_one_has() -> None:
+def test_an_unknown_user_gets_the_same_salt_each_time() -> None:
     def salt_of(user: str, secret: bytes) -> bytes:
         def decoy_of(name: str) -> ScramVerifier:
             return ScramVerifier.decoy("SCRAM-SHA512", name, secret)

@@ -41,7 +41,7 @@ messages = st.lists(documents | documents | shapes.requests | shapes.plain_respo
         (b"\x80", "does not end"),
     ],
 )
-def test_a_key_that_cannot_be_stored_does_not_come_in_a_run(key: bytes, problem: str | None) -> None:
+def test_a_key_that_cannot_be_stored_is_not_part_of_a_run(key: bytes, problem: str | None) -> None:
     """A key of 600 bytes once reached the store, and stopped the vbuckets of the whole group."""
     good = ev.Mutation(5, b"\0k", 1, 1, 1, opaque=1)
     data = codec_dcp.encode(good) + codec_dcp.encode(ev.Mutation(5, key, 2, 1, 1, opaque=1)) + codec_dcp.encode(good)
@@ -60,13 +60,13 @@ def test_a_key_that_cannot_be_stored_does_not_come_in_a_run(key: bytes, problem:
     assert frame.key == key
 
 
-def test_without_collections_a_key_is_bounded_by_itself() -> None:
+def test_a_key_without_collection_id_may_have_250_bytes() -> None:
     assert key_problem(b"\xff" * 250, prefixed=False) is None
     assert key_problem(b"k" * 251, prefixed=False) is not None
 
 
 @given(messages, st.lists(st.integers(1, 80), max_size=40))
-def test_how_the_bytes_are_cut_makes_no_difference(said: list[ev.Event], sizes: list[int]) -> None:
+def test_the_result_does_not_depend_on_how_the_bytes_are_cut(said: list[ev.Event], sizes: list[int]) -> None:
     data = b"".join(map(codec_dcp.encode, said))
     got: list[object] = []
     rest, start = b"", 0
@@ -81,7 +81,7 @@ def test_how_the_bytes_are_cut_makes_no_difference(said: list[ev.Event], sizes: 
 
 
 @given(messages, st.data())
-def test_broken_bytes_are_never_more_than_a_remote_error(said: list[ev.Event], data: st.DataObject) -> None:
+def test_corrupted_bytes_are_a_remote_error_at_most(said: list[ev.Event], data: st.DataObject) -> None:
     whole = bytearray(b"".join(map(codec_dcp.encode, said)))
     if not whole:
         return
@@ -152,7 +152,7 @@ def test_an_answer_ends_all_runs() -> None:
     assert runs(data) == [(1, 5, 1, 1), (2, 5, 7, 7), Opcode.GET_ALL_VB_SEQNOS, (1, 5, 2, 2), (2, 5, 8, 8)]
 
 
-def test_a_row_is_prefix_and_seqno_and_the_whole_message() -> None:
+def test_a_row_is_its_prefix_its_seqno_and_the_whole_message() -> None:
     data = document(258)
     items, _ = scan(data, 0, PREFIXES, MAX)
     assert isinstance(items[0], Run)
@@ -160,7 +160,7 @@ def test_a_row_is_prefix_and_seqno_and_the_whole_message() -> None:
     assert items[0].byte_count == len(data)
 
 
-def test_what_is_not_routed_comes_as_a_frame() -> None:
+def test_a_message_without_a_route_arrives_as_a_frame() -> None:
     assert runs(document(1, 9) + document(2, stream_id=4) + document(3)) == [0x57, 0x57, (1, 5, 3, 3)]
 
 
@@ -191,7 +191,7 @@ def bad_header(opcode: int = 0x57, key: int = 1, extras: int = 31, body: int = 3
 )
 @pytest.mark.parametrize("before", [b"", document(1), MARKER])
 @pytest.mark.parametrize("after", [b"", bytes(100)])
-def test_a_header_that_cannot_be_true_is_an_error_as_soon_as_it_is_there(
+def test_an_impossible_header_is_an_error_as_soon_as_it_arrives(
     header: bytes, words: str, before: bytes, after: bytes
 ) -> None:
     with pytest.raises(RemoteProtocolError, match=words) as caught:
@@ -200,14 +200,14 @@ def test_a_header_that_cannot_be_true_is_an_error_as_soon_as_it_is_there(
         assert (caught.value.op, caught.value.vbid) == (header[1], 5)
 
 
-def test_a_header_that_may_be_true_waits_for_its_body() -> None:
+def test_a_plausible_header_waits_for_its_body() -> None:
     data = document(1) + document(2)
     cut = len(document(1)) + HEADER_SIZE
     items, pos = scan(data[:cut], 0, PREFIXES, MAX)
     assert (len(items), pos) == (1, len(document(1)))
 
 
-def test_a_whole_message_above_the_limit_is_refused_as_a_half_one_is() -> None:
+def test_a_message_above_the_limit_is_refused_whole_or_in_part() -> None:
     data = document(1)
     body = len(data) - HEADER_SIZE
     assert scan(data, 0, PREFIXES, body)[1] == len(data)

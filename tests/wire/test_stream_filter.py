@@ -31,7 +31,7 @@ anything = st.recursive(
         (b'{"sid":null,"purge_seqno":null}', FilterRequest()),
     ],
 )
-def test_what_is_requested(value: bytes, expected: FilterRequest) -> None:
+def test_a_filter_is_parsed_to_its_request(value: bytes, expected: FilterRequest) -> None:
     assert parse_filter(value, has_stream_ids=False) == expected
 
 
@@ -60,7 +60,7 @@ def test_what_is_requested(value: bytes, expected: FilterRequest) -> None:
         (b'{"purge_seqno":"' + b"1" * 21 + b'"}', "decimal"),
     ],
 )
-def test_what_is_refused(value: bytes, words: str) -> None:
+def test_an_invalid_filter_is_refused_with_einval(value: bytes, words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words) as caught:
         parse_filter(value, has_stream_ids=False)
     assert (caught.value.status, caught.value.op) == (Status.EINVAL, Opcode.DCP_STREAM_REQ)
@@ -73,7 +73,7 @@ def test_a_stream_id_is_a_number_of_16_bits(sid: str) -> None:
     assert caught.value.status == Status.DCP_STREAM_ID_INVALID
 
 
-def test_a_stream_id_is_there_where_they_were_turned_on_and_only_there() -> None:
+def test_a_stream_id_is_required_exactly_if_the_connection_uses_them() -> None:
     assert parse_filter(b'{"sid":1}', has_stream_ids=True).stream_id == 1
     assert parse_filter(b'{"sid":65535,"scope":"8"}', has_stream_ids=True) == FilterRequest(8, None, 65535)
     for value, turned_on, words in (
@@ -86,7 +86,7 @@ def test_a_stream_id_is_there_where_they_were_turned_on_and_only_there() -> None
         assert caught.value.status == Status.DCP_STREAM_ID_INVALID
 
 
-def test_keys_that_the_server_does_not_know_are_not_looked_at() -> None:
+def test_keys_unknown_to_an_older_server_are_ignored() -> None:
     older = KEYS - {"purge_seqno"}
     assert parse_filter(b'{"uid":"7","purge_seqno":5}', has_stream_ids=False, known=older) == FilterRequest()
     with pytest.raises(RemoteProtocolError, match="no known key"):

@@ -45,7 +45,7 @@ def test_flatbuffers_are_read_as_they_were_written(content: ev.SystemEventConten
 
 
 @given(rich, st.data())
-def test_flatbuffers_that_lie_are_a_remote_error_at_most(content: ev.SystemEventContent, data: st.DataObject) -> None:
+def test_corrupted_flatbuffers_are_a_remote_error_at_most(content: ev.SystemEventContent, data: st.DataObject) -> None:
     event = encode_system_event(content, vbid=1, seqno=2, version=2)
     value = bytearray(event.value)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -58,7 +58,7 @@ def test_flatbuffers_that_lie_are_a_remote_error_at_most(content: ev.SystemEvent
     assert isinstance(content, ev.SystemEventContent)
 
 
-def test_fields_that_a_table_leaves_out_have_their_default() -> None:
+def test_fields_missing_from_a_table_have_their_default() -> None:
     """A vtable of two fields, its table (scope id at 4, manifest uid at 8), and no third field: as servers send it."""
     vtable = b"".join(n.to_bytes(2, "little") for n in (8, 16, 8, 4))
     table = (8).to_bytes(4, "little") + (9).to_bytes(4, "little") + (4).to_bytes(8, "little")
@@ -82,7 +82,7 @@ def test_fields_that_a_table_leaves_out_have_their_default() -> None:
         (0, 2, b"", b"\xff\xff\xff\xff"),
     ],
 )
-def test_forms_that_cannot_be_are_refused(event: int, version: int, key: bytes, value: bytes) -> None:
+def test_malformed_system_events_are_refused(event: int, version: int, key: bytes, value: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_system_event(ev.SystemEvent(1, 2, event, version, key, value))
 

@@ -31,12 +31,12 @@ def test_any_bytes_are_attributes_or_a_remote_error(value: bytes) -> None:
     assert xattr.join(xattrs, body) == value
 
 
-def test_without_the_bit_all_is_body() -> None:
+def test_a_value_without_the_xattr_bit_is_all_body() -> None:
     assert xattr.split(b"\0\0\0\1x", Datatype.JSON) == ({}, b"\0\0\0\1x")
     assert xattr.body_of(b"\0\0\0\1x", 0) == b"\0\0\0\1x"
 
 
-def test_a_known_blob() -> None:
+def test_a_blob_of_a_real_server_is_split() -> None:
     blob = bytes.fromhex("00000010 0000000c 5f73796e6300 7b7d2020 2000".replace(" ", ""))
     assert xattr.split(blob + b"body", 4) == ({b"_sync": b"{}   "}, b"body")
 
@@ -57,18 +57,18 @@ def test_a_known_blob() -> None:
         b"\xff\xff\xff\xff\0\0\0\3a\0\0",
     ],
 )
-def test_lengths_and_zeros_that_lie_are_refused(value: bytes) -> None:
+def test_wrong_lengths_and_terminators_are_refused(value: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         xattr.split(value, Datatype.XATTR)
 
 
-def test_a_compressed_value_has_to_be_opened_first() -> None:
+def test_a_compressed_value_is_refused_until_it_is_inflated() -> None:
     for read in (xattr.split, xattr.body_of):
         with pytest.raises(LocalProtocolError, match="compressed"):
             read(b"", Datatype.XATTR | Datatype.SNAPPY)
 
 
 @pytest.mark.parametrize("name", [b"", b"a\0b"])
-def test_a_name_that_cannot_be_written_is_our_error(name: bytes) -> None:
+def test_an_invalid_attribute_name_is_a_local_error(name: bytes) -> None:
     with pytest.raises(LocalProtocolError):
         xattr.join({name: b""})
