@@ -1,6 +1,14 @@
 """The host of one vbucket's machine: executes the machine's instructions on a sink and a session.
 
-Must never know how rows are kept, nor how connections are made. Invariants (`ingest.instructions`):
+    NodeSession --rows, messages, answers--> the owner: MirroredVbucket (follow/) or ReadVbucket (read/)
+         ^                                     |  handle            ^  start_event, enter, report, refresh_*
+         |                                     v                    |
+         +------- requests of streams ---- VbucketHost -------------+
+                                               |  instructions
+                                               v
+                                             Sink: StoreSink (follow/) or SpoolSink (read/)
+
+Invariants (`ingest.instructions`):
 - the machine gets events one at a time and in order;
 - the machine's instructions are executed in list order;
 - an answer to an instruction goes to the machine at once. The machine's new instructions are executed before the rest
@@ -15,16 +23,15 @@ Errors of the store are raised to the caller.
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, assert_never
 
 from mirror.clock import Clock
 from mirror.errors import ConnectFailed
-from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.connection.session import NodeSession, StreamOwner
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
-from mirror.ingest.events import KeyRefused, Row, StagingRefused
+from mirror.ingest.events import Row, StagingRefused
 from mirror.ingest.machine import VbucketMachine
 from mirror.ingest.reactions import delay_s
 from mirror.ingest.selection import FilterFields
@@ -73,38 +80,41 @@ class Sink(Protocol):
         """Begin a second copy. A spool ends the vbucket's read instead, and returns None."""
         ...
 
+    def forget(self) -> None:
+        """Forget what was kept for the machine, which is dropped."""
+        ...
 
-class VbucketHost(ABC):
-    def __init__(self, vbid: int, sink: Sink, clock: Clock) -> None:
+
+class HostOwner(StreamOwner, Protocol):
+    """Gets the messages of the stream, counts them, and hands them to the host."""
+
+    def start_event(self, session: NodeSession) -> events.Start: ...
+
+    def enter(self, event: MachineEvent) -> None:
+        """Hand an answer, or the end of a pause, to the host (`handle`)."""
+        ...
+
+    def report(self, status: ins.VbucketStatus, text: str) -> None: ...
+
+    def refresh_map(self, config: bytes) -> None: ...
+
+    def refresh_collections(self) -> None: ...
+
+
+class VbucketHost:
+    def __init__(self, vbid: int, sink: Sink, owner: HostOwner, clock: Clock) -> None:
         self.vbid = vbid
         self.sink = sink
+        self.owner = owner
         self.session: NodeSession | None = None
         self.machine: VbucketMachine | None = None
         self.opaque: int | None = None
+        self.stream_filter: FilterFields = {}
+        """The JSON value of the stream requests."""
+        self.retries = 0
         self._clock = clock
         self._retry: asyncio.TimerHandle | None = None
-
-    # -- decisions of a subclass ----------------------------------------------------------------------------------
-
-    @abstractmethod
-    def start_event(self, session: NodeSession) -> events.Start: ...
-
-    @property
-    @abstractmethod
-    def stream_filter(self) -> FilterFields: ...
-
-    @abstractmethod
-    def refresh_map(self, config: bytes) -> None: ...
-
-    @abstractmethod
-    def refresh_collections(self) -> None: ...
-
-    @abstractmethod
-    def report(self, status: ins.VbucketStatus, text: str) -> None: ...
-
-    def enter(self, event: MachineEvent) -> None:
-        """Hand in an event of the stream, an answer, or the end of a pause. Override to handle errors of the store."""
-        self.handle(event)
+        self._abandon_waits = False
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -121,12 +131,14 @@ class VbucketHost(ABC):
             self.session.close_stream(self.vbid, self.opaque)
         self.opaque = None
         self.machine = None
+        self._abandon_waits = False
         self._cancel_retry()
+        self.sink.forget()
 
     def attach(self, session: NodeSession) -> None:
         self.session = session
         self.opaque = None
-        self.handle(self.start_event(session))
+        self.handle(self.owner.start_event(session))
 
     def detach(self, event: events.Stop | events.ConnectionLost | events.NoActiveNode) -> None:
         if self.session is None and not isinstance(event, events.NoActiveNode):
@@ -136,21 +148,18 @@ class VbucketHost(ABC):
         self.session = None
         self.opaque = None
 
-    # -- messages of the stream -----------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: MachineEvent) -> None:
-        if self.machine is not None:
-            self.execute(self.machine.handle(event))
+        if self.machine is None:
+            return
+        self.execute(self.machine.handle(event))
+        if self._abandon_waits and isinstance(event, events.Published):
+            self.execute([ins.AbandonStaged()])
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
         if self.machine is not None:
             self.execute(self.machine.handle_run(opaque, rows, byte_count))
-
-    def on_event(self, event: ev.Event | KeyRefused) -> None:
-        self.enter(event)
-
-    def on_answer(self, answer: StreamAnswer) -> None:
-        self.enter(answer)
 
     # -- instructions ---------------------------------------------------------------------------------------------
 
@@ -162,7 +171,7 @@ class VbucketHost(ABC):
             answer = self._execute_one(instruction)
             if answer is None:
                 continue
-            self.execute(self.answered(answer))
+            self.execute(self.machine.handle(answer) if self.machine is not None else ())
             if isinstance(answer, StagingRefused):
                 return  # the rest of the list depends on the refused rows
 
@@ -177,7 +186,7 @@ class VbucketHost(ABC):
             case ins.AnswerMarker():
                 self.answer_marker(instruction.opaque)
             case ins.ReportStatus():
-                self.report(instruction.status, instruction.text)
+                self.owner.report(instruction.status, instruction.text)
             case ins.SaveFacts():
                 sink.save(instruction.facts)
             case ins.RequestStream() | ins.GetFailoverLog() if not self.connected:
@@ -191,13 +200,15 @@ class VbucketHost(ABC):
             case ins.RollbackTo():
                 return sink.roll_back(instruction)
             case ins.AbandonStaged():
-                return sink.abandon(instruction)
+                answer = sink.abandon(instruction)
+                self._abandon_waits = answer is None  # until the snapshot whose key rows are being written is visible
+                return answer
             case ins.BeginResync():
                 return sink.begin_resync(instruction.text)
             case ins.RefreshMap():
-                self.refresh_map(instruction.config)
+                self.owner.refresh_map(instruction.config)
             case ins.RefreshCollections():
-                self.refresh_collections()
+                self.owner.refresh_collections()
             case ins.Reconnect():
                 self.reconnect(instruction.text)
             case ins.RetryAfter():
@@ -206,10 +217,6 @@ class VbucketHost(ABC):
                 assert_never(instruction)
         return None
 
-    def answered(self, answer: events.Answer) -> Sequence[ins.Instruction]:
-        """Hand the answer to an instruction to the machine; return the machine's next instructions."""
-        return self.machine.handle(answer) if self.machine is not None else ()
-
     @property
     def connected(self) -> bool:
         return self.session is not None and self.session.ready
@@ -217,8 +224,8 @@ class VbucketHost(ABC):
     def request_stream(self, request: ins.RequestStream) -> int:
         session = self.session
         assert session is not None, "it is connected"
-        session.stream_filter = self.stream_filter  # the session's other vbuckets may have another filter
-        opaque = self.opaque = session.request_stream(self.vbid, request, self.sink.row_prefix(), self)
+        prefix = self.sink.row_prefix()
+        opaque = self.opaque = session.request_stream(self.vbid, request, prefix, self.owner, self.stream_filter)
         return opaque
 
     def close_stream(self, opaque: int | None) -> None:
@@ -232,7 +239,7 @@ class VbucketHost(ABC):
 
         def settle(outcome: Frame | Exception) -> None:
             if self.session is session and isinstance(outcome, Frame):
-                self.enter(failover_log_event(outcome))
+                self.owner.enter(failover_log_event(outcome))
 
         session.get_failover_log(self.vbid, settle)
 
@@ -245,16 +252,14 @@ class VbucketHost(ABC):
             asyncio.get_running_loop().call_soon(self.session.close, ConnectFailed(cause, hint=""))
 
     def retry_after(self, reason: ins.RetryReason, attempt: int) -> None:
+        self.retries += 1
         self._cancel_retry()
         delay = delay_s(reason, attempt, self._clock.jitter())
         self._retry = asyncio.get_running_loop().call_later(delay, self._retry_due)
 
     def _retry_due(self) -> None:
         self._retry = None
-        self.enter(self.event_after_pause())
-
-    def event_after_pause(self) -> events.RetryDue | events.Start:
-        return events.RetryDue()
+        self.owner.enter(events.RetryDue())
 
     def _cancel_retry(self) -> None:
         if self._retry is not None:

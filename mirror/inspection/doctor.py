@@ -442,7 +442,6 @@ class Doctor:
         loop = asyncio.get_running_loop()
         filters = {state.stream_filter for vbid, state in states.items() if vbid in vbids and state.stream_filter}
         chosen = StreamFilter.parse(next(iter(filters))) if len(filters) == 1 else None
-        session.stream_filter = {} if chosen is None else chosen.fields
         for vbid in vbids:
             state = states.get(vbid)
             seqno = state.published_seqno if state is not None else Seqno(0)
@@ -452,7 +451,7 @@ class Doctor:
             if session.ready:
                 offset = StreamOffset.between_snapshots(seqno, vbuuid)
                 request = RequestStream(offset, int(seqno))
-                session.request_stream(vbid, request, bytes(4), wait)
+                session.request_stream(vbid, request, bytes(4), wait, chosen.fields if chosen is not None else None)
             else:
                 wait.on_answer(ClusterError("the connection is over"))
         results = await asyncio.gather(*(wait.answer for wait in owner.waits))

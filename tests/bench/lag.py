@@ -99,7 +99,7 @@ def _note_visible(consumer: Consumer, visible: list[Write]) -> None:
     def note(group: Group, commit: Callable[..., None], **options: bool) -> None:
         commit(**options)
         now = time.monotonic()
-        for vbid in group.vbuckets:
+        for vbid in group.hosts:
             published = int(group.writer.vbuckets[vbid].base.published_seqno)
             if published != seen[vbid]:
                 seen[vbid] = published

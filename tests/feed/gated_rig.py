@@ -42,9 +42,8 @@ class ScriptedSession:
 
     def __init__(self) -> None:
         self.requests: list[RequestStream] = []
-        self.stream_filter: dict[str, Any] = {}
 
-    def request_stream(self, vbid: int, request: RequestStream, prefix: bytes, owner: Any) -> int:
+    def request_stream(self, vbid: int, request: RequestStream, *_: Any) -> int:
         self.requests.append(request)
         return 100 + len(self.requests)
 
@@ -112,7 +111,8 @@ class GatedVbucket:
         around: Any = _Around()
         group: Any = _Group(self)
         self.actor = MirroredVbucket(VBID, group, around.clock, around, around, PersistenceGate() if gated else None)
-        self.actor.start_machine()
+        self.host = self.actor.host
+        self.host.start_machine()
         self.connect()
 
     def connect(self) -> None:
@@ -128,18 +128,18 @@ class GatedVbucket:
 
     def commit(self) -> None:
         for _, seqno in self.writer.commit().published:
-            self.actor.handle(events.Published(seqno))
+            self.host.handle(events.Published(seqno))
 
     # --- the source
 
     def accept(self, *log: tuple[int, int]) -> None:
         entries = FailoverLog.of(log)
-        assert self.actor.opaque is not None
-        self.actor.handle(events.StreamAccepted(self.actor.opaque, entries))
+        assert self.host.opaque is not None
+        self.actor.on_answer(events.StreamAccepted(self.host.opaque, entries))
 
     def roll_back(self, seqno: int) -> None:
-        assert self.actor.opaque is not None
-        self.actor.handle(events.StreamRollback(self.actor.opaque, seqno))
+        assert self.host.opaque is not None
+        self.actor.on_answer(events.StreamRollback(self.host.opaque, seqno))
 
     def snapshot(
         self,
@@ -151,14 +151,14 @@ class GatedVbucket:
         purge_seqno: int = 0,
     ) -> None:
         """Rows (seqno -> key, value) of one snapshot, and a commit."""
-        opaque = self.actor.opaque
+        opaque = self.host.opaque
         assert opaque is not None
         version = int(MarkerVersion.V2_2 if purge_seqno else MarkerVersion.V1)
-        self.actor.handle(SnapshotMarker(VBID, start, end, 1, purge_seqno=purge_seqno, version=version, opaque=opaque))
+        self.host.handle(SnapshotMarker(VBID, start, end, 1, purge_seqno=purge_seqno, version=version, opaque=opaque))
         rows = [row(self.writer.vbuckets[VBID].prefix, key, value, seqno) for seqno, (key, value) in items.items()]
         self.actor.on_rows(opaque, rows, 100)
         for _, seqno in self.writer.commit(flush_open=flush).published:
-            self.actor.handle(events.Published(seqno))
+            self.host.handle(events.Published(seqno))
 
     def persisted(self, vbuuid: int, seqno: int) -> None:
         self.actor.persisted(vbuuid, seqno)
@@ -169,7 +169,7 @@ class GatedVbucket:
 
     def high_seqno(self, seqno: int, times: int = 2) -> None:
         for _ in range(times):
-            self.actor.handle(events.HighSeqno(seqno))
+            self.actor.on_high_seqno(seqno)
 
     # --- readers
 

@@ -75,7 +75,7 @@ async def test_published_ahead_of_the_last_known_high_seqno_is_no_negative_lag(
     write(cluster, 50)
     mirror = await mirrors.follow()
     vbucket = mirror.consumer.vbuckets[3]
-    assert vbucket.session is not None
-    vbucket.polled, vbucket.session.seqnos_until = (vbucket.session, 1), float("inf")
+    assert vbucket.host.session is not None
+    vbucket.polled, vbucket.host.session.seqnos_until = (vbucket.host.session, 1), float("inf")
     assert mirror.row(3)["published_seqno"] > 1
     assert mirror.row(3)["lag_seqnos"] == 0

@@ -46,8 +46,8 @@ def test_without_a_machine_the_rest_of_a_list_is_not_executed(
     rig: GatedVbucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine is dropped while its list is executed: a read that is over, for example."""
-    monkeypatch.setattr(rig.actor, "close_stream", lambda _opaque: rig.actor.drop_machine())
-    rig.actor.execute([ins.CloseStream(5), PUBLISH])
+    monkeypatch.setattr(rig.host, "close_stream", lambda _opaque: rig.host.drop_machine())
+    rig.host.execute([ins.CloseStream(5), PUBLISH])
     assert gate_of(rig).waiting == 0
 
 
@@ -56,50 +56,50 @@ def test_an_answer_is_handled_before_the_next_instruction_of_the_list(
 ) -> None:
     said: list[str] = []
     answered, following = (ins.ReportStatus(VbucketStatus.WAITING, text) for text in ("answered", "next"))
-    monkeypatch.setattr(rig.actor, "answered", lambda _answer: [answered])
+    monkeypatch.setattr(rig.host.machine, "handle", lambda _answer: [answered])
     monkeypatch.setattr(rig.actor, "report", lambda _status, text: said.append(text))
-    rig.actor.execute([ins.AbandonStaged(), following])
+    rig.host.execute([ins.AbandonStaged(), following])
     assert said == ["answered", "next"]
 
 
 def test_a_refusal_by_the_sink_ends_the_list(rig: GatedVbucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig.actor, "retry_after", lambda *_: None)
+    monkeypatch.setattr(rig.host, "retry_after", lambda *_: None)
     rig.accept((9, 0))
     rig.snapshot(0, 5, {5: (b"a", b"1")})
-    rig.actor.execute([ins.Advance(Seqno(3), None), PUBLISH])
+    rig.host.execute([ins.Advance(Seqno(3), None), PUBLISH])
     assert gate_of(rig).waiting == 0, "the machine had the rest abandoned"
-    assert "advance to 3 below 5" in str(rig.actor.last_error)
+    assert "advance to 3 below 5" in str(rig.actor.progress.last_error)
 
 
 def test_without_a_machine_nothing_is_handled_or_sent(rig: GatedVbucket) -> None:
     sent = len(rig.session.requests)
-    rig.actor.drop_machine()
-    assert (rig.actor.machine, rig.actor.streaming, rig.actor.opaque) == (None, False, None)
-    rig.actor.handle(events.RetryDue())
+    rig.host.drop_machine()
+    assert (rig.host.machine, rig.host.streaming, rig.host.opaque) == (None, False, None)
+    rig.host.handle(events.RetryDue())
     rig.connect()
     assert len(rig.session.requests) == sent
-    rig.actor.start_machine()
+    rig.host.start_machine()
     rig.connect()
     assert len(rig.session.requests) == sent + 1
 
 
 def test_a_request_that_the_session_cannot_carry_is_answered_as_a_lost_connection(rig: GatedVbucket) -> None:
     rig.session.ready = False
-    rig.actor.start_machine()
+    rig.host.start_machine()
     rig.connect()
-    assert rig.actor.machine is not None
-    assert rig.actor.machine.phase is Phase.IDLE
-    assert "no connection" in rig.actor.text
+    assert rig.host.machine is not None
+    assert rig.host.machine.phase is Phase.IDLE
+    assert "no connection" in rig.actor.progress.text
 
 
 def test_what_is_not_attached_is_not_detached_twice(rig: GatedVbucket) -> None:
     rig.accept((9, 0))
     rig.actor.detach(events.Stop("moved"))
-    assert (rig.actor.session, rig.actor.text) == (None, "moved")
+    assert (rig.host.session, rig.actor.progress.text) == (None, "moved")
     rig.actor.detach(events.ConnectionLost("later"))
-    assert rig.actor.text == "moved"
+    assert rig.actor.progress.text == "moved"
     rig.actor.detach(events.NoActiveNode())
-    assert "names no active node" in rig.actor.text
+    assert "names no active node" in rig.actor.progress.text
 
 
 def test_an_answer_with_a_failover_log_is_read_or_refused() -> None:

@@ -375,7 +375,7 @@ async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothi
         vbid = 0
         observed_vbuuid = cluster.vbucket(0).vbuuid
 
-        def held_by(self, text: str) -> None: ...
+        gate = PersistenceGate()
 
         def persisted(self, vbuuid: int, seqno: int) -> None:
             received.append(seqno)
@@ -528,7 +528,7 @@ def test_a_held_snapshot_outlasts_a_rollback_that_goes_to_no_boundary(gated: Gat
     gated.snapshot(82, 85, {85: (b"b", b"2")})
     gated.reconnect()
     gated.roll_back(40)
-    gated.actor.handle(events.FailoverLogReceived(FailoverLog.of([(0xB, 85), (0xA, 0)])))
+    gated.actor.enter(events.FailoverLogReceived(FailoverLog.of([(0xB, 85), (0xA, 0)])))
     assert gated.session.requests[-1].offset.start_seqno == 85
     gated.accept((0xB, 85), (0xA, 0))
     gated.persisted(0xB, 85)
@@ -564,8 +564,8 @@ def test_a_second_rollback_meanwhile_goes_back_from_what_is_staged(gated: GatedV
     gated.roll_back(to_seqno)
     assert gated.published == 85
     if to_seqno == 5:  # nothing is kept that far back
-        assert gated.actor.machine is not None
-        assert gated.actor.machine.phase.name == "ASKING_LOG"
+        assert gated.host.machine is not None
+        assert gated.host.machine.phase.name == "ASKING_LOG"
         return
     start = {83: 81, 81: 81, 40: 40}[to_seqno]
     assert gated.session.requests[-1].offset.start_seqno == start

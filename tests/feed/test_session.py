@@ -237,8 +237,8 @@ async def test_refused_dcp_open_is_one_clear_error(tmp_path: Path, status: int, 
 
 async def test_stream_request_says_where_to_begin_and_what_it_is_filtered_by(tmp_path: Path) -> None:
     async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
-        session.stream_filter = {"collections": ["8", "a"]}
-        session.request_stream(VBID, stream_request(start=17, purge_seqno=2**63), PREFIX, owner)
+        request = stream_request(start=17, purge_seqno=2**63)
+        session.request_stream(VBID, request, PREFIX, owner, {"collections": ["8", "a"]})
         await owner.until(lambda: bool(node.received_requests(Opcode.DCP_STREAM_REQ)))
         (frame,) = node.received_requests(Opcode.DCP_STREAM_REQ)
         value = b'{"collections":["8","a"],"purge_seqno":"%d"}' % 2**63

@@ -114,9 +114,9 @@ async def test_what_has_come_and_is_not_published_is_lag_whatever_the_source_was
     async with RecordedSource(script(success(*snapshot(1, 100)[:51]))) as source:
         vbucket = mirror.start(source.connection_string).vbuckets[VBID]
         await mirror.until(lambda: mirror.row(VBID)["staged_seqno"] == 50, "half of it")
-        assert vbucket.session is not None
-        vbucket.polled = (vbucket.session, 10)
-        vbucket.session.seqnos_until = float("inf")  # as if that poll was answered just now
+        assert vbucket.host.session is not None
+        vbucket.polled = (vbucket.host.session, 10)
+        vbucket.host.session.seqnos_until = float("inf")  # as if that poll was answered just now
         assert mirror.row(VBID)["lag_seqnos"] == 50
         await mirror.stop()
 
@@ -155,9 +155,9 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
         if on_disk:
             consumer.commits.groups[0].commit(flush_open=True)
         actor = consumer.vbuckets[VBID]
-        assert actor.opaque is not None
+        assert actor.host.opaque is not None
         twice = mirror.writers[0].vbuckets[VBID].prefix + (6).to_bytes(8)
-        actor.on_rows(actor.opaque, [(twice, b"not to be stored")], 100)
+        actor.on_rows(actor.host.opaque, [(twice, b"not to be stored")], 100)
         assert mirror.row(VBID)["published_seqno"] == 0
         held = False
         await mirror.until_published(VBID, 6)

@@ -224,11 +224,11 @@ class Stand:
 
     def __init__(self, clock: ManualClock) -> None:
         self.vbid = 0
-        self.session = self.machine = self
+        self.session = self.machine = self.host = self.progress = self
         self.source_high_seqno: int | None = 10
         self.streaming = True
         self.waits_for_end = False
-        self.last_progress = self.backfill_at = clock.monotonic()
+        self.last_at = self.received_at = self.backfill_at = clock.monotonic()
         self.stalled_streams = self.stalls = 0
         self.address = "node"
         self.clock = clock
@@ -236,14 +236,14 @@ class Stand:
         self.staged_seqno = self.staging_published_seqno = 5
         self.done: list[str] = []
 
-    def progressed(self) -> None:
-        self.last_progress = self.clock.monotonic()
+    def moved(self, at: float) -> None:
+        self.last_at = at
         self.stalled_streams = 0
 
-    def stalled(self, _text: str) -> None:
+    def stalled(self, _text: str, at: float) -> None:
         self.stalled_streams += 1
         self.stalls += 1
-        self.last_progress = self.clock.monotonic()
+        self.last_at = at
 
     def close(self, error: Exception) -> None:
         self.done.append(str(error))
@@ -327,7 +327,7 @@ def test_progress_in_between_restarts_the_count(watched: tuple[ManualClock, Stan
     clock, stand, watch = watched
     for _ in range(4):
         later(clock, watch, 101)
-        stand.progressed()
+        stand.moved(clock.monotonic())
     assert stand.done == ["stalled"] * 4
 
 

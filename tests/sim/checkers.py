@@ -400,7 +400,7 @@ class Checker:
         if not mirror.alive:
             return
         for vbid, actor in mirror.actors.items():
-            machine = actor.machine
+            machine = actor.host.machine
             if machine is None:
                 continue
             validate(machine)
@@ -410,7 +410,7 @@ class Checker:
     def _check_line(self, vbid: int, opaque: int) -> None:
         """Check that the published state is part of the history of the accepted stream."""
         watched = self.watched[vbid]
-        if self.mirror.actors[vbid].machine.resyncing or not watched.seqno:  # type: ignore[union-attr]
+        if self.mirror.actors[vbid].host.machine.resyncing or not watched.seqno:  # type: ignore[union-attr]
             return
         if self.mirror.writers[vbid % len(self.mirror.writers)].vbuckets[vbid].state.staging_branch != watched.branch:
             return

@@ -24,7 +24,6 @@ from mirror.feed.connection.session import NodeSession
 from mirror.feed.connection.transport import Link
 from mirror.feed.follow import commands
 from mirror.feed.follow.consumer import Consumer
-from mirror.ingest import events as machine_events
 from mirror.ingest.selection import SourceManifest
 from mirror.messages import RollBack
 from mirror.wire.constants import Feature
@@ -357,7 +356,7 @@ class Mirror:
         self.actors = self.consumer.vbuckets
         for vbid, actor in self.actors.items():
             self.consumer._node_of[vbid] = self.keepers[self.source.bucket.map.owners[vbid]].address
-            actor.start_machine()
+            actor.host.start_machine()
 
     def _open_writer(self, group: int) -> SimWriter:
         writer = SimWriter.__new__(SimWriter)
@@ -418,7 +417,7 @@ class Mirror:
     def stop(self) -> None:
         """Stop as SIGTERM does: commit complete snapshots, then close."""
         for actor in self.actors.values():
-            actor.drop_machine()
+            actor.host.drop_machine()
         for wire in self.wires:
             if wire is not None:
                 wire.cut()
@@ -531,9 +530,9 @@ class Mirror:
         high = vbucket.high_seqno
         if polled is not None:
             high = max((vbucket.collection_high_seqno.get(each, 0) for each in polled), default=0)
-        if actor.session is not None:
-            actor.polled = (actor.session, high)
-        actor.guarded(lambda: actor.handle(machine_events.HighSeqno(high)))
+        if actor.host.session is not None:
+            actor.polled = (actor.host.session, high)
+        actor.on_high_seqno(high)
 
     def ask_persistence(self, vbid: int) -> None:
         """Tell the mirror the seqno that every copy has persisted of the stream's history."""
@@ -543,7 +542,7 @@ class Mirror:
             return
         seqno = self.source.persisted_of(vbid, vbuuid)
         if seqno is not None:
-            actor.guarded(lambda: actor.persisted(vbuuid, seqno))
+            actor.persisted(vbuuid, seqno)
 
     def step_writer(self, group: int) -> bool:
         """Give a turn of background work as the consumer does."""

@@ -94,8 +94,8 @@ class SimReader:
 
     def on_closed(self, session: NodeSession, error: Any) -> None:
         for vbucket in self._streamed():
-            if vbucket.session is session:
-                vbucket.detach(machine_events.ConnectionLost(error.what))
+            if vbucket.host.session is session:
+                vbucket.host.detach(machine_events.ConnectionLost(error.what))
 
     def _streamed(self) -> list[ReadVbucket]:
         return [] if self.read is None else list(self.read.active.values())
@@ -196,10 +196,10 @@ class SimReader:
     def _follow_map(self) -> None:
         for vbucket in self._streamed():
             session = self.session_at(self.address_of(vbucket.vbid))
-            if vbucket.session is not None and vbucket.session is not session:
-                vbucket.detach(machine_events.Stop("moved"))
-            if session is not None and vbucket.session is None:
-                vbucket.attach(session)
+            if vbucket.host.session is not None and vbucket.host.session is not session:
+                vbucket.host.detach(machine_events.Stop("moved"))
+            if session is not None and vbucket.host.session is None:
+                vbucket.host.attach(session)
 
     def _pass(self, number: int, size: int) -> None:
         wire = self.wires[number]

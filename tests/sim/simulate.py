@@ -273,7 +273,7 @@ class World:
     def ask_for_ends(self) -> None:
         """As `SourceWatch` does once a stream has stopped for long in the middle of a snapshot."""
         for actor in self.mirror.actors.values():
-            if actor.machine is not None and actor.machine.waits_for_end:
+            if actor.host.machine is not None and actor.host.machine.waits_for_end:
                 self.counts["ends of snapshots asked for"] += 1
                 self.mirror.consumer.reopen(actor, "stalled")
 
@@ -297,10 +297,10 @@ class World:
     def _situation(self, vbid: int) -> str:
         vbucket = self.source.vbucket(vbid)
         actor = self.mirror.actors[vbid]
-        machine = actor.machine
+        machine, shown = actor.host.machine, actor.progress
         return (
             f"vb {vbid}: source {vbucket.high_seqno}, purged {vbucket.purge_seqno}, log {vbucket.failover_log}; "
-            f"mirror {actor.writer.state}, {actor.status}: {actor.text}, {machine and machine.phase}"
+            f"mirror {actor.writer.state}, {shown.status}: {shown.text}, {machine and machine.phase}"
         )
 
     def caught_up(self) -> bool:
@@ -314,7 +314,7 @@ class World:
                 return False
             if self.checker.watched[vbid].seqno != high and not self._nothing_shown_above(vbid):
                 return False
-            if not self.mirror.actors[vbid].streaming and asks:
+            if not self.mirror.actors[vbid].host.streaming and asks:
                 return False
         return True
 

@@ -118,7 +118,6 @@ class NodeSession:
         """While True, nothing is acked, and the source pauses once the window is full. See `release_acks`."""
         self.seqnos_at = self.seqnos_until = clock.monotonic()
         """Time of the request that brought the last high seqnos, and the time until which they count as known."""
-        self.stream_filter: FilterFields = {}
         self._access = access
         self._check = check
         self._owner = owner
@@ -284,13 +283,20 @@ class NodeSession:
     def stream_count(self) -> int:
         return len(self._streams)
 
-    def request_stream(self, vbid: int, request: RequestStream, row_prefix: bytes, owner: StreamOwner) -> int:
+    def request_stream(
+        self,
+        vbid: int,
+        request: RequestStream,
+        row_prefix: bytes,
+        owner: StreamOwner,
+        stream_filter: FilterFields | None = None,
+    ) -> int:
         link = self.link
         opaque = link.next_opaque()
-        stream_filter = dict(self.stream_filter)
+        fields = dict(stream_filter or {})
         if request.purge_seqno is not None:
-            stream_filter["purge_seqno"] = str(request.purge_seqno)
-        value = json.dumps(stream_filter, separators=(",", ":")).encode() if stream_filter else b""
+            fields["purge_seqno"] = str(request.purge_seqno)
+        value = json.dumps(fields, separators=(",", ":")).encode() if fields else b""
         offset = request.offset
         frame = to_frame(
             ev.StreamRequest(
@@ -307,7 +313,6 @@ class NodeSession:
         )
         self._streams[opaque] = owner
         link.routes[opaque] = row_prefix
-
         self._ask(frame, partial(self._stream_answered, owner, opaque), f"the stream request of vb {vbid}")
         return opaque
 

@@ -57,11 +57,11 @@ def _roll_back(consumer: Consumer, command: RollBack) -> dict[str, int]:
     if boundary.seqno == state.published_seqno:
         branch, at = state.branch, boundary.seqno
         return {"vbid": vbid} | asdict(RollbackResult(at, from_seqno=at, branch=branch, from_branch=branch))
-    vbucket.drop_machine()
+    vbucket.host.drop_machine()
     with _noticed_by(vbucket.group):
         result = vbucket.writer.rollback(to_seqno)
-    vbucket.note_rollback(result)
-    vbucket.start_machine()
+    vbucket.sink.note_rollback(result)
+    vbucket.host.start_machine()
     consumer.attach_if_ready(vbucket)
     return {"vbid": vbid} | asdict(result)
 
@@ -72,10 +72,10 @@ def _resync(consumer: Consumer, command: Resync) -> dict[str, int]:
     vbucket = _vbucket_of(consumer, vbid)
     if vbucket is None:
         raise ConfigError(f"resync of vb {vbid}", hint="vbid must be one of this worker")
-    vbucket.drop_machine()
+    vbucket.host.drop_machine()
     with _noticed_by(vbucket.group):
-        answer = vbucket.begin_resync("requested by an operator")
-    vbucket.start_machine()
+        answer = vbucket.sink.begin_resync("requested by an operator")
+    vbucket.host.start_machine()
     consumer.attach_if_ready(vbucket)
     if isinstance(answer, ResyncRefused):
         raise MirrorError(f"vb {vbid}: {answer.text}", hint="free space on the disk")

@@ -90,7 +90,8 @@ class Consumer:
             for vbid in group.writer.vbids:
                 gate = PersistenceGate() if self._gated else None
                 vbucket = MirroredVbucket(vbid, group, self.clock, self.map_follower, self.collections, gate)
-                self.vbuckets[vbid] = group.vbuckets[vbid] = vbucket
+                self.vbuckets[vbid] = vbucket
+                group.hosts[vbid] = vbucket.host
         self._node_of: dict[int, NodeAddress | None] = dict.fromkeys(self.vbuckets)
         self._source_watch = SourceWatch(self.connections, self.collections, self.vbuckets_at, self.reopen)
         self._was_ready = False
@@ -119,14 +120,14 @@ class Consumer:
             task.add_done_callback(partial(report_defect, on_defect=self._end))
         try:
             for vbucket in self.vbuckets.values():
-                vbucket.start_machine()
+                vbucket.host.start_machine()
             await self._ending
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for vbucket in self.vbuckets.values():
-                vbucket.drop_machine()
+                vbucket.host.drop_machine()
             await self.connections.close()
             self.commits.close()
             self._finished.set()
@@ -166,7 +167,7 @@ class Consumer:
 
     def _show_failure(self, error: MirrorError) -> None:
         for vbucket in self.vbuckets.values():
-            if vbucket.streaming and vbucket.observed_vbuuid is None:
+            if vbucket.host.streaming and vbucket.observed_vbuuid is None:
                 continue  # it streams, and waits for no report of persistence
             vbucket.report(_status_after(error), str(error))
 
@@ -238,7 +239,7 @@ class Consumer:
         """Show the failure. With `ends_on_refusal`, end mirroring if all nodes refuse before any session was ready."""
         self.map_follower.wake()
         for vbucket in self.vbuckets_at(keeper.address):
-            if vbucket.session is None:
+            if vbucket.host.session is None:
                 vbucket.report(_status_after(error), str(error))
         if self._was_ready or not self._ends_on_refusal:
             return
@@ -248,7 +249,7 @@ class Consumer:
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
         for vbucket in self.vbuckets.values():
-            if vbucket.session is session:
+            if vbucket.host.session is session:
                 vbucket.detach(events.ConnectionLost(str(error)))
 
     def vbuckets_at(self, address: NodeAddress) -> list[MirroredVbucket]:
@@ -267,14 +268,14 @@ class Consumer:
             self._attach(vbucket, session)
 
     def reopen(self, vbucket: MirroredVbucket, cause: str) -> None:
-        session = vbucket.session
+        session = vbucket.host.session
         if session is not None:
             vbucket.detach(events.Stop(cause))
             self._attach(vbucket, session)
 
     def _on_collections(self, waiting: set[int]) -> None:
         for vbid, vbucket in self.vbuckets.items():
-            refused = vbucket.machine is not None and vbucket.machine.phase is Phase.REFUSED
+            refused = vbucket.host.machine is not None and vbucket.host.machine.phase is Phase.REFUSED
             if vbucket.group.error is None and (not self.collections.selection.whole or (vbid in waiting and refused)):
                 self.attach_if_ready(vbucket)
 
@@ -286,7 +287,7 @@ class Consumer:
     def caught_up(self, targets: Mapping[int, int]) -> bool:
         """Return True if each of this worker's vbuckets in `targets` streams, and has published its target seqno."""
         return all(
-            self.vbuckets[vbid].streaming and self.vbuckets[vbid].has_published(seqno)
+            self.vbuckets[vbid].host.streaming and self.vbuckets[vbid].has_published(seqno)
             for vbid, seqno in targets.items()
             if vbid in self.vbuckets
         )

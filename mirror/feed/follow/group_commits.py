@@ -69,7 +69,7 @@ class Group:
     def __init__(self, writer: GroupWriter, commits: GroupCommits) -> None:
         self.writer = writer
         self.commits = commits
-        self.vbuckets: dict[int, VbucketHost] = {}
+        self.hosts: dict[int, VbucketHost] = {}
         self.violations: Counter[int | None] = Counter()
         """Number of failures because rows were out of order, by vbid."""
         self.commit_waits = False
@@ -99,7 +99,7 @@ class Group:
         if self.writer.is_indexing:
             self.commits.has_work.set()
         for vbid, seqno in result.published:
-            self.vbuckets[vbid].handle(Published(seqno))
+            self.hosts[vbid].handle(Published(seqno))
 
     def failed(self, error: StorageError) -> None:
         """Stop the group's streams; restart them from the stored state after a pause."""
@@ -110,9 +110,9 @@ class Group:
             self.commit_waits = False
             self.commits.queue.remove(self)
         log.error("store-failed", group=self.writer.group, error=str(error))
-        for vbucket in self.vbuckets.values():
-            vbucket.drop_machine()
-            vbucket.report(VbucketStatus.WAITING, f"the store failed: {error}")
+        for host in self.hosts.values():
+            host.drop_machine()
+            host.owner.report(VbucketStatus.WAITING, f"the store failed: {error}")
         delay_s = self.commits.settings.storage_retry_interval_s
         if isinstance(error, SeqnoOrder):
             self.violations[error.vbid] += 1
@@ -125,8 +125,8 @@ class Group:
     def _give_up(self) -> None:
         """Stop the group for good, after a permanent error such as damage. Other groups continue."""
         assert self.error is not None
-        for vbucket in self.vbuckets.values():
-            vbucket.report(unusable(self.error), f"the store failed: {self.error}")
+        for host in self.hosts.values():
+            host.owner.report(unusable(self.error), f"the store failed: {self.error}")
         self.writer.give_up()
 
     def _retry_later(self, delay_s: float) -> None:
@@ -153,8 +153,8 @@ class Group:
             return
         log.info("store-retried", group=self.writer.group)
         self.error = None
-        for vbid, vbucket in self.vbuckets.items():
-            vbucket.start_machine()
+        for vbid, host in self.hosts.items():
+            host.start_machine()
             self.commits.on_reopened(vbid)
 
     def step(self) -> bool:

@@ -92,7 +92,8 @@ class PersistencePoller:
                 for vbucket, vbuuid in held.items():
                     slowest = found[vbucket.vbid]
                     if self._copies.copies_of(vbucket.vbid) == slowest.copies:
-                        vbucket.held_by(slowest.text)
+                        assert vbucket.gate is not None, "it holds a snapshot"
+                        vbucket.gate.wait_for(slowest.text, self._clock.monotonic())
                         if slowest.seqno is not None:
                             vbucket.persisted(vbuuid, slowest.seqno)
         finally:

@@ -29,13 +29,14 @@ class ConsumerStatus:
     def standing(self) -> tuple[bool, bool]:
         """Return two flags: all vbuckets stream; all vbuckets have caught up."""
         vbuckets = self._consumer.vbuckets.values()
-        streaming = all(vbucket.streaming and vbucket.in_contact for vbucket in vbuckets)
+        streaming = all(vbucket.host.streaming and _in_contact(vbucket) for vbucket in vbuckets)
         return streaming, streaming and all(_lag(vbucket) == 0 for vbucket in vbuckets)
 
     def report(self) -> ProcessReport:
         consumer = self._consumer
         histories = self._histories()
-        rows = [_vbucket_row(vbucket, histories.get(vbid)) for vbid, vbucket in consumer.vbuckets.items()]
+        now = consumer.clock.monotonic()
+        rows = [_vbucket_row(vbucket, histories.get(vbid), now) for vbid, vbucket in consumer.vbuckets.items()]
         followed = consumer.map_follower.current
         collections = consumer.collections
         return {
@@ -48,7 +49,7 @@ class ConsumerStatus:
                 "requested_again_bytes": sum(row["requested_again_bytes"] for row in rows),
                 "commits": sum(group.count for group in consumer.commits.groups),
                 "stalls": sum(row["stalls"] for row in rows),
-                "retries": sum(vbucket.retries for vbucket in consumer.vbuckets.values()),
+                "retries": sum(vbucket.host.retries for vbucket in consumer.vbuckets.values()),
             },
             "map": {"rev_epoch": None, "rev": None, "nodes": None}
             if followed is None
@@ -94,20 +95,23 @@ class ConsumerStatus:
         return found
 
 
-def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str, Any]:
-    state = vbucket.sink.state()
+def _vbucket_row(vbucket: MirroredVbucket, history: History | None, now: float) -> dict[str, Any]:
+    state, progress, machine = vbucket.sink.state(), vbucket.progress, vbucket.host.machine
     high = vbucket.source_high_seqno
     published = int(state.published_seqno)
-    failing = vbucket.machine.shown.failing_text if vbucket.machine is not None else None
-    contact, status, text = _contact(vbucket), vbucket.status, vbucket.text
-    if vbucket.streaming and not vbucket.in_contact:
+    failing = machine.shown.failing_text if machine is not None else None
+    contact, status, text = _contact(vbucket, now), progress.status, progress.text
+    gate, held_s = vbucket.gate, None
+    if gate is not None and gate.waiting and gate.held_by:
+        held_s = round(now - gate.held_at, 1)
+    if vbucket.host.streaming and not _in_contact(vbucket):
         status, text = VbucketStatus.WAITING, str(contact["last_error"])
-    elif (hold := vbucket.hold) is not None:
-        text = hold[0]
+    elif gate is not None and held_s is not None:
+        text = gate.held_by
     return {
         "vbid": vbucket.vbid,
-        "state": "stalled" if vbucket.stalled_streams else "failing" if failing else str(status),
-        "text": vbucket.stall_text if vbucket.stalled_streams else failing or text,
+        "state": "stalled" if progress.stalled_streams else "failing" if failing else str(status),
+        "text": progress.stall_text if progress.stalled_streams else failing or text,
         "branch": int(state.branch),
         "vbuuid": int(state.failover_log.newest_vbuuid),
         "failover_log": [list(entry) for entry in state.failover_log],
@@ -115,10 +119,10 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str,
         "staged_seqno": int(state.staged_seqno),
         "source_high_seqno": high,
         "lag_seqnos": _lag(vbucket),
-        "received_documents": vbucket.documents,
-        "received_bytes": vbucket.bytes,
-        "requested_again_bytes": vbucket.requested_again_bytes,
-        "stalls": vbucket.stalls,
+        "received_documents": progress.documents,
+        "received_bytes": progress.bytes,
+        "requested_again_bytes": vbucket.sink.requested_again_bytes,
+        "stalls": progress.stalls,
         "rollback_count": state.rollback_count,
         "last_rollback_ms": state.last_rollback_ms,
         "last_rollback": vbucket.sink.last_rollback,
@@ -126,9 +130,9 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str,
         "last_resync_ms": history and history.last_resync_ms,
         "resyncs_begun": vbucket.sink.resyncs_begun,
         "resync_why": vbucket.sink.resync_why,
-        "persisted_seqno": vbucket.gate.persisted_seqno if vbucket.gate is not None else None,
-        "held_snapshots": vbucket.gate.waiting if vbucket.gate is not None else 0,
-        "held_s": round(vbucket.hold[1], 1) if vbucket.hold is not None else None,
+        "persisted_seqno": gate.persisted_seqno if gate is not None else None,
+        "held_snapshots": gate.waiting if gate is not None else 0,
+        "held_s": held_s,
         "stale": state.staging_branch != state.branch and published > 0,
         "history_floor_seqno": int(state.history_floor_seqno),
         "local_purge_seqno": int(state.local_purge_seqno),
@@ -147,23 +151,33 @@ def _lag(vbucket: MirroredVbucket) -> int | None:
     to the lag, because the high seqno of a filtered mirror does not include the drop of a collection.
     """
     high_seqno = vbucket.source_high_seqno
-    if high_seqno is None or vbucket.late_s is not None:
+    if high_seqno is None or _late_s(vbucket) is not None:
         return None
     state = vbucket.sink.state()
     return max(0, max(high_seqno, int(state.staged_seqno)) - int(state.staging_published_seqno))
 
 
-def _contact(vbucket: MirroredVbucket) -> dict[str, object]:
-    session, silent_ms = vbucket.session, round(vbucket.silent_s * 1000)
+def _late_s(vbucket: MirroredVbucket) -> float | None:
+    """Return the age of `source_high_seqno` if it is too old to be compared with the published seqno."""
+    return None if vbucket.source_high_seqno is None or vbucket.polled is None else vbucket.polled[0].late_s
+
+
+def _in_contact(vbucket: MirroredVbucket) -> bool:
+    return vbucket.host.session is not None and vbucket.host.session.answers
+
+
+def _contact(vbucket: MirroredVbucket, now: float) -> dict[str, object]:
+    session = vbucket.host.session
+    silent_ms = round((now - vbucket.apart_at if session is None else session.silent_s) * 1000)
     if session is None or not session.ready:
-        return {"node": None, "silent_ms": silent_ms, "last_error": vbucket.last_error}
+        return {"node": None, "silent_ms": silent_ms, "last_error": vbucket.progress.last_error}
     if vbucket.source_silent_ms is not None:
         silent_ms += vbucket.source_silent_ms
         error = f"{session.address}, a mirror, has no contact with its source"
         return {"node": None, "silent_ms": silent_ms, "last_error": error}
     if session.answers:
-        silent_ms = max(silent_ms, round((vbucket.late_s or 0) * 1000))
-        return {"node": str(session.address), "silent_ms": silent_ms, "last_error": vbucket.last_error}
+        silent_ms = max(silent_ms, round((_late_s(vbucket) or 0) * 1000))
+        return {"node": str(session.address), "silent_ms": silent_ms, "last_error": vbucket.progress.last_error}
     return {"node": None, "silent_ms": silent_ms, "last_error": f"{session.address} does not answer"}
 
 

@@ -7,7 +7,7 @@ forgotten when its rows are dropped; rows of an earlier staging branch are refus
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from mirror.feed.host import Staging
 from mirror.ingest import instructions as ins
@@ -40,6 +40,10 @@ class PersistenceGate:
     def __init__(self) -> None:
         self.persisted_seqno = 0
         """The persisted seqno that the source last reported; for status."""
+        self.held_by = ""
+        """The copy that holds the snapshots up; empty until it is known."""
+        self.held_at = 0.0
+        """Time since when a copy is known to hold snapshots up."""
         self._held: list[Held] = []
         self._highs: list[int] = []
         """The last high seqnos that were polled since the stream was accepted, at most POLLS_MIN."""
@@ -87,29 +91,46 @@ class PersistenceGate:
         if not ready or ready[-1][0] < at_least:
             return None
         self._held = self._held[len(ready) :]
+        self.held_by = ""
         return ready[-1]
+
+    def wait_for(self, copy: str, now: float) -> None:
+        """Note the copy that holds the snapshots up."""
+        if not self.held_by:
+            self.held_at = now
+        self.held_by = copy
 
     def drop(self) -> None:
         """Forget the held snapshots, because their rows are dropped."""
         self._held = []
+        self.held_by = ""
         self.persisted_seqno = 0
 
 
-class StoreSink:
-    def __init__(self, writer: VbucketWriter, commit: Callable[[], None], gate: PersistenceGate | None = None) -> None:
-        """`commit` commits the group and hands Published to the machines.
+class GroupCommit(Protocol):
+    """The commits of the vbucket's group."""
 
-        `gate` holds complete snapshots until the source has persisted them; None: publish them at once.
-        """
+    def commit(self) -> None:
+        """Commit now, and hand Published to the machines."""
+        ...
+
+    def schedule(self) -> None: ...
+
+
+class StoreSink:
+    def __init__(self, writer: VbucketWriter, commits: GroupCommit, gate: PersistenceGate | None = None) -> None:
+        """`gate` holds complete snapshots until the source has persisted them; None: publish them at once."""
         self.writer = writer
         self.gate = gate
-        self.abandon_due = False
-        """True if AbandonStaged must run again once the snapshot whose key rows are being written is visible."""
+        self.requested_again_bytes = 0
+        """Bytes of staged rows that were published when the process began, and not rolled back or resynced since."""
         self.last_rollback: tuple[int, int] | None = None
         """The seqnos before and after the last rollback since the worker began."""
         self.resyncs_begun = 0
         self.resync_why: str | None = None
-        self._commit = commit
+        self._commits = commits
+        self._held_seqno: int = writer.base.published_seqno
+        """Rows up to this seqno count in `requested_again_bytes`."""
 
     def state(self) -> VbucketState:
         return self.writer.state
@@ -125,6 +146,10 @@ class StoreSink:
             match staging:
                 case ins.StageRows():
                     writer.stage(staging.rows, staging.byte_count, staging.open_snapshot)
+                    held = self._held_seqno
+                    if held and int.from_bytes(staging.rows[0][0][4:12]) <= held:
+                        again = (len(value) for key, value in staging.rows if int.from_bytes(key[4:12]) <= held)
+                        self.requested_again_bytes += sum(again)
                 case ins.Advance():
                     writer.advance(staging.seqno, staging.open_snapshot)
                 case ins.StageSystemEvent(seqno=seqno, row_value=value):
@@ -144,13 +169,9 @@ class StoreSink:
     def save(self, facts: SourceFacts) -> None:
         self.writer.save(**facts)
 
-    def drop_held(self) -> None:
+    def forget(self) -> None:
         if self.gate is not None:
             self.gate.drop()
-
-    def forget(self) -> None:
-        self.abandon_due = False
-        self.drop_held()
 
     # -- other branches -------------------------------------------------------------------------------------------
 
@@ -158,7 +179,7 @@ class StoreSink:
         """Go back to the newest kept boundary at or below a seqno. With `publish=persisted`, defer the rollback, unless
         readers have seen none of the lost rows.
         """
-        self._commit()  # so that the machines learn of published snapshots
+        self._commits.commit()  # so that the machines learn of published snapshots
         held = self.gate is not None and self.gate.waiting
         state = self.state()
         if state.staging_branch != state.branch and not state.rollback_deferred:
@@ -166,26 +187,34 @@ class StoreSink:
             return NoBoundary()
         if held and state.published_seqno <= target.seqno and not state.rollback_deferred:
             # The lost rows were held back, so no reader has seen them.
-            self.drop_held()
+            self.forget()
             self.writer.abandon(keep_complete=False)
-            return RolledBack(self.state())
+            return RolledBack(self._went_back())
         result = self.writer.rollback(target.seqno, deferred=self.gate is not None)
         if result.boundary_seqno == 0:
             return NoBoundary()
-        self.drop_held()
+        self.forget()
         self.note_rollback(result)
         return RolledBack(self.state())
 
     def note_rollback(self, result: RollbackResult) -> None:
         self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
+        self._went_back()
+
+    def _went_back(self) -> VbucketState:
+        """Schedule a commit. Rows above the position do not count as requested again. Return the new state."""
+        state = self.state()
+        self._held_seqno = min(self._held_seqno, state.staged_seqno)
+        self._commits.schedule()
+        return state
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
-        """Drop open and held snapshots. Return None if a complete snapshot waits for its key rows (`abandon_due`)."""
-        self._commit()
-        self.drop_held()
+        """Drop open and held snapshots. Return None if a complete snapshot waits for its key rows."""
+        self._commits.commit()
+        self.forget()
         if not self.writer.abandon():
-            self.abandon_due = True
             return None
+        self._commits.schedule()
         return Abandoned(self.state())
 
     def begin_resync(self, cause: str) -> ResyncOpened | ResyncRefused:
@@ -198,9 +227,9 @@ class StoreSink:
                     f"a resync needs about {(share_bytes + FREE_BYTES_MIN) >> 20} MiB next to the old copy, "
                     f"{free_bytes >> 20} MiB are free"
                 )
-        self._commit()
-        self.drop_held()
+        self._commits.commit()
+        self.forget()
         self.writer.begin_resync()
         self.resyncs_begun += 1
         self.resync_why = cause
-        return ResyncOpened(self.state())
+        return ResyncOpened(self._went_back())

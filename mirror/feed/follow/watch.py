@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from mirror.errors import ClusterError, SourceTimeout
 from mirror.feed.cluster.collection_watch import CollectionWatch
@@ -22,7 +21,6 @@ from mirror.feed.connection.bootstrap import fetch_high_seqnos, fetch_lost_conta
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.session import SILENCE_MAX_S, NodeSession
 from mirror.feed.follow.vbucket import MirroredVbucket
-from mirror.ingest import events
 from mirror.log import get_logger
 
 log = get_logger("feed")
@@ -115,7 +113,7 @@ class SourceWatch:
                     seqno = None  # the node is behind this mirror
                 vbucket.polled = None if seqno is None else (session, seqno)
             if vbucket.vbid in seqnos:
-                vbucket.guarded(partial(vbucket.handle, events.HighSeqno(seqnos[vbucket.vbid])))
+                vbucket.on_high_seqno(seqnos[vbucket.vbid])
 
     def judge(self) -> None:
         """Request the streams of stalled vbuckets again, or close their connections."""
@@ -125,23 +123,24 @@ class SourceWatch:
 
     def _judge(self, vbucket: MirroredVbucket) -> None:
         now = self._clock.monotonic()
-        high, session, machine = vbucket.source_high_seqno, vbucket.session, vbucket.machine
-        if session is None or high is None or machine is None or not vbucket.streaming:
+        high, progress = vbucket.source_high_seqno, vbucket.progress
+        session, machine = vbucket.host.session, vbucket.host.machine
+        if session is None or high is None or machine is None or not vbucket.host.streaming:
             return
         is_behind = vbucket.writer.staged_seqno < high
         if not is_behind and not machine.waits_for_end:
-            vbucket.progressed()
+            progress.moved(session.received_at)
             return
         limit_s = self._settings.stall_timeout_s
-        silence_s = now - vbucket.last_progress
+        silence_s = now - progress.last_at
         if silence_s <= limit_s or now - session.backfill_at <= limit_s:
             return
         why = f"the source is at {high}" if is_behind else "in the middle of a snapshot"
-        vbucket.stalled(f"stalled: nothing for {silence_s:.0f} s, {why}; asking for the stream again")
+        progress.stalled(f"stalled: nothing for {silence_s:.0f} s, {why}; asking for the stream again", now)
         log.warning(
-            "stream-stalled", vbid=vbucket.vbid, high_seqno=high, stalls=vbucket.stalls, node=str(session.address)
+            "stream-stalled", vbid=vbucket.vbid, high_seqno=high, stalls=progress.stalls, node=str(session.address)
         )
-        if is_behind and vbucket.stalled_streams >= STREAMS_BEFORE_RECONNECT:
+        if is_behind and progress.stalled_streams >= STREAMS_BEFORE_RECONNECT:
             session.close(
                 SourceTimeout(
                     f"{session.address} answers and does not stream vb {vbucket.vbid}: nothing for {silence_s:.0f} s, "

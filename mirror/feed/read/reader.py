@@ -341,10 +341,10 @@ class _Core:
     def _move_streams(self) -> None:
         for vbucket in self._streamed():
             session = self.connections.session_at(self.maps.address_of(vbucket.vbid))
-            if vbucket.session is not None and vbucket.session is not session:
-                vbucket.detach(events.Stop("moved"))
-            if session is not None and vbucket.session is None:
-                vbucket.attach(session)
+            if vbucket.host.session is not None and vbucket.host.session is not session:
+                vbucket.host.detach(events.Stop("moved"))
+            if session is not None and vbucket.host.session is None:
+                vbucket.host.attach(session)
 
     def _streamed(self) -> list[ReadVbucket]:
         return [] if self._reading is None else list(self._reading.active.values())
@@ -362,5 +362,5 @@ class _Core:
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
         for vbucket in self._streamed():
-            if vbucket.session is session:
-                vbucket.detach(events.ConnectionLost(error.what))
+            if vbucket.host.session is session:
+                vbucket.host.detach(events.ConnectionLost(error.what))

@@ -17,14 +17,13 @@ from collections.abc import Callable, Mapping
 
 from mirror.errors import ClusterError, PrivilegeMissing, SourceTimeout
 from mirror.feed.connection.session import NodeSession, StreamAnswer
-from mirror.feed.host import VbucketHost
+from mirror.feed.host import MachineEvent, VbucketHost
 from mirror.feed.read.queries import SourceQueries
 from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack, SpoolSink
 from mirror.feed.read.spool import OpenSpools, SpoolFile
 from mirror.ingest import events
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import VbucketStatus
-from mirror.ingest.selection import FilterFields
 from mirror.wire import events as ev
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.constants import StreamEndReason
@@ -105,46 +104,40 @@ class Outbox:
                 item.close()
 
 
-class ReadVbucket(VbucketHost):
-    sink: SpoolSink
-
+class ReadVbucket:
     def __init__(self, reading: BoundedRead, vbid: int, position: Position, until: int | None) -> None:
-        clock = reading.source.clock
-        super().__init__(vbid, SpoolSink(vbid, position, reading.spools, reading.hand_out, self._lost), clock)
+        self._clock = clock = reading.source.clock
+        self._reading = reading
+        self.vbid = vbid
+        self.sink = SpoolSink(vbid, position, reading.spools, reading.hand_out, self._lost)
+        self.host = VbucketHost(vbid, self.sink, self, clock)
+        self.host.stream_filter = reading.source.stream_filter
+        self.host.start_machine()
         self.until = until
         self.text = "not requested yet"
         self.progress_at = clock.monotonic()
-        self._reading = reading
-        self.start_machine()
 
     @property
     def idle(self) -> bool:
         """True while a stream without an end is open: it may be silent for any time."""
-        return self.until is None and self.streaming
+        return self.until is None and self.host.streaming
 
-    def start_event(self, session: NodeSession) -> events.Start:
-        # A request with an end below its start is out of range. If the position is at the end already, request a stream
-        # without an end, and close it at once: the answer shows if the source still has the position.
-        position = self.sink.position
-        end_seqno = self.until if self.until is not None and self.until > position.seqno else SEQNO_MAX
-        return events.Start(
-            collections=session.handshake.collections, sends_purge_seqno=session.sends_purge_seqno, end_seqno=end_seqno
-        )
+    def close(self) -> None:
+        self.host.drop_machine()
+        self.host.session = None
 
-    @property
-    def stream_filter(self) -> FilterFields:
-        return self._reading.source.stream_filter
+    # -- messages of the stream -----------------------------------------------------------------------------------
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
         self.progress_at = self._clock.monotonic()
-        super().on_rows(opaque, rows, byte_count)
+        self.host.on_rows(opaque, rows, byte_count)
 
     def on_answer(self, answer: StreamAnswer) -> None:
         if isinstance(answer, events.StreamRefused) and answer.status == WireStatus.EACCESS:
             self._reading.fail(PrivilegeMissing("the user may not stream this bucket"))
             return
-        self.handle(answer)
-        if isinstance(answer, events.StreamAccepted) and self.machine is not None:
+        self.host.handle(answer)
+        if isinstance(answer, events.StreamAccepted) and self.host.machine is not None:
             self.progress_at = self._clock.monotonic()
             if self.until is not None and self.sink.position.seqno >= self.until:
                 self._end("complete")
@@ -156,12 +149,21 @@ class ReadVbucket(VbucketHost):
         elif isinstance(event, ev.StreamEnd) and event.reason == StreamEndReason.LOST_PRIVILEGES:
             self._reading.fail(PrivilegeMissing("the user lost the privilege to stream this bucket"))
         else:
-            self.handle(event)
+            self.host.handle(event)
 
-    def close(self) -> None:
-        self.drop_machine()
-        self.session = None
-        self.sink.discard()
+    # -- calls of the host (`HostOwner`) --------------------------------------------------------------------------
+
+    def start_event(self, session: NodeSession) -> events.Start:
+        # A request with an end below its start is out of range. If the position is at the end already, request a stream
+        # without an end, and close it at once: the answer shows if the source still has the position.
+        position = self.sink.position
+        end_seqno = self.until if self.until is not None and self.until > position.seqno else SEQNO_MAX
+        return events.Start(
+            collections=session.handshake.collections, sends_purge_seqno=session.sends_purge_seqno, end_seqno=end_seqno
+        )
+
+    def enter(self, event: MachineEvent) -> None:
+        self.host.handle(event)
 
     def refresh_map(self, config: bytes) -> None:
         self._reading.source.maps.refresh_map(config, self.vbid)
@@ -176,6 +178,8 @@ class ReadVbucket(VbucketHost):
             self._reading.fail(ClusterError(f"vb {self.vbid}: {text}", hint="", retryable=False))
         elif status is VbucketStatus.FINISHED:
             self._end("complete")
+
+    # -- the end --------------------------------------------------------------------------------------------------
 
     def _lost(self, seqno: int) -> None:
         self._finish(SourceRolledBack(self.vbid, seqno))
@@ -256,7 +260,7 @@ class BoundedRead:
             self.active[vbid] = vbucket
             session = self.source.connections.session_at(self.source.maps.address_of(vbid))
             if session is not None:
-                vbucket.attach(session)
+                vbucket.host.attach(session)
         if not self.active and not self._waiting and not self._ended:
             self._ended = True
             self.outbox.finish()

@@ -152,7 +152,7 @@ class SpoolSink:
     def row_prefix(self) -> bytes:
         return ROW_PREFIX
 
-    def discard(self) -> None:
+    def forget(self) -> None:
         if self._spool is not None:
             self._spools.release(self._spool)
             self._spool.close()
@@ -165,7 +165,7 @@ class SpoolSink:
         match staging:
             case ins.StageRows(rows=rows):
                 if any(earlier[0] >= later[0] for earlier, later in pairwise(rows)):
-                    self.discard()
+                    self.forget()
                     return StagingRefused(self.state(), "seqnos do not rise inside a run of rows")
                 self._spool = self._spools.append(self._spool, [frame for _, frame in rows])
             case ins.StageSystemEvent():
@@ -200,7 +200,7 @@ class SpoolSink:
         self._on_lost(int(target.seqno))
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned:
-        self.discard()
+        self.forget()
         return Abandoned(self.state())
 
     def begin_resync(self, cause: str) -> None:
