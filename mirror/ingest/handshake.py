@@ -13,7 +13,7 @@ first row is staged.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mirror.ingest import events as ev
 from mirror.ingest.instructions import (
@@ -27,9 +27,8 @@ from mirror.ingest.instructions import (
 )
 from mirror.ingest.offset import StreamOffset, resume_offset
 from mirror.ingest.reactions import Action, Reaction, on_refusal
-from mirror.ingest.rollback import common_history
 from mirror.ingest.state import HandshakeState, MachineState, Phase
-from storage.model import SEQNO_MAX, Seqno, SourceFacts
+from storage.model import SEQNO_MAX, FailoverLog, Seqno, SourceFacts, Vbuuid
 
 ROLLBACK_ROUNDS_MAX = 64
 """Limit of ROLLBACK answers in one handshake. After more, the machine gets the failover log."""
@@ -171,6 +170,34 @@ def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Pha
     machine.report(VbucketStatus.ROLLING_BACK, text, out)
     out.append(GetFailoverLog())
     return Phase.ASKING_LOG
+
+
+@dataclass(frozen=True, slots=True)
+class CommonHistory:
+    """The newest history that consumer and producer share, and the seqno up to which they share it."""
+
+    vbuuid: Vbuuid
+    seqno: Seqno
+    failover_log: FailoverLog
+    """The consumer's log without the newer entries, which the source does not share."""
+
+
+def common_history(own_log: FailoverLog, own_seqno: int, source_log: FailoverLog) -> CommonHistory | None:
+    """Return the newest history that is in both logs; None if no seqno above 0 is shared (docs/protocol.md 2.5).
+
+    The newest own entry is tried first, even if it starts at our position, as after a failover without loss. A history
+    is shared up to the lower of its ends in the two logs.
+    """
+    for index, entry in enumerate(own_log):
+        source_end_seqno = source_log.end_of(entry.vbuuid, SEQNO_MAX)
+        if source_end_seqno is None:
+            continue
+        own_end_seqno = own_log[index - 1].seqno if index else own_seqno
+        seqno = min(own_end_seqno, source_end_seqno, own_seqno)
+        if seqno == 0:
+            return None
+        return CommonHistory(entry.vbuuid, Seqno(seqno), FailoverLog(own_log[index:]))
+    return None
 
 
 def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list[Instruction]) -> Phase:

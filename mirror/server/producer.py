@@ -15,11 +15,11 @@ from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from mirror.ingest.rollback import OutOfRange, ProducerAnswer, RollbackAnswer, producer_answer
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused, rolled_back, unknown_collection
+from mirror.server.rollback import StreamHistory, judge
 from mirror.wire import codec_dcp
-from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
+from mirror.wire.constants import Status, StreamEndReason
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import (
     CollectionDropped,
@@ -58,35 +58,6 @@ class Stream(Protocol):
 
     def end(self, reason: StreamEndReason) -> bytes:
         """End the stream; return its STREAM_END message."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamHistory:
-    failover_log: FailoverLog
-    high_seqno: int
-    purge_seqno: int
-    holds_whole_filter: bool = False
-    """True if all changes that pass the filter are at or below the requested start."""
-    answered_log: FailoverLog | None = None
-    """The failover log for the answer, if it differs from `failover_log`."""
-
-
-def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | None) -> ProducerAnswer:
-    """Judge a stream request by the rollback rule (`ingest.rollback`). `purge_seqno` is from the request's filter."""
-    return producer_answer(
-        request.start_seqno,
-        request.snap_start_seqno,
-        request.snap_end_seqno,
-        request.vbuuid,
-        history.failover_log,
-        history.high_seqno,
-        history.purge_seqno,
-        end_seqno=request.end_seqno,
-        strict_vbuuid=bool(request.flags & StreamRequestFlag.STRICT_VBUUID),
-        ignore_purged_tombstones=bool(request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES),
-        client_purge_seqno=purge_seqno,
-        holds_whole_filter=history.holds_whole_filter,
-    )
 
 
 @dataclass(kw_only=True)
@@ -232,11 +203,9 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         if (request.vbid, stream_filter.stream_id) in self.streams:
             raise Refused(Status.KEY_EEXISTS)
         history = self._history(request, stream_filter)
-        answer = judge(request, history, stream_filter.purge_seqno)
-        if isinstance(answer, OutOfRange):
-            raise Refused(Status.ERANGE)
-        if isinstance(answer, RollbackAnswer):
-            raise rolled_back(self._rollback_seqno(request, history, answer.seqno))
+        back_to_seqno = judge(request, history, stream_filter.purge_seqno)
+        if back_to_seqno is not None:
+            raise rolled_back(self._rollback_seqno(request, history, back_to_seqno))
         stream = self._open_stream(request, stream_filter, history)
         self.streams[stream.vbid, stream.stream_id] = stream
         self._opened(stream)

@@ -21,7 +21,7 @@ class Mutation(NamedTuple):
 
 _ASSEMBLER, _MACHINE = "mirror/ingest/assembler.py", "mirror/ingest/machine.py"
 _HANDSHAKE, _STREAMING = "mirror/ingest/handshake.py", "mirror/ingest/streaming.py"
-_ROLLBACK, _OFFSET = "mirror/ingest/rollback.py", "mirror/ingest/offset.py"
+_OFFSET = "mirror/ingest/offset.py"
 _PERSISTENCE, _VBUCKET = "mirror/feed/follow/persistence.py", "mirror/feed/follow/vbucket.py"
 _STORE_SINK = "mirror/feed/follow/store_sink.py"
 _BRANCHES, _PURGE = "storage/history/branches.py", "storage/history/purge.py"
@@ -32,7 +32,7 @@ _OF_WATCH_END = "tests/feed/test_watch.py -k snapshot_without"
 _SPARK_CHANGES, _OF_SPARK_CHANGES = "mirror/spark/source/changes.py", "tests/spark/source/test_changes.py -k deferred"
 
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
-_OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_offset.py"
+_OF_ROLLBACK, _OF_OFFSET = "tests/server/test_rollback.py", "tests/ingest/test_offset.py"
 _OF_GATE, _OF_STORE_SINK = "tests/feed/test_persistence.py", "tests/feed/test_store_sink.py"
 _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
 _MERGE, _OF_MERGE = "storage/history/merge.py", "tests/storage/test_merge.py"
@@ -226,7 +226,7 @@ MUTATIONS = (
     Mutation(_MODEL, "for entry in self if entry.seqno <= seqno]", "for entry in self]", f"{_OF_MODEL} {_OF_LEAVING}"),
     Mutation(_MODEL, "kept = [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno))]", "pass", _OF_MODEL),
     Mutation(
-        _ROLLBACK,
+        _HANDSHAKE,
         "seqno = min(own_end_seqno, source_end_seqno, own_seqno)",
         "seqno = min(own_end_seqno, own_seqno)",
         _OF_ROLLBACK,

@@ -11,14 +11,13 @@ from pathlib import Path
 from random import Random
 
 from mirror.ingest import collections as manifests
-from mirror.ingest.rollback import Accept, RollbackAnswer
 from mirror.serve.dcp.dcp_session import ABILITIES
 from mirror.serve.dcp.filter import ServedFilter
 from mirror.serve.dcp.producer import published_history, rollback_seqno
 from mirror.serve.dcp.stream import DcpStream
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
-from mirror.server.producer import judge
+from mirror.server.rollback import judge
 from mirror.wire import codec_dcp
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import DcpOpenFlag, MarkerVersion, StreamEndReason
@@ -325,17 +324,16 @@ class Client:
             request = StreamRequest(0, 0, start, SEQNO_MAX, self.log.vbuuid_at(start), snap_start, snap_end, opaque=7)
             stream_filter = ServedFilter(collections=self.collections, purge_seqno=purge_seqno)
             history = published_history(served)
-            answer = judge(request, history, stream_filter.purge_seqno)
-            if isinstance(answer, Accept):
+            back_to_seqno = judge(request, history, stream_filter.purge_seqno)
+            if back_to_seqno is None:
                 self._count("middle" if middle else "accepted")
                 self.log = served.failover_log
                 controls = replace(self.controls)
                 self.stream = WatchedStream(request, served, stream_filter, controls, lambda: world.view)
                 self.stream.world, self.stream.expected_at = world, {}
                 return
-            assert isinstance(answer, RollbackAnswer), answer
             try:
-                seqno = rollback_seqno(world.view, request, history, answer.seqno)
+                seqno = rollback_seqno(world.view, request, history, back_to_seqno)
             except Refused:  # it holds what is not published yet
                 self._count("waits")
                 self.stream = None

@@ -24,7 +24,7 @@ from mirror.sandbox.dcp.stream import ProducerStream
 from mirror.sandbox.node.node import NodeConnection, SandboxNode
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
-from mirror.server.producer import StreamHistory
+from mirror.server.rollback import StreamHistory
 from mirror.wire import codec_dcp
 from mirror.wire.constants import DcpOpenFlag, Feature, MarkerVersion, SnapshotFlag, Status, SystemEventId
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamRequest

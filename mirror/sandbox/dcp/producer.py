@@ -21,7 +21,8 @@ from mirror.sandbox.dcp.filter import SandboxFilter
 from mirror.sandbox.dcp.stream import DISK, ProducerStream
 from mirror.server.controls import Controls
 from mirror.server.errors import OutOfPlace, Refused, rolled_back, unknown_collection
-from mirror.server.producer import Producer, ProducerPort, StreamHistory
+from mirror.server.producer import Producer, ProducerPort
+from mirror.server.rollback import StreamHistory
 from mirror.wire.constants import (
     SnapshotFlag,
     Status,

@@ -23,7 +23,8 @@ from mirror.serve.dcp.stream import PIECE_BYTES, DcpStream
 from mirror.serve.watch import News, Watch
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
-from mirror.server.producer import Producer, ProducerPort, StreamHistory
+from mirror.server.producer import Producer, ProducerPort
+from mirror.server.rollback import StreamHistory
 from mirror.server.turns import Worker
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import StreamRequest
