@@ -207,8 +207,8 @@ class _VbucketCheck:
     def _check_counters(self) -> None:
         """Check each boundary above the floor: its counters are those of the boundary before, plus the rows between."""
         expected = None
-        row_bytes = 0
-        for key, value in chain.rows_after(self.txn, self.vbid, self.served, self.state.history_floor_seqno - 1):
+        row_bytes, floor = 0, self.state.history_floor_seqno
+        for key, value in chain.rows_after(self.txn, self.vbid, self.served, floor - 1, boundaries=True):
             if len(key) == keys.ROW_KEY_SIZE:
                 row_bytes += len(value)
                 continue

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from storage.env.transaction import Transaction, seek_before
-from storage.errors import CorruptedError
+from storage.errors import VERIFY, CorruptedError
 from storage.format import keys, records
-from storage.format.records import BRANCH, ROW_KEY
+from storage.format.keys import BOUNDARY_SUFFIX, ROW_KEY_SIZE
+from storage.format.records import BRANCH, ROW_KEY, SEQNO
 from storage.model import SEQNO_MAX, Boundary, Branch, Seqno
 
 
@@ -41,6 +43,20 @@ class ChainLink(NamedTuple):
 
 Chain = tuple[ChainLink, ...]
 """Links from the tip to the root."""
+
+Row = tuple[bytes, bytes]
+"""Row key (branch, seqno) and stored row."""
+
+
+class Piece(NamedTuple):
+    """Rows of a chain that one transaction read (`piece`)."""
+
+    rows: list[Row]
+    to_seqno: int
+    """Seqno up to which rows were read: the chain's cut if it has no further rows."""
+    large_bytes: int = 0
+    """Bytes of the next row if it is too large, and so `rows` is empty."""
+
 
 SPAN_SEQNOS = 100
 """A snapshot of more seqnos than this gets a row in `span`, which lets a search for boundaries skip the snapshot."""
@@ -214,18 +230,111 @@ def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int
                         break
 
 
-def rows_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the rows and boundaries of a chain with seqnos above `after_seqno`, rising."""
+# -- walks over rows --------------------------------------------------------------------------------------------------
+
+
+def rows_after(
+    txn: Transaction, vbid: int, chain: Chain, after_seqno: int = 0, *, boundaries: bool = False
+) -> Iterator[Row]:
+    """Yield the rows of a chain with seqnos above `after_seqno`, rising. With `boundaries`, yield boundaries, too.
+
+    If `txn` returns buffers, the values are buffers. Raises CorruptedError if a flipped bit in a key may hide a row.
+    """
     cursor = txn.cursor(keys.rows_db(vbid))
     for link in reversed(chain):
         start = max(after_seqno, link.base_seqno)
         if start >= link.cut or not cursor.set_range(keys.ROW.pack(link.branch, start + 1)):
             continue
-        last = keys.ROW.pack(link.branch, link.cut) + keys.BOUNDARY_SUFFIX
-        for key, value in cursor.iternext():
-            if key > last:
+        end = keys.ROW.pack(link.branch, link.cut) + keys.BOUNDARY_SUFFIX
+        previous = b""
+        entries: Iterator[Row] = cursor.iternext()
+        if not isinstance(cursor.key(), bytes):
+            entries = ((bytes(key), value) for key, value in entries)
+        for row in entries:
+            key = row[0]
+            if previous < key <= end:
+                previous = key
+                if len(key) == ROW_KEY_SIZE or (boundaries and key[ROW_KEY_SIZE:] == BOUNDARY_SUFFIX):
+                    yield row
+                    continue
+                if key[ROW_KEY_SIZE:] == BOUNDARY_SUFFIX:
+                    continue
+            elif key > end:
+                check_place(txn, vbid, *row)
+                if not cursor.next() or bytes(cursor.key()) > key:
+                    break
+            raise not_in_order(txn, vbid)
+
+
+def piece(
+    txn: Transaction,
+    vbid: int,
+    chain: Chain,
+    after_seqno: int,
+    rows_max: int,
+    bytes_max: int,
+    large_bytes: int | None = None,
+) -> Piece:
+    """Return the next rows of a chain above `after_seqno`: at most `rows_max`, and only as many as fit into
+    `bytes_max`, but at least one.
+
+    With `large_bytes`, `txn` must return buffers. The rows then end before a row that has more bytes, as counted by
+    `records.bytes_to_read`.
+    """
+    found: list[Row] = []
+    add = found.append
+    left = bytes_max
+    for row in islice(rows_after(txn, vbid, chain, after_seqno), rows_max):
+        if large_bytes is not None:
+            if (large := records.bytes_to_read(row[1])) > large_bytes:
+                return Piece(found, records.seqno_of(row[0]) - 1, 0 if found else large)
+            row = row[0], bytes(row[1])
+        left -= len(row[1])
+        if left <= 0:
+            if left == 0 or not found:
+                add(row)
+            break
+        add(row)
+    else:
+        if len(found) < rows_max:
+            return Piece(found, chain[0].cut)
+    return Piece(found, records.seqno_of(found[-1][0]))
+
+
+def rows_before(txn: Transaction, vbid: int, chain: Chain, after_seqno: int, to_seqno: int) -> Iterator[Row]:
+    """Yield the rows of a chain with after_seqno < seqno <= to_seqno, newest first. Values as by `rows_after`."""
+    cursor = txn.cursor(keys.rows_db(vbid))
+    for link in chain:
+        low, high = max(after_seqno, link.base_seqno), min(to_seqno, link.cut)
+        if low >= high or not seek_before(cursor, keys.ROW.pack(link.branch, high) + b"\x02"):
+            continue
+        end = keys.ROW.pack(link.branch, low) + b"\x02"
+        for key, value in cursor.iterprev():
+            row_key = bytes(key)
+            if row_key < end:
                 break
-            yield key, value
+            if len(row_key) == keys.ROW_KEY_SIZE:
+                yield row_key, value
+
+
+def has_rows(txn: Transaction, vbid: int, branch: int, after_seqno: int, to_seqno: int = SEQNO_MAX) -> bool:
+    """Return True if a branch has rows or boundaries with after_seqno < seqno <= to_seqno."""
+    cursor = txn.cursor(keys.rows_db(vbid))
+    last = keys.ROW.pack(branch, to_seqno) + keys.BOUNDARY_SUFFIX
+    return bool(cursor.set_range(keys.ROW.pack(branch, after_seqno) + b"\x02") and cursor.key() <= last)
+
+
+def check_place(txn: Transaction, vbid: int, key: bytes, value: bytes) -> None:
+    """Raise CorruptedError if a row's key has another seqno than the row."""
+    if len(key) == keys.ROW_KEY_SIZE and value[24:32] != key[SEQNO]:
+        raise not_in_order(txn, vbid)
+
+
+def not_in_order(txn: Transaction, vbid: int) -> CorruptedError:
+    return CorruptedError("the rows are not in order", path=txn.path, vbid=vbid, hint=VERIFY)
+
+
+# -- spans ------------------------------------------------------------------------------------------------------------
 
 
 def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:

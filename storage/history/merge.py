@@ -88,11 +88,8 @@ def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: 
         return False
     if [branch for branch, row in known.items() if row.parent == pair.branch] != [pair.child]:
         return False
-    cursor = txn.cursor(keys.rows_db(vbid))
-    return not any(
-        cursor.set_range(keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX + b"\0")
-        and cursor.key().startswith(keys.PREFIX.pack(branch))
-        for branch, seqno in ((pair.parent, above_seqno), (pair.branch, pair.top_seqno))
+    return not (
+        chain.has_rows(txn, vbid, pair.parent, above_seqno) or chain.has_rows(txn, vbid, pair.branch, pair.top_seqno)
     )
 
 

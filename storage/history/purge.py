@@ -28,7 +28,7 @@ from typing import NamedTuple
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.format import keys, records, seal
-from storage.history import branches, chain, index, manifests, merge
+from storage.history import branches, chain, manifests, merge
 from storage.history.leases import Leases
 from storage.history.removal import Dead, Removal
 from storage.model import SEQNO_MAX, BranchReason, Seqno
@@ -232,7 +232,7 @@ class Purger:
         boundaries: list[bytes] = []
         position = floor
         visited = 0
-        for key, frame in chain.rows_after(txn, vbid, links, purged):
+        for key, frame in chain.rows_after(txn, vbid, links, purged, boundaries=True):
             seqno = records.seqno_of(key)
             if seqno > floor:
                 break
@@ -245,7 +245,7 @@ class Purger:
                 break
             visited += 1
             seal.frame_of(frame, key, vbid, txn.path)  # only a sound row may replace older ones
-            index.check_place(txn, vbid, key, frame)
+            chain.check_place(txn, vbid, key, frame)
             if not records.is_system_event(frame):
                 victims.add_replaced_by(key, frame)
                 continue
@@ -305,15 +305,13 @@ class Purger:
         window_ms = self.window.time_ms
         served, _, floor, *_ = txn.pub(vbid)
         ranges = self._dead_ranges(txn, vbid, served)
-        cursor = txn.cursor(keys.rows_db(vbid)) if ranges else None
         for dead in list(ranges):
             in_window = window_ms is None or (dead.since_ms or 0) > now_ms - window_ms
             if dead.since_ms is not None and (
                 (in_window and dead.after_seqno >= floor) or self._is_held(txn, vbid, dead, now_ms)
             ):
                 continue
-            assert cursor is not None
-            if cursor.set_range(dead.first_key) and cursor.key() <= dead.last_key:
+            if chain.has_rows(txn, vbid, dead.branch, dead.after_seqno, dead.to_seqno):
                 yield dead
             else:
                 ranges.remove(dead)  # only a merge adds rows to it again (`_merge`)

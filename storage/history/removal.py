@@ -19,8 +19,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from storage.env.transaction import Transaction
-from storage.format import keys
+from storage.format import keys, records
 from storage.format.records import SYSTEM_EVENT
+from storage.history import chain
 
 RUN_ROWS = 400_000
 """Rows whose key rows are removed in one pass over the key tree: some 40 MB."""
@@ -55,11 +56,13 @@ class Dead(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The result of one read: sorted key rows (key and reference joined), number of rows and boundaries, next key."""
+    """The result of one read: sorted key rows (key and reference joined), number of rows and boundaries, and the seqno
+    to continue from (None: the end).
+    """
 
     references: list[bytes]
     size: int
-    next_key: bytes | None
+    position: int | None
 
 
 def marks_of(slices: list[list[bytes]], batch_rows: int) -> list[bytes]:
@@ -91,11 +94,11 @@ class Removal:
         self.vbid = vbid
         self._rows = keys.rows_db(vbid)
         self._keys = keys.keys_db(vbid)
-        self._begin_run(dead.first_key)
+        self._begin_run(dead.after_seqno)
 
-    def _begin_run(self, position: bytes | None) -> None:
+    def _begin_run(self, position: int) -> None:
         self._phase = RemovalPhase.READ
-        self._position = position
+        self._position: int | None = position
         self._slices: list[list[bytes]] = []
         self._marks: list[bytes] = []
         self._batches: list[list[list[bytes]]] = []  # each batch: its sorted parts; the last batch is taken first
@@ -135,7 +138,7 @@ class Removal:
         assert self._slice is not None, "nothing was read"
         self._slices.append(self._slice.references)
         self._left += self._slice.size
-        self._position = self._slice.next_key
+        self._position = self._slice.position
         if self._position is None or self._left >= RUN_ROWS:
             self._marks = marks_of(self._slices, BATCH_ROWS)
             self._batches = [[] for _ in range(len(self._marks) + 1)]
@@ -144,24 +147,22 @@ class Removal:
 
     def _read(self, txn: Transaction, limit: int) -> Slice:
         assert self._position is not None, "all was read"
-        cursor = txn.cursor(self._rows)
-        last_key = self.dead.last_key
+        link = chain.ChainLink(self.dead.branch, self._position, self.dead.to_seqno)
         found: list[bytes] = []
         count = 0
-        next_key = None
-        if cursor.set_range(self._position):
-            for key, frame in cursor.iternext():
-                if key > last_key:
-                    break
-                if count == limit:
-                    next_key = key
-                    break
-                count += 1
-                if len(key) == keys.ROW_KEY_SIZE and frame[1] != SYSTEM_EVENT:
-                    start = 24 + frame[4]  # `records.key_of` inline
-                    found.append(frame[start : start + (frame[2] << 8 | frame[3])] + key + frame[1:2])
+        position = None
+        seqno = self._position
+        for key, frame in chain.rows_after(txn, self.vbid, (link,), boundaries=True):
+            if count >= limit and records.seqno_of(key) != seqno:
+                position = seqno
+                break
+            count += 1
+            seqno = records.seqno_of(key)
+            if len(key) == keys.ROW_KEY_SIZE and frame[1] != SYSTEM_EVENT:
+                start = 24 + frame[4]  # `records.key_of` inline
+                found.append(frame[start : start + (frame[2] << 8 | frame[3])] + key + frame[1:2])
         found.sort()
-        return Slice(found, count, next_key)
+        return Slice(found, count, position)
 
     def _remove_keys(self, txn: Transaction, limit: int) -> None:
         self._count = 0

@@ -25,7 +25,7 @@ from storage.errors import CorruptedError
 from storage.format import keys, seal
 from storage.format.records import BRANCH, KIND, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT
 from storage.format.tokens import Pin
-from storage.history.index import check_place, not_in_order
+from storage.history.chain import check_place, not_in_order
 from storage.read import validity
 from storage.read.scan import CHUNK_BYTES
 from storage.read.vbucket_reader import KINDS, VbucketReader

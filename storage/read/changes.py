@@ -19,7 +19,7 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.tokens import Token
-from storage.history import branches, chain, index
+from storage.history import branches, chain
 from storage.model import Branch, Document, Manifest, Rollback, Seqno, Vbuuid
 from storage.read import retractions, scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
@@ -319,21 +319,19 @@ def rows(reader: VbucketReader, way: Range, raw: bool, pieces: Pieces | None = N
         return records.decode_row(reader.vbid, branch, stored, raw, True, seal.SIZE)
 
     for link in reversed(served.links):
-        position, last = max(after_seqno, link.base_seqno), link.cut
-        branch, prefix = Branch(link.branch), keys.PREFIX.pack(link.branch)
-        while position < last:
+        position, branch = max(after_seqno, link.base_seqno), Branch(link.branch)
+        while position < link.cut:
             with reader.environment.read() as txn:
                 validity.check(reader, txn, served)
                 validity.check_tombstones(reader, txn, served, position, purged_before)
-                found = index.rows_between(txn, reader.vbid, prefix, position, last, scan.CHUNK_ROWS, pieces.bytes_max)
-            if not found:
-                break
+                found, to_seqno, _ = chain.piece(txn, reader.vbid, (link,), position, scan.CHUNK_ROWS, pieces.bytes_max)
             found.reverse()
             while found:
                 seqno = records.seqno_of(found[-1][0])
                 yield document(branch, *found.pop())  # no variable keeps a row that the reader may release
                 if pieces.again:
                     pieces.again = False
-                    found.clear()
-                else:
-                    position = seqno
+                    break
+                position = seqno
+            else:
+                position = to_seqno

@@ -336,16 +336,10 @@ class PointReads:
     def key_at(self, vbid: int, seqno: int) -> bytes | None:
         """Return the wire key of a document's row at a seqno of the served history, or None if no such row is there."""
         reader = self.reader(vbid)
-        while True:
-            with reader.environment.read() as txn:
-                commit, links = txn.raw.id(), reader.readable(txn).links
-            branch = next((each.branch for each in links if each.base_seqno < seqno <= each.cut), None)
-            if branch is None:
-                return None
-            with reader.environment.read(buffers=True) as views:
-                if views.raw.id() == commit:  # else the row may have moved to another branch
-                    head = bytes(views.raw.get(keys.ROW.pack(branch, seqno), b"", reader.rows)[:HEAD_BYTES_MAX])
-                    return records.key_of(head) if head and not records.is_system_event(head) else None
+        with reader.views(lambda txn: reader.readable(txn).links) as (views, links):
+            branch = next((each.branch for each in links if each.base_seqno < seqno <= each.cut), 0)
+            head = bytes(views.raw.get(keys.ROW.pack(branch, seqno), b"", reader.rows)[:HEAD_BYTES_MAX])
+            return records.key_of(head) if head and not records.is_system_event(head) else None
 
     def find(
         self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, bytes_max: int | None = None

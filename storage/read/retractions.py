@@ -17,7 +17,7 @@ from storage.env.transaction import Transaction
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.records import MUTATION
-from storage.history import branches, chain, index
+from storage.history import branches, chain
 from storage.model import Boundary, Branch, Document, Kind, Seqno
 from storage.read import scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
@@ -109,8 +109,12 @@ class _RetractionWalk:
     def run(self) -> Iterator[Undone]:
         self.restored_links = chain.recut(self.served.links, self.common_seqno)
         self.back = restored_collections(self.reader, self.lost, self.replacing or self.restored_links)
-        for link in reversed(self.lost):
-            yield from self._of_link(link)
+        position = int(self.common_seqno)
+        while position < self.lost[0].cut:
+            with self.reader.environment.read() as txn:
+                validity.check(self.reader, txn, self.served)
+                undone, position = self._next(txn, position)
+            yield from undone
         restored = replace(self.served, links=self.restored_links)
         for collection_id, begin_seqno in self.back.items():
             prefix = keys.encode_collection_id(collection_id)
@@ -123,22 +127,13 @@ class _RetractionWalk:
                 left = left._replace(start=following)
                 yield from (Undone("restoration", wire_key, dup) for wire_key, dup in found)
 
-    def _of_link(self, link: chain.ChainLink) -> Iterator[Undone]:
+    def _next(self, txn: Transaction, position: int) -> tuple[list[Undone], int]:
         vbid = self.reader.vbid
-        position = max(link.base_seqno, self.common_seqno)
-        prefix = keys.PREFIX.pack(link.branch)
-        while position < link.cut:
-            with self.reader.environment.read() as txn:
-                validity.check(self.reader, txn, self.served)
-                key_rows, count, position, _ = index.key_rows_between(
-                    txn, vbid, prefix, position, link.cut, self.rows_max
-                )
-                if branches.get_branch(txn, vbid, link.branch).kept_seqno < link.cut:
-                    raise rows_gone(vbid)
-                found = self._retracted(txn, key_rows)
-            yield from found
-            if not count:
-                break
+        piece = chain.piece(txn, vbid, self.lost, position, self.rows_max, scan.CHUNK_BYTES)
+        for link in self.lost:
+            if branches.get_branch(txn, vbid, link.branch).kept_seqno < link.cut > position:
+                raise rows_gone(vbid)
+        return self._retracted(txn, records.key_rows(piece.rows)), piece.to_seqno
 
     def _retracted(self, txn: Transaction, key_rows: list[tuple[bytes, bytes]]) -> list[Undone]:
         found = []

@@ -7,12 +7,12 @@ chain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice, takewhile
 from typing import TypeVar
 
 from storage.env.environment import Environment
-from storage.env.transaction import Transaction, seek_before
+from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, StorageError, UnknownCollection, ViewInvalidated
 from storage.format import keys, records
 from storage.format.tokens import Pin, Token
@@ -172,39 +172,40 @@ def newest_of(
 
     Raises ViewInvalidated, UnknownCollection.
     """
-    while True:
-        with reader.environment.read() as txn:
-            commit = txn.raw.id()
-            served = validity.served_at(reader, txn, pin, survives_rollback=False)
-            collection = reader.manifest(txn, served.pub.manifest_key).collections.get(collection_id)
+
+    def look(txn: Transaction) -> tuple[Served, Collection | None]:
+        served = validity.served_at(reader, txn, pin, survives_rollback=False)
+        return served, reader.manifest(txn, served.pub.manifest_key).collections.get(collection_id)
+
+    with reader.views(look) as (views, (served, collection)):
         if collection is None:
             raise UnknownCollection(f"no collection {collection_id:#x}", vbid=pin.vbid)
-        with reader.environment.read(buffers=True) as views:  # a copy of a value of 20 MiB takes 5 ms
-            if views.raw.id() == commit:  # else rows may have moved to another branch
-                limit = pin.seqno if below is None else below
-                return _newest_row(reader, views, served.links, collection, limit, rows_max)
+        begins = {collection_id: int(collection.begin_seqno)}
+        rows = chain.rows_before(views, pin.vbid, served.links, 0, pin.seqno if below is None else below)
+        seqno, below = newest_selected(rows, begins, rows_max)
+    return seqno or collection.begin_seqno, below
 
 
-def _newest_row(
-    reader: VbucketReader, views: Transaction, links: chain.Chain, collection: Collection, below: int, rows_max: int
-) -> tuple[int, int]:
-    prefix_of_key = keys.encode_collection_id(collection.collection_id)
-    cursor = views.raw.cursor(reader.rows)
-    for link in links:
-        prefix, top = keys.PREFIX.pack(link.branch), min(link.cut, below)
-        bottom = max(link.base_seqno, collection.begin_seqno)
-        more = top > bottom and seek_before(cursor, records.row_key(prefix, top) + keys.BOUNDARY_SUFFIX)
-        while more:
-            key = bytes(cursor.key())
-            seqno = records.seqno_of(key)
-            if not key.startswith(prefix) or seqno <= bottom:
-                break
-            if len(key) == keys.ROW_KEY_SIZE:
-                if not rows_max:
-                    return collection.begin_seqno, seqno
-                rows_max -= 1
-                head = bytes(cursor.value()[: records.HEAD_BYTES_MAX])
-                if not records.is_system_event(head) and records.key_of(head).startswith(prefix_of_key):
-                    return seqno, 0
-            more = cursor.prev()
-    return collection.begin_seqno, 0
+def newest_selected(rows: Iterator[chain.Row], begins: Mapping[int, int], rows_max: int) -> tuple[int, int]:
+    """Return the seqno of the first selected document row among the next `rows_max` rows, or 0. Return also the seqno
+    of the next row (0: the search is over).
+    """
+    for key, stored in islice(rows, rows_max):
+        head = bytes(stored[: records.HEAD_BYTES_MAX])
+        if not records.is_system_event(head) and is_selected((key, head), begins):
+            return records.seqno_of(key), 0
+    left = next(rows, None)
+    return 0, 0 if left is None else records.seqno_of(left[0])
+
+
+def is_selected(row: chain.Row, begins: Mapping[int, int]) -> bool:
+    """Return True for a system event, and for a document above the seqno at which its collection begins."""
+    key, frame = row
+    if frame[1] == records.SYSTEM_EVENT:
+        return True
+    start = 24 + frame[4]
+    collection_id = frame[start]
+    if collection_id >= 0x80:
+        collection_id = keys.split_key(frame[start : start + 5])[0]
+    begin = begins.get(collection_id)
+    return begin is not None and records.seqno_of(key) > begin

@@ -14,20 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from storage.env.transaction import Transaction, seek_before
+from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
 from storage.format import keys, seal
-from storage.format.records import (
-    BRANCH,
-    ROW_KEY,
-    SEQNO,
-    SNAPPY_RATIO_MAX,
-    SYSTEM_EVENT,
-    bytes_to_read,
-    row_key,
-    seqno_of,
-)
-from storage.history import branches, chain, index
+from storage.format.records import BRANCH, ROW_KEY, SEQNO, SNAPPY_RATIO_MAX, SYSTEM_EVENT
+from storage.history import branches, chain
 from storage.model import (
     SEQNO_MAX,
     Boundary,
@@ -40,7 +31,7 @@ from storage.model import (
     Vbuuid,
     purge_seqno_of,
 )
-from storage.read import changes, validity
+from storage.read import changes, states, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
 PIECE_ROWS = 2_000
@@ -52,9 +43,6 @@ lets such a follower begin again, because it may hold half of a snapshot. By age
 change in ten seconds lost settled boundaries in each failover, and all its followers began again. With a larger share
 the purger could reach the end of a large snapshot while it is sent.
 """
-
-Row = tuple[bytes, bytes]
-"""Row key (branch, seqno) and DCP message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,39 +233,38 @@ def rows(
     large_bytes: int = SEQNO_MAX,
     begins: Mapping[int, int] | None = None,
     tombstones_from: int | None = None,
-) -> tuple[list[Row], int, int]:
+) -> tuple[list[chain.Row], int, int]:
     """Return the next rows above `after_seqno`, and the seqno up to which rows were read. If the next row and its
     decompressed value have more than `large_bytes`, return no rows and, third, these bytes (else 0).
 
-    Looks at `rows_max` rows at most, and stops at the row that reaches `bytes_max`. `begins` maps each selected
-    collection to the seqno above which its rows are selected; None: select the boundary's collections. Raises
-    ViewInvalidated, also if a tombstone above `tombstones_from` is missing: the follower holds documents up to that
-    seqno.
+    Looks at one `chain.piece`. `begins` maps each selected collection to the seqno above which its rows are selected;
+    None: select the boundary's collections. Raises ViewInvalidated, also if a tombstone above `tombstones_from` is
+    missing: the follower holds documents up to that seqno.
     """
 
-    def checked(txn: Transaction, found: list[Row]) -> list[Row]:
+    def checked(txn: Transaction, piece: chain.Piece) -> tuple[list[chain.Row], int, int]:
         validity.check(reader, txn, pinned)
         if tombstones_from is not None:
             validity.check_tombstones(reader, txn, pinned, tombstones_from)
-        for row in found:  # verify all rows, also those that are left out below
+        for row in piece.rows:  # verify all rows, also those that are left out below
             reader.verify(*row)
-        found = [(key, stored[seal.FRAME]) for key, stored in found]
+        found = [(key, stored[seal.FRAME]) for key, stored in piece.rows]
         selected = begins
         if selected is None and pinned.manifest.uid:
             selected = {number: int(entry.begin_seqno) for number, entry in pinned.manifest.collections.items()}
         if selected is not None:
-            found = [row for row in found if _is_selected(row, selected)]
-        return _newest(reader, txn, pinned.links, found, all_there=position == pinned.pub.seqno)
+            found = [row for row in found if states.is_selected(row, selected)]
+        found = _newest(reader, txn, pinned.links, found, all_there=piece.to_seqno == pinned.pub.seqno)
+        return found, piece.to_seqno, piece.large_bytes
 
     with reader.environment.read() as txn:
         stat = txn.raw.stat(reader.rows)
         if stat["overflow_pages"] * stat["psize"] <= large_bytes // SNAPPY_RATIO_MAX:
-            found, position, _ = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
-            return checked(txn, found), position, 0
+            return checked(txn, chain.piece(txn, reader.vbid, pinned.links, after_seqno, rows_max, bytes_max))
     with reader.environment.read(buffers=True) as views:  # `checked` raises if these rows were purged
-        found, position, large = _look(reader, views, pinned.links, after_seqno, rows_max, bytes_max, large_bytes)
+        piece = chain.piece(views, reader.vbid, pinned.links, after_seqno, rows_max, bytes_max, large_bytes)
     with reader.environment.read() as txn:
-        return checked(txn, found), position, large
+        return checked(txn, piece)
 
 
 def last_document_seqno(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
@@ -285,106 +272,23 @@ def last_document_seqno(reader: VbucketReader, pinned: ServedState, after_seqno:
 
     Walks backwards, `PIECE_ROWS` rows in each transaction. Raises ViewInvalidated.
     """
-    for link in pinned.links:
-        low, high = max(after_seqno, link.base_seqno), link.cut
-        while high > low:
-            with reader.environment.read() as txn:
-                validity.check(reader, txn, pinned)
-                found = _look_back(reader, txn, keys.PREFIX.pack(link.branch), low, high)
-            for row in found:
-                if row[1][1] != SYSTEM_EVENT and _is_selected(row, begins):
-                    return seqno_of(row[0])
-            high = seqno_of(found[-1][0]) - 1 if len(found) == PIECE_ROWS else low
-    return after_seqno
-
-
-def _look(
-    reader: VbucketReader,
-    txn: Transaction,
-    links: chain.Chain,
-    after_seqno: int,
-    rows_max: int,
-    bytes_max: int,
-    large_bytes: int | None = None,
-) -> tuple[list[Row], int, int]:
-    """Return the next rows of a chain (all versions of a key), and the seqno up to which rows were read.
-
-    With `large_bytes`, `txn` must return buffers. The rows then end before a larger row. If that row is the next one,
-    its bytes are returned, too.
-    """
-    found: list[Row] = []
-    add = found.append
-    left = bytes_max
-    cursor = txn.raw.cursor(reader.rows)
-    for link in reversed(links):
-        low = max(after_seqno, link.base_seqno)
-        prefix = keys.PREFIX.pack(link.branch)
-        if low >= link.cut or not cursor.set_range(row_key(prefix, low + 1)):
-            continue
-        end = row_key(prefix, link.cut)
-        previous = b""
-        for row in cursor.iternext():
-            key, stored = row
-            if large_bytes is not None:
-                key = bytes(key)
-                if previous < key <= end and len(key) == keys.ROW_KEY_SIZE:
-                    if (large := bytes_to_read(stored)) > large_bytes:
-                        return found, seqno_of(key) - 1, 0 if found else large
-                    stored = bytes(stored)
-                row = key, stored
-            if key <= previous:
-                raise index.not_in_order(txn, reader.vbid)
-            previous = key
-            if key > end:
-                index.check_end(txn, reader.vbid, cursor, key, stored)
-                break
-            if len(key) == keys.ROW_KEY_SIZE:
-                add(row)
-                left -= len(stored)
-                if left <= 0 or len(found) == rows_max:
-                    return found, seqno_of(key), 0
-            elif key[keys.ROW_KEY_SIZE :] != keys.BOUNDARY_SUFFIX:
-                raise index.not_in_order(txn, reader.vbid)
-    return found, links[0].cut, 0
-
-
-def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:
-    """Return at most PIECE_ROWS rows of a branch with low < seqno <= high, newest first."""
-    found: list[Row] = []
-    cursor = txn.raw.cursor(reader.rows)
-    first = row_key(prefix, low) + b"\xff"
-    if seek_before(cursor, row_key(prefix, high) + b"\xff"):
-        for row in cursor.iterprev():
-            if row[0] <= first:
-                break
-            if len(row[0]) == keys.ROW_KEY_SIZE:
-                found.append(row)
-                if len(found) == PIECE_ROWS:
-                    break
-    return found
-
-
-def _is_selected(row: Row, begins: Mapping[int, int]) -> bool:
-    key, frame = row
-    if frame[1] == SYSTEM_EVENT:
-        return True
-    start = 24 + frame[4]
-    collection_id = frame[start]
-    if collection_id >= 0x80:
-        collection_id = keys.split_key(frame[start : start + 5])[0]
-    begin = begins.get(collection_id)
-    return begin is not None and seqno_of(key) > begin
+    seqno, below = 0, int(pinned.pub.seqno)
+    while below:
+        with reader.views(lambda txn: validity.check(reader, txn, pinned)) as (views, _):
+            rows = chain.rows_before(views, reader.vbid, pinned.links, after_seqno, below)
+            seqno, below = states.newest_selected(rows, begins, PIECE_ROWS)
+    return seqno or after_seqno
 
 
 def _newest(
-    reader: VbucketReader, txn: Transaction, links: chain.Chain, found: list[Row], *, all_there: bool
-) -> list[Row]:
+    reader: VbucketReader, txn: Transaction, links: chain.Chain, found: list[chain.Row], *, all_there: bool
+) -> list[chain.Row]:
     """Return the rows of `found` that no later row of the chain replaces. `all_there`: no later rows exist."""
     cursor = txn.raw.cursor(reader.keys)
     seek = cursor.set_range_dup
     cuts = {keys.PREFIX.pack(link.branch): link.cut.to_bytes(8) for link in links}
     seen: set[bytes] = set()
-    kept: list[Row] = []
+    kept: list[chain.Row] = []
     for row in reversed(found):
         key, frame = row
         if frame[1] != SYSTEM_EVENT:

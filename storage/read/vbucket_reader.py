@@ -6,8 +6,10 @@ are used only until the vbucket gets another chain id (`branches.PurgeRow`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 from google_crc32c import value as crc32c
@@ -39,6 +41,7 @@ seqno, `is_plain`, manifest. A row of the default collection on the served branc
 reference <= `up_to`. `above` is empty if the default collection was dropped. If `is_plain` is false, `above` is empty,
 too: call `readable`, which may refuse the read.
 """
+T = TypeVar("T")
 _INITIAL = Manifest.initial()
 _UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, False, _INITIAL)
 
@@ -135,6 +138,19 @@ class VbucketReader:
         up_to = end_of_references(branch, seqno)
         self.visible = visible = (txn.id(), branch, above, up_to, seqno, is_plain, manifest)
         return visible
+
+    @contextmanager
+    def views(self, look: Callable[[Transaction], T]) -> Iterator[tuple[Transaction, T]]:
+        """Call `look` in a transaction. Yield another transaction of the same commit, which returns buffers, and the
+        result of `look`: after a merge of branches, the commit's chains would be wrong.
+        """
+        while True:
+            with self.environment.read() as txn:
+                commit, found = txn.raw.id(), look(txn)
+            with self.environment.read(buffers=True) as views:
+                if views.raw.id() == commit:
+                    yield views, found
+                    return
 
     def purge_row(self, txn: Transaction) -> branches.PurgeRow:
         """Return the vbucket's row in the tree `purge`, read once for each commit."""

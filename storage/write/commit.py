@@ -76,9 +76,7 @@ def _put_key_rows(txn: Transaction, vbucket: PendingVbucket, rows: Rows) -> int:
     key_rows = records.key_rows(complete)
     row_bytes = vbucket.indexed_bytes + sum([len(frame) for _, frame in complete])
     if vbucket.unindexed_count and vbucket.indexed_seqno < until:
-        earlier, _, _, earlier_bytes = index.key_rows_between(
-            txn, vbid, vbucket.prefix, vbucket.indexed_seqno, until, vbucket.unindexed_count
-        )
+        earlier, _, _, earlier_bytes = index.key_rows_of(txn, vbid, vbucket.unindexed(until), vbucket.unindexed_count)
         key_rows = earlier + key_rows
         row_bytes += earlier_bytes
     key_rows.sort(key=index.BY_KEY)

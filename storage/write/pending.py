@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Unpack
 from storage.env.transaction import Transaction
 from storage.errors import SeqnoOrder
 from storage.format import keys, records, seal
-from storage.history import branches, index, manifests
+from storage.history import branches, chain, index, manifests
 from storage.model import Manifest, ManifestChange, Seqno, SnapshotRange, SourceFacts, VbucketState
 from storage.write.owner import GroupOwner, contained
 
@@ -226,9 +226,7 @@ class PendingVbucket:
 
     def begin_job(self) -> None:
         assert self.complete_seqno is not None
-        self.job = index.IndexJob(
-            self.owner.environment, self.vbid, self.prefix, self.indexed_seqno, self.complete_seqno
-        )
+        self.job = index.IndexJob(self.owner.environment, self.vbid, self.unindexed(self.complete_seqno))
         self._group.jobs.append(self)
 
     def end_job(self) -> None:
@@ -252,10 +250,13 @@ class PendingVbucket:
     def count_unindexed(self) -> None:
         """Set `unindexed_count`, the number of rows on disk without key rows; None: too many for one commit."""
         with self.owner.environment.read() as txn:
-            _, count, _, _ = index.key_rows_between(
-                txn, self.vbid, self.prefix, self.indexed_seqno, self.flushed_seqno, INLINE_INDEX_ROWS + 1
-            )
+            stored = chain.rows_after(txn, self.vbid, (self.unindexed(self.flushed_seqno),))
+            count = sum(1 for _ in islice(stored, INLINE_INDEX_ROWS + 1))
         self.unindexed_count = count if count <= INLINE_INDEX_ROWS else None
+
+    def unindexed(self, to_seqno: int) -> chain.ChainLink:
+        """Return the link of the rows up to `to_seqno` that have no key rows."""
+        return chain.ChainLink(self.base.staging_branch, self.indexed_seqno, to_seqno)
 
     # -- what a commit wrote --------------------------------------------------------------------------------------
 

@@ -346,8 +346,8 @@ MUTATIONS = (
     Mutation(_MERGE, "if known[pair.parent].base_seqno > pair.base_seqno:", "if False:", _OF_MERGE),
     Mutation(
         _MERGE,
-        "for branch, seqno in ((pair.parent, above_seqno), (pair.branch, pair.top_seqno))",
-        "for branch, seqno in ((pair.branch, pair.top_seqno),)",
+        "chain.has_rows(txn, vbid, pair.parent, above_seqno) or chain",
+        "chain",
         _OF_MERGE,
     ),
     Mutation(_MERGE, "if number and link.cut < floor_seqno]", "if number and link.cut <= floor_seqno]", _OF_MERGE),
@@ -430,7 +430,7 @@ MUTATIONS = (
         f"{_OF_PURGE} -k costs_the_same",
     ),
     Mutation(_PURGE, "if wire_key != current and looked >= looks:", "if False:", f"{_OF_PURGE} -k flushed"),
-    Mutation(_PURGE, "index.check_place(txn, vbid, key, frame)", "pass", "tests/storage/test_bit_flips.py -k purger"),
+    Mutation(_PURGE, "chain.check_place(txn, vbid, key, frame)", "pass", "tests/storage/test_bit_flips.py -k purger"),
     Mutation(_PURGE, "if len(links) <= merge.LINKS_MAX + 1:", "if True:", _OF_MERGE),
     Mutation(
         "storage/write/owner.py",
@@ -480,7 +480,7 @@ MUTATIONS = (
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(", "if self._was_given(", _OF_GATE),
     Mutation(_RETRACTIONS, " and self._keeps_newest(document):", ":", "tests/storage/test_followers.py"),
     Mutation(_RETRACTIONS, "min(lost[0].cut, replacing[0].cut)", "lost[0].cut", "tests/storage/test_followers.py"),
-    Mutation(_RETRACTIONS, ".kept_seqno < link.cut:", ".kept_seqno < 0:", _OF_RETRACTIONS),
+    Mutation(_RETRACTIONS, ".kept_seqno < link.cut > position:", ".kept_seqno < 0:", _OF_RETRACTIONS),
     Mutation(
         "storage/write/commit.py",
         "if flush_open or at <= seqno:",
@@ -719,12 +719,7 @@ MUTATIONS = (
     ),
     Mutation("storage/read/bulk.py", "        self._check(rows)\n", "", _OF_BIT_FLIPS),
     Mutation("storage/read/bulk.py", "if not all(map(lt, pairs, islice(pairs, 1, None))):", "if False:", _OF_BIT_FLIPS),
-    Mutation(
-        "storage/history/index.py",
-        "            check_end(txn, vbid, cursor, key, value)\n",
-        "            pass\n",
-        _OF_BIT_FLIPS,
-    ),
+    Mutation("storage/history/chain.py", "                check_place(txn, vbid, *row)\n", "", _OF_BIT_FLIPS),
     Mutation("storage/env/environment.py", "lmdb.BadTxnError,", "lmdb.CorruptedError,", _OF_ENVIRONMENT),
     # --- forks, overlays, read-only mounts
     Mutation(_ENVIRONMENT, "        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.env))\n", "", _OF_FORKS),

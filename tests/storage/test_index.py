@@ -1,4 +1,4 @@
-"""Building key rows late: what each read of rows leaves out, and the pages that key rows fill."""
+"""Building key rows late: the rows that a job reads, and the pages that key rows fill."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.format import keys, records
 from storage.history import index
+from storage.history.chain import ChainLink
 from tests.storage.model import row
 
 PREFIX = keys.PREFIX.pack(1)
@@ -28,26 +29,15 @@ def fill(environment: Environment, count: int, seed: int = 1) -> list[tuple[byte
     return rows
 
 
-@pytest.mark.parametrize(
-    ("after", "to", "limit"), [(0, 20, 100), (3, 9, 100), (3, 9, 2), (9, 9, 5), (20, 50, 5), (0, 0, 5)]
-)
-def test_rows_between_are_those_of_the_branch(environment: Environment, after: int, to: int, limit: int) -> None:
+@pytest.mark.parametrize(("after", "to", "limit"), [(0, 20, 100), (3, 9, 100), (3, 9, 2), (9, 9, 5), (20, 50, 5)])
+def test_key_rows_are_those_of_the_link(environment: Environment, after: int, to: int, limit: int) -> None:
     rows = fill(environment, 20)
     expected = [r for n, r in enumerate(rows, 1) if after < n <= to][:limit]
     with environment.read() as txn:
-        assert index.rows_between(txn, 0, PREFIX, after, to, limit) == expected
-        found, count, last, row_bytes = index.key_rows_between(txn, 0, PREFIX, after, to, limit)
+        found, count, last, row_bytes = index.key_rows_of(txn, 0, ChainLink(1, after, to), limit)
     assert found == records.key_rows(expected)
     assert (count, last) == (len(expected), after + len(expected))
     assert row_bytes == sum(len(frame) for _, frame in expected)
-
-
-def test_rows_between_fit_into_their_bytes_but_for_one_that_is_larger(environment: Environment) -> None:
-    rows = fill(environment, 4)
-    size = len(rows[0][1])
-    with environment.read() as txn:
-        for bytes_max, count in ((1, 1), (size, 1), (2 * size - 1, 1), (2 * size, 2), (9 * size, 4)):
-            assert index.rows_between(txn, 0, PREFIX, 0, 4, 10, bytes_max) == rows[:count]
 
 
 def test_key_rows_in_key_order_fill_their_pages(environment: Environment) -> None:

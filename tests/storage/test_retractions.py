@@ -10,7 +10,7 @@ import pytest
 
 from storage.errors import ViewInvalidated
 from storage.format import keys
-from storage.history import index
+from storage.history import chain
 from storage.history.purge import Window
 from storage.model import Collection, Seqno
 from storage.read import changes as events_of
@@ -204,7 +204,7 @@ def test_a_rollback_is_read_document_by_document_and_its_events_are_returned_aga
     writer.vbuckets[0].rollback(200)
     writer.commit()
     read_count, row_counts = 0, []
-    document, rows_between = VbucketReader.document, index.key_rows_between
+    document, piece = VbucketReader.document, chain.piece
 
     def counted(*found: Any, **options: Any) -> Any:
         nonlocal read_count
@@ -212,12 +212,12 @@ def test_a_rollback_is_read_document_by_document_and_its_events_are_returned_aga
         return document(*found, **options)
 
     def bounded(*found: Any) -> Any:
-        answer = rows_between(*found)
-        row_counts.append(len(answer[0]))
+        answer = piece(*found)
+        row_counts.append(len(answer.rows))
         return answer
 
     monkeypatch.setattr(VbucketReader, "document", counted)
-    monkeypatch.setattr(index, "key_rows_between", bounded)
+    monkeypatch.setattr(chain, "piece", bounded)
     pieces = Pieces(64 * 1024)
     changes = view.changes(0, since=token, pieces=pieces)
     assert next(changes).kind == "rollback"

@@ -39,7 +39,7 @@ def view(store: Store) -> Iterator[View]:
         yield opened
 
 
-def seqnos(rows: list[stream.Row]) -> list[int]:
+def seqnos(rows: list[tuple[bytes, bytes]]) -> list[int]:
     return [int.from_bytes(key[4:]) for key, _ in rows]
 
 
@@ -75,11 +75,11 @@ def test_versions_of_a_history_that_was_left_replace_nothing(store: Store, view:
     assert all_rows(view, rows_max=rows_max) == [1, 2, 4]
 
 
-def test_a_piece_ends_with_the_row_that_reaches_its_bytes(store: Store, view: View) -> None:
+def test_a_piece_fits_into_its_bytes(store: Store, view: View) -> None:
     for seqno in range(1, 11):
         store.put(b"k%d" % seqno, b"x" * 1000, seqno)
     pinned = stream.served_state(view.reader(0))
-    rows, position, _ = stream.rows(view.reader(0), pinned, 0, bytes_max=1500)
+    rows, position, _ = stream.rows(view.reader(0), pinned, 0, bytes_max=2500)
     assert (seqnos(rows), position) == ([1, 2], 2)
     rows, position, _ = stream.rows(view.reader(0), pinned, 9, bytes_max=1)
     assert (seqnos(rows), position) == ([10], 10)
