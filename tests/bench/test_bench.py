@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, int | float | str]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.ci] * (name in ("lag", "restart"))) for name in SMALL]
 )
-def test_it_finds_figures_and_leaves_sound_mirrors(name: str, tmp_path: Path) -> None:
+def test_each_bench_gives_figures_and_leaves_sound_mirrors(name: str, tmp_path: Path) -> None:
     rows = list(importlib.import_module(f"tests.bench.{name}").measure(tmp_path, **SMALL[name]))
     assert rows
     assert all(value > 0 for row in rows for value in row.values() if not isinstance(value, str))
@@ -41,14 +41,14 @@ def test_it_finds_figures_and_leaves_sound_mirrors(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.ci
-def test_spark_is_measured(spark: SparkSession, tmp_path: Path) -> None:
+def test_the_spark_bench_gives_figures(spark: SparkSession, tmp_path: Path) -> None:
     rows = list(importlib.import_module("tests.bench.spark").measure(tmp_path, documents=1000, warming=0, rounds=1))
     assert len(rows) == 5
     assert all(row["ratio"] > 0 for row in rows)
     assert spark.range(3).count() == 3  # a session that was there goes on
 
 
-def test_rows_are_a_table_with_the_median_of_those_of_the_same_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_printed_as_a_table_with_medians(capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[runner.Row] = [{"server": name, "per_s": number} for number in (1.5, 4000, 3) for name in ("a", "b")]
     table = [line.split() for line in runner.lines(rows)]
     assert table[:3] == [["server", "per_s"], ["a", "1.5"], ["b", "1.5"]]

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.cli.conftest import call_here
 
 
-def test_the_files_are_written_and_never_over_others(tmp_path: Path) -> None:
+def test_the_files_are_written_and_never_replace_others(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     result = call_here("assets", "--to", folder)
     assert result.code == 0, result.err

@@ -60,7 +60,7 @@ def tokens_of(data: Path) -> dict[int, Token]:
 
 @pytest.mark.ci
 @pytest.mark.timeout(600)
-def test_made_under_load_it_is_restored_elsewhere_catches_up_and_equals_its_source(tmp_path: Path) -> None:
+def test_a_backup_made_under_load_is_restored_catches_up_and_equals_its_source(tmp_path: Path) -> None:
     """To a directory, as a tar on stdout, and as of a time before; the service and its writers go on meanwhile."""
     data, folder, tar = tmp_path / "data", tmp_path / "folder", tmp_path / "copy.tar"
     with SandboxThread(SandboxCluster(vbuckets=8)) as source:
@@ -122,7 +122,7 @@ def test_stdout_is_a_tar_and_nothing_else(mirrored: Path, tmp_path: Path) -> Non
     assert names == [f"group-000{group}/data.mdb.000000" for group in range(4)] + ["backup.json"]
 
 
-def test_one_that_was_killed_leaves_nothing_that_restore_accepts(mirrored: Path, tmp_path: Path) -> None:
+def test_a_killed_backup_leaves_nothing_that_restore_accepts(mirrored: Path, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     process = subprocess.Popen(
         [*COMMAND, "backup", "--data", str(mirrored), "--to", "-"], stdout=writing, env=environment()
@@ -146,7 +146,7 @@ def test_a_reader_that_leaves_before_the_end_is_a_failure(mirrored: Path) -> Non
     assert "Traceback" not in said
 
 
-def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_one_line(mirrored: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
     for arguments, code, words in (

@@ -39,7 +39,7 @@ def test_events_come_in_order_and_each_token_goes_on_after_it(mirrored: Path) ->
     assert call("changes", "--data", mirrored, "--since", lines[-1]["token"], "--json").lines == []
 
 
-def test_all_vbuckets_hold_all_events(mirrored: Path) -> None:
+def test_changes_of_all_vbuckets_hold_all_events(mirrored: Path) -> None:
     lines = call("changes", "--data", mirrored, "--json").lines
     assert {line["vbid"] for line in lines} == set(range(16))
     kinds = [line["kind"] for line in lines]
@@ -47,28 +47,28 @@ def test_all_vbuckets_hold_all_events(mirrored: Path) -> None:
     assert kinds.count("mutation") == 203
 
 
-def test_people_get_a_line_each(mirrored: Path) -> None:
+def test_events_for_people_are_a_line_each(mirrored: Path) -> None:
     line = call("changes", "--data", mirrored, "--vbid", "3").out.splitlines()[0].split("\t")
     assert Token.parse(line[0]).vbid == 3
     assert line[1] in ("mutation", "deletion")
 
 
 @pytest.mark.parametrize("token", ["nonsense", "1:2", "1:2:3", "1:2:3:4", f"-1:2:3:{ID}", f"99999:1:1:{ID}", ""])
-def test_a_token_that_is_none(token: str) -> None:
+def test_a_malformed_token_is_refused(token: str) -> None:
     with pytest.raises(ConfigError, match="token"):
         tokens_from([token])
 
 
-def test_a_token_of_a_history_that_nobody_knows(mirrored: Path) -> None:
+def test_a_token_of_an_unknown_branch_is_refused(mirrored: Path) -> None:
     call("changes", "--data", mirrored, "--since", f"3:77:5:{ID}").assert_complains(1, "branch 77")
 
 
-def test_tokens_belong_to_their_vbuckets(mirrored: Path) -> None:
+def test_a_token_of_another_vbucket_is_refused(mirrored: Path) -> None:
     assert set(tokens_from([f"1:2:3:{ID}", f"4:5:6:{ID}"])) == {1, 4}
     assert "another vbucket" in call("changes", "--data", mirrored, "--since", f"1:1:1:{ID}", "--vbid", "2").complaint
 
 
-def test_following_shows_what_comes_and_what_is_taken_back(tmp_path: Path) -> None:
+def test_a_follower_sees_each_write_and_each_retraction_once(tmp_path: Path) -> None:
     """A write, then a failover that loses it, then another write: the follower hears of each, once."""
     data = tmp_path / "data"
     with SandboxThread(SandboxCluster(nodes=2, vbuckets=4)) as source:
@@ -125,7 +125,7 @@ def catch_up(source: SandboxThread, data: Path) -> None:
     succeed("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "2")
 
 
-def test_one_file_is_the_position_in_all_vbuckets(moving: tuple[SandboxThread, Path], tmp_path: Path) -> None:
+def test_a_cursor_file_holds_the_position_in_all_vbuckets(moving: tuple[SandboxThread, Path], tmp_path: Path) -> None:
     source, data = moving
     file = tmp_path / "position"
     follow_up = ["changes", "--data", data, "--since", "now", "--cursor", file, "--json"]
@@ -142,7 +142,7 @@ def test_one_file_is_the_position_in_all_vbuckets(moving: tuple[SandboxThread, P
     assert call(*follow_up).lines == []
 
 
-def test_a_limit_ends_no_call_within_a_rollback(tmp_path: Path) -> None:
+def test_a_limit_does_not_end_a_call_within_a_rollback(tmp_path: Path) -> None:
     """The cursor file has one position before the rollback's events: a call that ended between them would repeat them,
     and so would each call after it.
     """
@@ -163,14 +163,14 @@ def test_a_limit_ends_no_call_within_a_rollback(tmp_path: Path) -> None:
     assert call(*follow_up, "--limit", "1").lines == []
 
 
-def test_a_cursor_file_takes_the_place_of_no_device(mirrored: Path, tmp_path: Path) -> None:
+def test_a_cursor_file_does_not_replace_a_device(mirrored: Path, tmp_path: Path) -> None:
     (tmp_path / "null").symlink_to(os.devnull)
     result = call("changes", "--data", mirrored, "--cursor", tmp_path / "null")
     result.assert_complains(2, "is no regular file")
     assert (result.out, (tmp_path / "null").is_char_device()) == ("", True)
 
 
-def test_a_cursor_file_is_not_ahead_of_output_that_nobody_took(
+def test_a_cursor_file_is_not_ahead_of_the_output_that_was_read(
     moving: tuple[SandboxThread, Path], tmp_path: Path
 ) -> None:
     _, data = moving
@@ -179,7 +179,7 @@ def test_a_cursor_file_is_not_ahead_of_output_that_nobody_took(
     assert not file.exists()
 
 
-def test_a_reader_that_leaves_early_leaves_the_cursor(mirrored: Path, tmp_path: Path) -> None:
+def test_a_reader_that_leaves_early_does_not_move_the_cursor(mirrored: Path, tmp_path: Path) -> None:
     """The cursor passed events that `head` had left in the pipe."""
     every = call("changes", "--data", mirrored, "--json").out.splitlines(keepends=True)
     command = shlex.join([*COMMAND, "changes", "--data", str(mirrored), "--cursor", str(tmp_path / "at"), "--json"])
@@ -193,7 +193,7 @@ def test_a_reader_that_leaves_early_leaves_the_cursor(mirrored: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("command", [("changes", "--json"), ("export",)], ids=["changes", "export"])
-def test_the_cursor_moves_once_everything_was_read(mirrored: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_the_cursor_moves_after_all_output_was_read(mirrored: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
     file = tmp_path / "position"
 
     def unread(pipe: int) -> int:
@@ -215,7 +215,7 @@ def test_the_cursor_moves_once_everything_was_read(mirrored: Path, tmp_path: Pat
         assert load_cursor(file) == {vbid: view.token(vbid) for vbid in view.vbids}
 
 
-def test_a_collection_alone(moving: tuple[SandboxThread, Path]) -> None:
+def test_changes_of_a_collection_hold_no_other_events(moving: tuple[SandboxThread, Path]) -> None:
     _, data = moving
     lines = call("changes", "--data", data, "--collection", "shop.orders", "--json").lines
     created = [line["document"]["event"] for line in lines if line["kind"] == "system_event"]
@@ -230,7 +230,7 @@ def test_a_collection_alone(moving: tuple[SandboxThread, Path]) -> None:
 TOKENS = {vbid: Token(vbid, Branch(2), Seqno(7 + vbid), 0xFF) for vbid in (3, 1)}
 
 
-def test_what_is_saved_is_loaded_and_no_other_file_stays(tmp_path: Path) -> None:
+def test_a_saved_cursor_is_loaded_and_no_other_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "position"
     save_cursor(path, TOKENS.values())
     save_cursor(path, TOKENS.values())
@@ -240,14 +240,14 @@ def test_what_is_saved_is_loaded_and_no_other_file_stays(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"1:2:3\n", b"\xff\xfe", b"{}"])
-def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_cursor_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "position"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is not a cursor file"):
         load_cursor(path)
 
 
-def test_a_file_that_is_not_there_or_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+def test_a_missing_or_unwritable_file_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_cursor(tmp_path / "none")
     with pytest.raises(SupervisionError, match="cannot be written"):

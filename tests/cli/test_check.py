@@ -7,7 +7,7 @@ import lmdb
 from tests.cli.conftest import call, copy_of
 
 
-def test_a_sound_mirror(mirrored: Path) -> None:
+def test_a_sound_mirror_has_no_problems(mirrored: Path) -> None:
     result = call("check", "--data", mirrored, "--json")
     assert result.code == 0
     assert result.json["ok"] is True
@@ -16,7 +16,7 @@ def test_a_sound_mirror(mirrored: Path) -> None:
     assert "sound" in call("check", "--data", mirrored).out
 
 
-def test_a_row_that_is_gone_is_found(mirrored: Path, tmp_path: Path) -> None:
+def test_a_lost_row_is_found(mirrored: Path, tmp_path: Path) -> None:
     data = copy_of(mirrored, tmp_path / "copy")
     with lmdb.open(str(data / "group-0001"), max_dbs=100) as env:
         rows = env.open_db(b"v1", create=False)

@@ -36,14 +36,14 @@ class Service:
             self._answer(line, line.recv(1 << 16))
 
 
-def test_nobody_there_is_no_error(tmp_path: Path) -> None:
+def test_a_missing_service_is_not_an_error(tmp_path: Path) -> None:
     assert client.ask(tmp_path, Ping()) is None
     assert client.ask(tmp_path / "missing", Ping()) is None
     (tmp_path / SOCKET_NAME).touch()
     assert client.ask(tmp_path, Ping()) is None
 
 
-def test_an_answer_in_pieces(tmp_path: Path) -> None:
+def test_an_answer_in_pieces_is_joined(tmp_path: Path) -> None:
     received = []
 
     def answer(line: socket.socket, request: bytes) -> None:
@@ -58,32 +58,32 @@ def test_an_answer_in_pieces(tmp_path: Path) -> None:
     assert received == [b'{"op": "rollback", "vbid": 3, "to": 5}\n']
 
 
-def test_a_refusal_keeps_its_words_and_code(tmp_path: Path) -> None:
+def test_a_refusal_keeps_its_text_and_exit_code(tmp_path: Path) -> None:
     refusal = b'{"ok": false, "error": "no", "exit_code": 2}\n'
     with Service(tmp_path, lambda line, _: line.sendall(refusal)), pytest.raises(client.ServiceSaidNo) as caught:
         client.ask(tmp_path, Ping())
     assert (str(caught.value), caught.value.exit_code) == ("no", 2)
 
 
-def test_a_refusal_before_the_whole_command_was_taken_is_heard(tmp_path: Path) -> None:
+def test_a_refusal_before_the_whole_command_was_sent_is_reported(tmp_path: Path) -> None:
     long = GrantLease("a", "job", 30, [[vbid, 1, 5] for vbid in range(65_536)])
     refusal = b'{"ok": false, "error": "64 clients"}\n'
     with Service(tmp_path, lambda line, _: line.sendall(refusal)), pytest.raises(client.ServiceSaidNo, match="64"):
         client.ask(tmp_path, long)
 
 
-def test_a_service_that_goes_away_in_mid_answer_is_not_there(tmp_path: Path) -> None:
+def test_a_service_that_dies_in_the_middle_of_an_answer_counts_as_down(tmp_path: Path) -> None:
     with Service(tmp_path, lambda line, _: line.sendall(b'{"ok": tr')):
         assert client.ask(tmp_path, GetStatus()) is None
 
 
 @pytest.mark.parametrize("answer", [b"[]\n", b'"ok"\n'])
-def test_an_invalid_answer(tmp_path: Path, answer: bytes) -> None:
+def test_an_invalid_answer_is_an_error(tmp_path: Path, answer: bytes) -> None:
     with Service(tmp_path, lambda line, _: line.sendall(answer)), pytest.raises(SupervisionError, match="invalid"):
         client.ask(tmp_path, GetStatus())
 
 
-def test_a_service_that_says_nothing_is_named(tmp_path: Path) -> None:
+def test_a_service_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     waiting = threading.Event()
     with Service(tmp_path, lambda line, _: waiting.wait(30)):
         with pytest.raises(SupervisionError, match="does not answer"):

@@ -38,7 +38,7 @@ def test_the_password_is_not_shown() -> None:
         assert "********" in result.out
 
 
-def test_people_get_a_table() -> None:
+def test_the_settings_for_people_are_a_table() -> None:
     result = call_here("config", "show")
     assert result.out.splitlines()[0].split() == ["setting", "value", "from"]
     assert any(line.split()[:1] == ["commit_interval_ms"] for line in result.out.splitlines())

@@ -16,7 +16,7 @@ from tests.cli.conftest import LIMIT_S, background, call, succeed
 SMALL = ["--documents", "3000", "--rate", "300"]
 
 
-def test_the_whole_story_ends_well(tmp_path: Path) -> None:
+def test_the_whole_demo_ends_well(tmp_path: Path) -> None:
     result = succeed("demo", "--seconds", "3", "--data", tmp_path / "data", "--json", *SMALL)
     summary = result.json
     assert summary["ok"] is True
@@ -44,7 +44,7 @@ def test_the_whole_story_ends_well(tmp_path: Path) -> None:
     [(signal.SIGINT, None), (signal.SIGTERM, partial(signal.signal, signal.SIGINT, signal.SIG_IGN))],
     ids=["Ctrl-C", "SIGTERM in the background of a script"],
 )
-def test_a_signal_ends_it_in_order_and_nothing_is_left_running(
+def test_a_signal_ends_the_demo_in_order_with_no_process_left(
     tmp_path: Path, number: signal.Signals, prepare: Callable[[], None] | None
 ) -> None:
     with background("demo", "--data", tmp_path / "data", *SMALL, preexec_fn=prepare) as demo:
@@ -62,7 +62,7 @@ def test_a_signal_ends_it_in_order_and_nothing_is_left_running(
 
 
 @pytest.mark.ci
-def test_a_source_that_is_killed_ends_it_with_one_line(tmp_path: Path) -> None:
+def test_a_killed_source_ends_the_demo_with_one_line(tmp_path: Path) -> None:
     """The demo went on showing a mirror of a source that was dead."""
     with background("demo", "--data", tmp_path / "data", *SMALL) as demo:
         assert demo.stdout is not None
@@ -76,5 +76,5 @@ def test_a_source_that_is_killed_ends_it_with_one_line(tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
-def test_somebody_elses_mirror_is_not_touched(mirrored: Path) -> None:
+def test_an_existing_mirror_is_not_touched(mirrored: Path) -> None:
     call("demo", "--data", mirrored).assert_complains(2, "holds a mirror already")

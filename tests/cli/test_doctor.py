@@ -8,7 +8,7 @@ from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import call, succeed
 
 
-def test_a_sound_source_and_its_mirror(source: SandboxThread, mirrored: Path) -> None:
+def test_a_sound_source_and_its_mirror_pass_every_step(source: SandboxThread, mirrored: Path) -> None:
     result = succeed("doctor", "--source", source.connection_string, "--data", mirrored, "--json")
     facts = result.json
     assert (facts["ok"], facts["service"], facts["data"]) == (True, "down", str(mirrored))
@@ -26,7 +26,7 @@ def test_a_sound_source_and_its_mirror(source: SandboxThread, mirrored: Path) ->
     assert "\x1b" not in plain.out
 
 
-def test_the_first_failure_is_the_exit_code(source: SandboxThread) -> None:
+def test_the_exit_code_is_that_of_the_first_failure(source: SandboxThread) -> None:
     result = call("doctor", "--source", source.connection_string, env={"DCP_MIRROR_PASSWORD": "wrong"})
     assert result.code == 4
     assert result.out.splitlines()[-1].startswith("fail  login")

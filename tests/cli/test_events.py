@@ -41,7 +41,7 @@ def written(data: Path, *ages_s: float) -> None:
             file.write(json.dumps(event | {"level": "info", "text": f"age {age_s:g}"}) + "\n")
 
 
-def test_events_are_there_with_the_service_down(mirrored: Path, tmp_path: Path) -> None:
+def test_events_are_readable_with_the_service_down(mirrored: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (data / "mirror.json").write_bytes((mirrored / "mirror.json").read_bytes())
@@ -58,7 +58,7 @@ def test_events_are_there_with_the_service_down(mirrored: Path, tmp_path: Path) 
     assert call("events", "--data", tmp_path / "missing").code == 2
 
 
-def test_following_shows_each_event_once_also_of_the_next_service(
+def test_a_follower_sees_each_event_once_even_across_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def next_service() -> None:

@@ -38,7 +38,7 @@ from tests.cli.conftest import call_here, environment, output_nobody_takes
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
 )
-def test_each_error_has_its_code(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_error_has_its_exit_code(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> None:
         raise error
 
@@ -49,12 +49,12 @@ def test_each_error_has_its_code(error: BaseException, code: int, capsys: pytest
     assert streams.err.count("\n") == (0 if code == 130 or isinstance(error, CommandEnded) else 1)
 
 
-def test_what_went_well_is_zero() -> None:
+def test_success_is_exit_0() -> None:
     assert guarded(lambda: None) == 0
     assert guarded(lambda: 7) == 7
 
 
-def test_a_bug_names_the_way_to_its_traceback(
+def test_a_bug_says_how_to_see_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def command() -> None:
@@ -89,14 +89,14 @@ def test_wrong_usage_is_one_line_and_exit_2(arguments: list[str]) -> None:
     assert len(result.err.splitlines()) == 1
 
 
-def test_without_asserts_nothing_runs() -> None:
+def test_python_without_asserts_is_refused() -> None:
     command = [sys.executable, "-O", "-m", "cli.main", "--help"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "asserts" in done.stderr
 
 
-def test_a_reader_that_has_had_enough_is_no_failure(mirrored: Path) -> None:
+def test_a_reader_that_leaves_early_is_not_a_failure(mirrored: Path) -> None:
     assert output_nobody_takes("scan", "--data", mirrored, "--json") == (0, "")
 
 

@@ -27,7 +27,7 @@ from tests.processes import without_rootly_powers
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
 
-def test_stdout_has_every_document_with_its_metadata_and_its_collection(mirrored: Path) -> None:
+def test_an_export_to_stdout_has_every_document_with_metadata_and_collection(mirrored: Path) -> None:
     result = succeed("export", "--data", mirrored)
     found = {json.dumps(line, sort_keys=True) for line in result.lines}
     scanned = call("scan", "--data", mirrored, "--json").lines
@@ -69,9 +69,7 @@ def test_a_reader_who_may_not_use_the_control_socket_reads_without_a_lease_and_i
     assert f"warning: no lease: this user may not use the control socket of {data}" in result.complaint
 
 
-def test_what_is_exported_is_its_users_alone_unless_a_file_or_directory_says_more(
-    mirrored: Path, tmp_path: Path
-) -> None:
+def test_an_export_is_readable_only_by_its_user_unless_the_target_allows_more(mirrored: Path, tmp_path: Path) -> None:
     """Files had the mode 0644 once, and 0666 with a umask of 0."""
 
     def export_to(to: str, *more: object) -> None:
@@ -133,7 +131,7 @@ WRITING = {
 
 
 @pytest.mark.parametrize("command", WRITING.values(), ids=WRITING)
-def test_no_file_is_written_under_a_name_that_another_user_can_foresee(
+def test_the_temporary_file_has_a_name_that_other_users_cannot_predict(
     mirrored: Path, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     """In a shared folder another user made `F.new` first: owned every document, or a link overwrote a file."""
@@ -178,7 +176,9 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxTh
         yield source, data
 
 
-def test_the_changes_since_its_positions_complete_it(moving: tuple[SandboxThread, Path], tmp_path: Path) -> None:
+def test_changes_since_the_positions_of_an_export_complete_it(
+    moving: tuple[SandboxThread, Path], tmp_path: Path
+) -> None:
     source, data = moving
     file = tmp_path / "position"
     exported = call("export", "--data", data, "--cursor", file).lines
@@ -198,7 +198,7 @@ def test_the_changes_since_its_positions_complete_it(moving: tuple[SandboxThread
     assert known == {line["key"]: line["value"] for line in call("export", "--data", data).lines}
 
 
-def test_one_moment_whatever_is_published_meanwhile(moving: tuple[SandboxThread, Path]) -> None:
+def test_an_export_shows_one_moment_while_others_publish(moving: tuple[SandboxThread, Path]) -> None:
     source, data = moving
     with open_view(str(data)) as view:
         reading = view.reading()
@@ -214,7 +214,7 @@ def document(value: bytes, datatype: int) -> Any:
     return json.loads(export.with_xattrs(raw))
 
 
-def test_xattrs_are_members_of_their_own_and_what_cannot_be_taken_apart_stays_whole() -> None:
+def test_xattrs_are_separate_members_and_a_malformed_value_stays_whole() -> None:
     value, datatype = values.join({b"_sync": b'{"rev":\n1}', b"odd": b"no json"}, b'{"a": 1}', values.JSON)
     for stored, bits in ((value, datatype), values.deflate(value * 1, datatype)):
         shown = document(stored, bits)
@@ -225,7 +225,7 @@ def test_xattrs_are_members_of_their_own_and_what_cannot_be_taken_apart_stays_wh
     assert base64.b64decode(damaged["value_b64"]) == b"\x00\x00\xff\xff{}"
 
 
-def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_one_line(mirrored: Path, tmp_path: Path) -> None:
     for arguments, code, words in (
         (["--json"], 2, "--json prints to stdout too (give --to a place)"),
         (["--as-of", "7"], 2, "takes a time here"),

@@ -19,7 +19,7 @@ from tests.cli.conftest import LIMIT_S, background, call, call_here, succeed
 from tests.supervise.conftest import eventually_now as eventually
 
 
-def test_export_writes_parquet_and_says_what(mirrored: Path, tmp_path: Path) -> None:
+def test_an_export_to_parquet_reports_its_figures(mirrored: Path, tmp_path: Path) -> None:
     done = succeed("export", "--format", "parquet", "--data", mirrored, "--to", tmp_path / "out", "--json")
     facts = done.json
     assert (facts["documents"], facts["format"], facts["vbuckets"], facts["version"]) == (183, "parquet", 16, None)
@@ -32,7 +32,7 @@ def test_export_writes_parquet_and_says_what(mirrored: Path, tmp_path: Path) -> 
     )
 
 
-def test_export_writes_a_delta_table_with_typed_columns(mirrored: Path, tmp_path: Path) -> None:
+def test_an_export_to_delta_has_typed_columns(mirrored: Path, tmp_path: Path) -> None:
     arguments = ["--format", "delta", "--schema", "number int, `stra\u00dfe` string"]
     done = call("export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
     done.assert_complains(3, "the body is not a JSON object")
@@ -53,7 +53,7 @@ def test_a_schema_that_most_documents_do_not_fit_is_exit_3_and_no_export(mirrore
     assert list(tmp_path.iterdir()) == []
 
 
-def test_csv_has_the_documents_and_their_columns(mirrored: Path, tmp_path: Path) -> None:
+def test_an_export_to_csv_has_the_documents_and_their_columns(mirrored: Path, tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(succeed("export", "--data", mirrored, "--format", "csv").out)))
     assert len({(row["collection"], row["key"], row["seqno"]) for row in rows}) == 183
     assert '{"number":7' in next(row for row in rows if row["key"] == "order::007")["value"].replace(" ", "")
@@ -95,13 +95,13 @@ def test_csv_has_the_documents_and_their_columns(mirrored: Path, tmp_path: Path)
         (["--to", "out", "--format", "delta", "--schema", "a int", "--epoch", "days"], "option epoch='days'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(arguments: list[str], what: str, mirrored: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_one_line(arguments: list[str], what: str, mirrored: Path, tmp_path: Path) -> None:
     done = call_here("export", *arguments, "--data", mirrored, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
     done.assert_complains(2, what)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_mirror_and_no_space_are_reported_with_their_place(mirrored: Path, tmp_path: Path) -> None:
+def test_a_missing_mirror_and_a_bad_target_are_reported_with_their_path(mirrored: Path, tmp_path: Path) -> None:
     done = call_here("export", "--format", "parquet", "--data", tmp_path / "nowhere", "--to", tmp_path / "out")
     done.assert_complains(2, "no such directory")
     (tmp_path / "file").touch()
@@ -119,7 +119,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("form", ["parquet", "delta"])
-def test_a_killed_export_leaves_nothing_to_be_read_and_no_process(form: str, large: Path, tmp_path: Path) -> None:
+def test_a_killed_export_leaves_no_readable_table_and_no_process(form: str, large: Path, tmp_path: Path) -> None:
     """SIGKILL while its processes write, seen by the files that grow; then the same command again."""
     target = tmp_path / "out"
     arguments = ["export", "--data", large, "--to", target, "--format", form]

@@ -28,13 +28,13 @@ def test_a_terminal_gets_no_control_characters_of_the_value(mirrored: Path) -> N
         assert plain(terminal.shown) == "..binary\r\n"
 
 
-def test_a_key_that_is_no_text(mirrored: Path) -> None:
+def test_a_binary_key_is_found_and_printed_in_base64(mirrored: Path) -> None:
     found = call("get", "--data", mirrored, b"\xff\xfekey".decode(errors="surrogateescape"), "--json")
     assert base64.b64decode(found.json["key_b64"]) == b"\xff\xfekey"
     assert base64.b64decode(found.json["value_b64"]) == b"\x00\x01binary"
 
 
-def test_every_field_is_that_of_the_source(mirrored: Path, source: SandboxThread) -> None:
+def test_every_field_equals_that_of_the_source(mirrored: Path, source: SandboxThread) -> None:
     found = call("get", "--data", mirrored, "order::007", "--json").json
     assert found["key"] == "order::007"
     assert (found["value"], found["deleted"], found["collection_id"]) == ({"number": 7}, False, 0)
@@ -81,7 +81,7 @@ def test_a_value_that_json_readers_change_is_printed_as_it_is_or_as_bytes(odd: s
 
 
 @pytest.mark.parametrize("key", ["nonesuch", "order::010", "x" * 300, ""], ids=["never", "deleted", "long", "empty"])
-def test_what_is_absent_is_exit_5(mirrored: Path, key: str) -> None:
+def test_an_absent_document_is_exit_5(mirrored: Path, key: str) -> None:
     result = call("get", "--data", mirrored, key)
     assert (result.code, result.out) == (5, "")
     assert "no document" in result.complaint
@@ -94,7 +94,7 @@ def test_meta_shows_all_but_the_value(mirrored: Path) -> None:
     assert "number" not in result.out
 
 
-def test_as_of_names_the_boundary_that_was_read(mirrored: Path) -> None:
+def test_a_read_as_of_a_seqno_names_its_boundary(mirrored: Path) -> None:
     now = call("get", "--data", mirrored, "order::001", "--json").json
     high = call("state", "--data", mirrored, "--vbid", str(now["vbid"]), "--json").json["vbuckets"][0][
         "published_seqno"
@@ -109,7 +109,7 @@ def test_as_of_names_the_boundary_that_was_read(mirrored: Path) -> None:
     assert early.complaint
 
 
-def test_as_of_is_a_seqno_or_a_time() -> None:
+def test_the_option_as_of_is_a_seqno_or_a_time() -> None:
     assert as_of_from(None) is None
     assert as_of_from("17") == 17
     assert as_of_from("1970-01-01T00:00:01+00:00") == Time(1000)
@@ -122,6 +122,6 @@ def test_as_of_is_a_seqno_or_a_time() -> None:
 @pytest.mark.parametrize(
     ("collection", "code"), [("_default._default", 0), ("_default", 0), ("0", 0), ("no.such", 2), ("12345", 5)]
 )
-def test_collections(mirrored: Path, collection: str, code: int) -> None:
+def test_a_collection_is_given_by_name_or_number(mirrored: Path, collection: str, code: int) -> None:
     result = call("get", "--data", mirrored, "order::001", "--collection", collection)
     assert result.code == code, result.err

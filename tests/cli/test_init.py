@@ -17,7 +17,7 @@ from tests.cli.conftest import call, succeed
 from tests.terminal import Terminal, plain
 
 
-def test_the_file_is_what_run_takes_and_says_what_comes_next(source: SandboxThread, tmp_path: Path) -> None:
+def test_the_settings_file_works_with_run_and_the_next_steps_are_printed(source: SandboxThread, tmp_path: Path) -> None:
     to, data = tmp_path / "made" / "orders.toml", tmp_path / "data"
     made = succeed("init", "--source", source.connection_string, "--data", data, "--to", to)
     assert any(line.startswith("ok    login") for line in made.out.splitlines())
@@ -32,7 +32,7 @@ def test_the_file_is_what_run_takes_and_says_what_comes_next(source: SandboxThre
     assert [entry.name for entry in to.parent.iterdir()] == ["orders.toml"]
 
 
-def test_nothing_is_written_for_a_source_that_refuses(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_source_that_refuses_the_login_gets_no_settings_file(source: SandboxThread, tmp_path: Path) -> None:
     arguments = ["init", "--source", source.connection_string, "--data", tmp_path / "data", "--to", tmp_path / "s.toml"]
     refused = call(*arguments, env={"DCP_MIRROR_PASSWORD": "wrong"})
     assert (refused.code, "nothing was written" in refused.err) == (4, True)
@@ -41,7 +41,7 @@ def test_nothing_is_written_for_a_source_that_refuses(source: SandboxThread, tmp
     assert "give --data" in call("init", "--source", source.connection_string).complaint
 
 
-def test_what_is_missing_is_requested_on_a_terminal_until_it_is_right(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_missing_value_is_prompted_for_until_it_is_valid(source: SandboxThread, tmp_path: Path) -> None:
     folder = tmp_path / "with a space"
     folder.mkdir()
     (folder / "notes").write_text("mine")
@@ -81,7 +81,7 @@ def test_what_is_missing_is_requested_on_a_terminal_until_it_is_right(source: Sa
 
 @pytest.mark.parametrize("key", ["\x03", "\x04"], ids=["Ctrl-C", "Ctrl-D"])
 @pytest.mark.parametrize("question", ["Source", "Password"])
-def test_questions_can_be_left(question: str, key: str, tmp_path: Path) -> None:
+def test_a_question_can_be_cancelled(question: str, key: str, tmp_path: Path) -> None:
     given = () if question == "Source" else ("--source", "couchbase://demo@127.0.0.1:1/demo", "--data", tmp_path / "d")
     with Terminal("init", *given, cwd=tmp_path, DCP_MIRROR_PASSWORD="") as terminal:
         terminal.until(question)
@@ -92,7 +92,7 @@ def test_questions_can_be_left(question: str, key: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_source_that_is_not_reached_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+def test_an_unreachable_source_is_named_and_no_file_is_written(tmp_path: Path) -> None:
     with Terminal("init", cwd=tmp_path, DCP_MIRROR_PASSWORD="") as terminal:
         terminal.until("Source (couchbases://user@host/bucket): ")
         terminal.type("couchbase://demo@127.0.0.1:1/demo\n")
@@ -107,7 +107,7 @@ def test_a_source_that_is_not_reached_is_named_and_nothing_is_written(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_settings_file_takes_the_place_of_no_device(tmp_path: Path) -> None:
+def test_a_settings_file_does_not_replace_a_device(tmp_path: Path) -> None:
     (tmp_path / "null").symlink_to(os.devnull)
     arguments = ["--source", "couchbase://a@b/c", "--data", tmp_path / "data", "--to", tmp_path / "null"]
     call("init", *arguments, "--no-check", "--force").assert_complains(2, "is no regular file")
@@ -138,7 +138,7 @@ def test_systemd_files_go_below_a_root_and_only_the_owner_reads_the_password(tmp
     assert call("init", "--source", "couchbase://a@b/c", "--systemd", "../x", "--no-check").code == 2
 
 
-def test_every_setting_is_there_and_holds_its_default_when_its_mark_is_taken_away(tmp_path: Path) -> None:
+def test_every_setting_is_listed_and_has_its_default_when_uncommented(tmp_path: Path) -> None:
     lines = init.settings_text({"source": "couchbase://a@b/c"}).splitlines()
     settings = [line.removeprefix("#") for line in lines if line and not line.startswith("# ")]
     with_default = [line for line in settings if not line.endswith("=")]

@@ -24,14 +24,14 @@ def test_the_version_is_that_of_the_package() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == __version__
 
 
-def test_help_names_every_command() -> None:
+def test_the_help_names_every_command() -> None:
     result = call_here("--help")
     assert result.code == 0
     assert all(f" {name} " in result.out for lines in SECTIONS.values() for name in lines)
 
 
 @pytest.mark.parametrize("command", ["", "config"])
-def test_without_a_command_it_says_what_there_is(command: str) -> None:
+def test_a_call_without_a_command_prints_the_usage(command: str) -> None:
     result = call_here(*command.split())
     assert result.code == 2
     assert result.out.startswith(f"Usage: dcp-mirror {command}".rstrip())
@@ -54,7 +54,7 @@ def test_help_version_and_completion_import_no_command(arguments: str, environme
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_of_each_command_is_one(name: str) -> None:
+def test_the_example_of_each_command_parses(name: str) -> None:
     _, *arguments = shlex.split(EXAMPLES[name])
     command: Any = typer.main.get_command(application(name))
     while hasattr(command, "commands") and arguments and arguments[0] in command.commands:
@@ -76,7 +76,7 @@ def test_the_example_of_each_command_is_one(name: str) -> None:
         ("sync --on-lost-history ", {"fail", "resync"}),
     ],
 )
-def test_shells_complete_options_and_values(words: str, completed: set[str]) -> None:
+def test_a_shell_completes_options_and_values(words: str, completed: set[str]) -> None:
     line = f"dcp-mirror {words}"
     count = len(line.split()) - (not line.endswith(" "))
     given = {"_DCP_MIRROR_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(count)}
@@ -92,7 +92,7 @@ def test_every_command_has_its_line_of_help_and_its_example() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_get_completion(shell: str) -> None:
+def test_a_shell_gets_its_completion_script(shell: str) -> None:
     result = call_here(env={"_DCP_MIRROR_COMPLETE": f"source_{shell}"})
     assert result.code == 0
     assert "_DCP_MIRROR_COMPLETE" in result.out

@@ -73,7 +73,7 @@ def test_a_client_sends_what_the_first_release_sent() -> None:
     assert json.dumps(encode(Resync(3))) == '{"op": "resync", "vbid": 3}'
 
 
-def test_keys_that_are_not_known_are_ignored_and_defaults_apply() -> None:
+def test_unknown_keys_are_ignored_and_defaults_apply() -> None:
     assert control_command({"op": "status", "verbose": True}) == GetStatus()
 
 

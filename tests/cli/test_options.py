@@ -9,7 +9,7 @@ from mirror.errors import ConfigError
 
 
 @pytest.mark.parametrize("pair", ["nonsense", "=1", ""])
-def test_a_pair_that_is_none(pair: str) -> None:
+def test_a_malformed_pair_is_refused(pair: str) -> None:
     with pytest.raises(ConfigError, match="NAME=VALUE"):
         flags_from([pair])
 
@@ -30,5 +30,5 @@ def test_the_data_directory_may_come_from_the_environment(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("text", "meant"), [(None, None), ("8", 8), ("orders", "_default.orders"), ("shop.orders", "shop.orders")]
 )
-def test_collections_by_name_and_by_number(text: str | None, meant: str | int | None) -> None:
+def test_a_collection_is_given_by_name_or_number(text: str | None, meant: str | int | None) -> None:
     assert collection_from(text) == meant

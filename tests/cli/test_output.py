@@ -7,7 +7,7 @@ import pytest
 from cli import output
 
 
-def test_one_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_json_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_json({"text": "two\nlines", "ß": 1})
     out = capsys.readouterr().out
     assert out.count("\n") == 1
@@ -24,5 +24,5 @@ def test_one_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (b"x" * 500, "x" * 200 + "..."),
     ],
 )
-def test_bytes_for_people_never_reach_the_terminal_as_control(data: bytes, shown: str) -> None:
+def test_control_bytes_are_escaped_for_people(data: bytes, shown: str) -> None:
     assert output.for_people(data) == shown

@@ -20,7 +20,7 @@ from tests.cli.conftest import LIMIT_S, call, succeed
 from tests.recordings import passed
 
 
-def test_it_ends_after_a_stop_command(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_recording_ends_when_caught_up_or_at_its_limit(source: SandboxThread, tmp_path: Path) -> None:
     url = source.connection_string
     result = succeed("record", "--source", url, "--to", tmp_path / "all", "--json")
     facts = result.json
@@ -57,7 +57,7 @@ class FailsOver(Recorder):
 
 
 @pytest.mark.parametrize(("vbuckets", "seconds"), [(2, None), (1, None), (1, LIMIT_S)])
-def test_it_ends_if_the_source_rolls_back(vbuckets: int, seconds: float | None, tmp_path: Path) -> None:
+def test_a_recording_ends_if_the_source_rolls_back(vbuckets: int, seconds: float | None, tmp_path: Path) -> None:
     """It waited for the vbucket, which the reader had left, until Ctrl-C."""
     with SandboxThread(SandboxCluster(vbuckets=vbuckets)) as source:
         for number in range(1, 6):

@@ -74,12 +74,12 @@ def document(**more: Any) -> dict[str, Any]:
     return found | more
 
 
-def test_one_of_a_kind_is_not_several() -> None:
+def test_a_count_of_one_takes_the_singular() -> None:
     found = [output.counted(count, "batch", "batches") for count in (0, 1, 1234)]
     assert [*found, output.counted(1, "file")] == ["0 batches", "1 batch", "1,234 batches", "1 file"]
 
 
-def test_the_status_names_what_is_wrong_first_and_fits_eighty_columns() -> None:
+def test_the_status_begins_with_the_problems_and_fits_eighty_columns() -> None:
     text = drawn(render.status_view(document()))
     assert max(map(len, text.splitlines())) <= 80
     assert text.rindex("refused") < text.rindex("1 min 30 s")
@@ -95,7 +95,7 @@ def test_the_status_names_what_is_wrong_first_and_fits_eighty_columns() -> None:
         assert shown in text
 
 
-def test_top_shows_on_a_small_terminal_what_is_in_trouble_and_on_a_large_one_all(
+def test_top_shows_only_the_troubled_rows_on_a_small_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At 80x24 the processes filled the screen, and the vbuckets that lag were cut off."""
@@ -127,7 +127,7 @@ def test_top_shows_on_a_small_terminal_what_is_in_trouble_and_on_a_large_one_all
     assert drawn_at[60] == drawn(render.status_view(found)).splitlines()
 
 
-def test_each_server_process_is_named_with_its_figures() -> None:
+def test_each_server_process_is_shown_with_its_figures() -> None:
     server = document()["workers"][0] | {"kind": "kv", "groups": [], "slot": 1000, "pid": 54_321}
     server["counters"] = {"kv_connections": 1024, "kv_requests": 9_876_543}
     absent = server | {"kind": "http", "pid": None, "phase": "absent", "counters": {}, "cpu_percent": None}
@@ -137,12 +137,12 @@ def test_each_server_process_is_named_with_its_figures() -> None:
         assert shown in text
 
 
-def test_a_mirror_of_some_vbuckets_says_so() -> None:
+def test_a_mirror_of_some_vbuckets_shows_their_number() -> None:
     assert "demo (3 vbuckets)" in drawn(render.status_view(document()))
     assert "demo (3 of 8 vbuckets)" in drawn(render.status_view(document(vbucket_count=8)))
 
 
-def test_who_holds_history_is_named() -> None:
+def test_the_holders_of_leases_are_shown() -> None:
     lease = {"id": "x", "name": "spark [red]job", "until_ms": 1_700_000_000_000, "vbuckets": 64}
     text = drawn(render.status_view(document(leases=[lease])), 160)
     assert "history for spark [red]job (64 vbuckets, until 2023-11-14" in text
@@ -151,7 +151,7 @@ def test_who_holds_history_is_named() -> None:
     assert "history for" not in drawn(render.status_view(document(leases=[])))
 
 
-def test_markup_in_data_is_text() -> None:
+def test_markup_in_data_is_shown_as_text() -> None:
     text = drawn(render.status_view(document(), every_vbucket=True), 160)
     assert "/data/[red]mirror" in text
     assert "no [bold]privilege" in text
@@ -177,7 +177,7 @@ def test_control_characters_of_data_never_reach_the_terminal(capsys: pytest.Capt
     assert capsys.readouterr().err == f"dcp-mirror: {SHOWN}\n"
 
 
-def test_every_vbucket_is_shown_on_request() -> None:
+def test_the_status_shows_every_vbucket_on_request() -> None:
     text = drawn(render.status_view(document(), every_vbucket=True), 160)
     assert "1,234,567" in text
     assert len([line for line in text.splitlines() if "streaming" in line]) == 2
@@ -192,7 +192,7 @@ def test_a_status_with_the_service_down_has_dashes() -> None:
     assert "documents  -" in text
 
 
-def test_the_one_line_says_the_same() -> None:
+def test_the_status_line_agrees_with_the_status() -> None:
     line = render.status_line(document())
     assert line.startswith("catching up | documents - | published 1,234,572 | rate 1,500/s | lag - | ")
     assert "workers 1/1" in line
@@ -200,7 +200,7 @@ def test_the_one_line_says_the_same() -> None:
     assert render.status_line(waiting).endswith("nobody there")
 
 
-def test_progress_shows_share_rate_and_time_left() -> None:
+def test_the_progress_shows_share_rate_and_time_left() -> None:
     catch_up = {"vbuckets": 4, "vbuckets_done": 1, "seqnos_target": 1000, "seqnos_received": 900, "share": 0.705}
     catch_up |= {"seqnos_published": 250, "left_s": 30.0}
     line = render.progress_line(document(catch_up=catch_up))
@@ -219,7 +219,7 @@ def test_the_demo_fits_eighty_columns() -> None:
     assert "it began" in drawn(render.story_panel(["1.0 s  it began"]))
 
 
-def test_the_demo_fits_eighty_by_twenty_four_with_the_newest_of_its_story(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_fits_eighty_by_twenty_four_with_its_newest_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(render, "stdout", Console(file=file, width=80, height=24, highlight=False))
     lines = [f"{number:5.1f} s  " + "a long line of the story " * (1 + number % 4) for number in range(12)]
@@ -231,7 +231,7 @@ def test_the_demo_fits_eighty_by_twenty_four_with_the_newest_of_its_story(monkey
     assert len(one) == 1
 
 
-def test_sparks_of_nothing_are_nothing() -> None:
+def test_a_sparkline_of_no_values_is_empty() -> None:
     assert render.sparkline([]) == ""
     assert render.sparkline([0, 0]).strip() == ""
 
@@ -248,7 +248,7 @@ def test_sparks_of_nothing_are_nothing() -> None:
         (90_000, "1 d 1 h"),
     ],
 )
-def test_durations(seconds: float | None, text: str) -> None:
+def test_a_duration_is_shown_with_its_unit(seconds: float | None, text: str) -> None:
     assert output.duration(seconds) == text
 
 
@@ -256,11 +256,11 @@ def test_durations(seconds: float | None, text: str) -> None:
     ("value", "text"),
     [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20 * 300, "300 MiB"), (2**42, "4096 GiB")],
 )
-def test_sizes(value: int | None, text: str) -> None:
+def test_a_size_is_shown_with_its_unit(value: int | None, text: str) -> None:
     assert output.size(value) == text
 
 
-def test_without_a_terminal_a_line_comes_every_few_seconds(
+def test_a_screen_without_a_terminal_prints_a_line_every_few_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]

@@ -36,7 +36,7 @@ def test_a_directory_and_a_tar_on_stdin_give_the_same_mirror(mirrored: Path, mad
         assert call("check", "--data", tmp_path / name).code == 0
 
 
-def test_of_an_older_moment_the_mirror_serves_that_one_and_goes_on_from_there(
+def test_a_backup_of_an_older_moment_is_served_and_caught_up_from_there(
     mirrored: Path, source: SandboxThread, tmp_path: Path
 ) -> None:
     boundaries = call("state", "--data", mirrored, "--json").json["vbuckets"]
@@ -69,7 +69,7 @@ def flip(file: Path) -> None:
     ],
     ids=["a part", "the manifest", "a part that is gone", "a manifest that is gone"],
 )
-def test_what_is_damaged_is_named_and_nothing_is_left(
+def test_a_damaged_part_of_a_backup_is_named_and_nothing_is_left(
     made: Path, tmp_path: Path, harm: Callable[[Path], None], words: str
 ) -> None:
     copy = tmp_path / "copy"
@@ -79,9 +79,7 @@ def test_what_is_damaged_is_named_and_nothing_is_left(
     assert not (tmp_path / "target").exists()
 
 
-def test_rows_that_were_damaged_before_are_refused_unless_they_are_requested(
-    mirrored: Path, made: Path, tmp_path: Path
-) -> None:
+def test_rows_damaged_before_the_backup_are_refused_unless_allowed(mirrored: Path, made: Path, tmp_path: Path) -> None:
     harmed = copy_of(mirrored, tmp_path / "harmed")
     file = harmed / "group-0002" / "data.mdb"
     data = file.read_bytes()
@@ -95,11 +93,11 @@ def test_rows_that_were_damaged_before_are_refused_unless_they_are_requested(
     assert call("restore", *arguments).code == 0
 
 
-def test_only_into_an_empty_directory(mirrored: Path, made: Path) -> None:
+def test_a_directory_that_is_not_empty_is_refused(mirrored: Path, made: Path) -> None:
     call("restore", "--from", made / "copy", "--data", mirrored).assert_complains(1, "is not empty: it holds")
 
 
-def test_a_backup_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_backup_is_named(tmp_path: Path) -> None:
     """The error named the data directory."""
     backup = tmp_path / "backup"
     (backup / "group-0000").mkdir(parents=True)

@@ -48,7 +48,7 @@ def documents(data: Path, vbid: int = 1) -> list[str]:
     return call("scan", "--data", data, "--vbid", str(vbid), "--json").out.splitlines()
 
 
-def test_offline_it_is_foretold_and_then_done_so(data: Path, source: SandboxThread) -> None:
+def test_an_offline_rollback_does_what_its_dry_run_announced(data: Path, source: SandboxThread) -> None:
     before = state_of(data)
     newest, older = before["boundaries"][:2]
     contents = documents(data)
@@ -93,7 +93,7 @@ def test_a_running_service_rolls_back_and_streams_on(data: Path, source: Sandbox
     assert service.returncode == 0
 
 
-def test_what_cannot_be_done_changes_nothing_and_says_why(data: Path) -> None:
+def test_an_impossible_rollback_changes_nothing_and_names_the_reason(data: Path) -> None:
     before = state_of(data)
     floor = before["history_floor_seqno"]
     call("rollback", "--data", data, "--vbid", "1", "--to", str(floor - 1)).assert_complains(

@@ -21,7 +21,7 @@ from tests.supervise.conftest import eventually_now as eventually
 NOBODY_THERE = "couchbase://demo@127.0.0.1:1/demo"
 
 
-def test_until_caught_up_ends_with_everything_published(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_run_until_caught_up_ends_with_everything_published(source: SandboxThread, tmp_path: Path) -> None:
     result = succeed("run", "--source", source.connection_string, "--data", tmp_path, "--until-caught-up", "--json")
     assert result.json["caught_up"] is True
     assert result.json["vbuckets"] == result.json["vbuckets_done"] == 16
@@ -33,7 +33,7 @@ def test_until_caught_up_ends_with_everything_published(source: SandboxThread, t
     assert again.out == ""
 
 
-def test_some_of_the_vbuckets_are_mirrored_alone(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_run_can_mirror_some_of_the_vbuckets(source: SandboxThread, tmp_path: Path) -> None:
     def run(data: Path, vbuckets: str, *flags: str) -> Any:
         setting = f"vbuckets={vbuckets}"
         return call(
@@ -65,7 +65,7 @@ def test_some_of_the_vbuckets_are_mirrored_alone(source: SandboxThread, tmp_path
     assert not (tmp_path / "beyond" / "mirror.json").exists()
 
 
-def test_it_runs_until_stopped_and_answers_meanwhile(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_service_runs_until_stopped_and_answers_meanwhile(source: SandboxThread, tmp_path: Path) -> None:
     with background("run", "--source", source.connection_string, "--data", tmp_path, "--workers", "2") as service:
         eventually(lambda: caught_up((client.ask(tmp_path, GetStatus()) or {}).get("status")))
         status = call("status", "--data", tmp_path, "--json").json
@@ -88,7 +88,7 @@ def test_it_runs_until_stopped_and_answers_meanwhile(source: SandboxThread, tmp_
         ("", "empty"),
     ],
 )
-def test_a_source_that_cannot_be_meant(tmp_path: Path, url: str, words: str) -> None:
+def test_an_invalid_connection_string_is_refused(tmp_path: Path, url: str, words: str) -> None:
     result = call_here("run", "--source", url, "--data", tmp_path / "data")
     assert (result.code, result.out) == (2, "")
     assert words in result.complaint
@@ -96,7 +96,7 @@ def test_a_source_that_cannot_be_meant(tmp_path: Path, url: str, words: str) -> 
     assert not (tmp_path / "data").exists()
 
 
-def test_a_wrong_password_is_said_at_once(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_wrong_password_is_reported_at_once(source: SandboxThread, tmp_path: Path) -> None:
     arguments = ["run", "--source", source.connection_string, "--data", tmp_path / "data"]
     result = call(*arguments, env={"DCP_MIRROR_PASSWORD": "wrong"})
     assert result.code == 4
@@ -106,13 +106,13 @@ def test_a_wrong_password_is_said_at_once(source: SandboxThread, tmp_path: Path)
     assert not (tmp_path / "data" / "mirror.json").exists()
 
 
-def test_nobody_at_the_address(tmp_path: Path) -> None:
+def test_an_address_without_a_source_is_named(tmp_path: Path) -> None:
     limited = ["--set", "bootstrap_timeout_s=0.5"]
     result = call("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", "--until-caught-up", *limited)
     result.assert_complains(1, "127.0.0.1:1")
 
 
-def test_waiting_for_the_end_and_stopped_before_it_is_not_caught_up(tmp_path: Path) -> None:
+def test_a_run_until_caught_up_that_is_stopped_earlier_exits_130(tmp_path: Path) -> None:
     arguments = ["--source", NOBODY_THERE, "--data", tmp_path, "--until-caught-up", "--json"]
     with background("run", *arguments) as service:
         eventually(lambda: (client.ask(tmp_path, GetStatus()) or {}).get("status", {}).get("source_error"))
@@ -126,7 +126,9 @@ def test_waiting_for_the_end_and_stopped_before_it_is_not_caught_up(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("flags", "code"), [([], 0), (["--until-caught-up"], 130)])
-def test_stopped_before_it_has_read_its_settings_it_ends_cleanly(tmp_path: Path, flags: list[str], code: int) -> None:
+def test_a_service_stopped_before_it_has_read_its_settings_ends_cleanly(
+    tmp_path: Path, flags: list[str], code: int
+) -> None:
     os.mkfifo(tmp_path / "mirror.toml")
     arguments = ["--config", tmp_path / "mirror.toml", "--data", tmp_path / "data", "--source", NOBODY_THERE]
     with background("run", *arguments, *flags) as service, (tmp_path / "mirror.toml").open("w"):
@@ -136,7 +138,7 @@ def test_stopped_before_it_has_read_its_settings_it_ends_cleanly(tmp_path: Path,
     assert not (tmp_path / "data").exists()
 
 
-def test_what_is_needed_is_requested(tmp_path: Path) -> None:
+def test_a_missing_option_is_named(tmp_path: Path) -> None:
     assert "--data" in call_here("run", "--source", NOBODY_THERE).complaint
     assert "--source" in call_here("run", "--data", tmp_path).complaint
     assert call_here("run").code == 2
@@ -157,7 +159,9 @@ def test_what_is_needed_is_requested(tmp_path: Path) -> None:
         (["--scope", "a.b"], {}, "not the name of a scope"),
     ],
 )
-def test_settings_that_are_wrong(tmp_path: Path, arguments: list[str], env: dict[str, str], words: str) -> None:
+def test_an_invalid_setting_is_named_and_nothing_is_made(
+    tmp_path: Path, arguments: list[str], env: dict[str, str], words: str
+) -> None:
     call_here("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", *arguments, env=env).assert_complains(
         2, words
     )
@@ -185,7 +189,7 @@ def test_one_collection_is_mirrored_and_read_by_its_name(tmp_path: Path) -> None
     assert "inventory.airline" in absent.complaint, "what is known here is said"
 
 
-def test_damaged_data_is_said_by_name(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:
+def test_damaged_data_is_named(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:
     data = copy_of(mirrored, tmp_path / "data")
     (data / "group-0001" / "data.mdb").write_bytes(b"garbage" * 1000)
     arguments = ["run", "--source", source.connection_string, "--data", data, "--until-caught-up"]
@@ -225,7 +229,7 @@ def test_a_bucket_that_was_recreated_is_mirrored_next_to_its_old_data(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", aside.name]
 
 
-def test_each_listener_is_announced_once_and_a_stop_that_takes_too_long_says_so(
+def test_each_listener_is_announced_once_and_a_slow_stop_is_reported(
     source: SandboxThread, mirrored: Path, tmp_path: Path
 ) -> None:
     data = copy_of(mirrored, tmp_path / "data")
@@ -240,7 +244,7 @@ def test_each_listener_is_announced_once_and_a_stop_that_takes_too_long_says_so(
     assert not any(line.split()[1] in err for line in said)
 
 
-def test_a_password_file_that_is_not_read_is_a_warning(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_password_file_that_is_ignored_is_a_warning(source: SandboxThread, tmp_path: Path) -> None:
     options = ("--set", f"password_file={tmp_path / 'nope'}", "--until-caught-up")
     result = call("run", "--source", source.connection_string, "--data", tmp_path / "data", *options)
     assert result.code == 0

@@ -30,7 +30,7 @@ def sandbox(*options: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
             source.communicate(timeout=LIMIT_S)
 
 
-def test_it_says_where_it_is_does_what_it_is_commanded_and_ends_on_command(tmp_path: Path) -> None:
+def test_a_sandbox_prints_its_address_obeys_commands_and_ends_on_command(tmp_path: Path) -> None:
     with sandbox("--nodes", "2", "--vbuckets", "8", "--load", "100", "--control", tmp_path / "s") as (source, url):
         assert parse(url).bucket == "demo"
         fault = ["sandbox", "fault", "--control", tmp_path / "s"]
@@ -49,7 +49,7 @@ def test_it_says_where_it_is_does_what_it_is_commanded_and_ends_on_command(tmp_p
         assert (source.returncode, out, err) == (0, "", "")
 
 
-def test_a_restart_on_a_port_is_the_same_bucket(tmp_path: Path) -> None:
+def test_a_sandbox_restarted_on_its_port_has_the_same_bucket(tmp_path: Path) -> None:
     """A restarted demo source was refused: another bucket."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -60,7 +60,7 @@ def test_a_restart_on_a_port_is_the_same_bucket(tmp_path: Path) -> None:
     assert uuids[0] == uuids[1] != uuids[2]
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with sandbox("--control", tmp_path / "one") as (_, url):
         port = parse(url).addresses[0].port
         call("sandbox", "--port", str(port), "--control", tmp_path / "two").assert_complains(2, str(port))
@@ -89,32 +89,32 @@ def test_a_certificate_is_shown_and_exchanged(tmp_path: Path) -> None:
     ("flags", "said"),
     [(("--tls-key", "some.key"), "no TLS without a certificate"), (("--tls-cert", "absent.pem"), "absent.pem")],
 )
-def test_tls_that_cannot_be_is_refused(flags: tuple[str, ...], said: str) -> None:
+def test_invalid_tls_options_are_refused(flags: tuple[str, ...], said: str) -> None:
     wrong = call_here("sandbox", *flags)
     assert (wrong.code, wrong.out) == (2, "")
     assert said in wrong.complaint
 
 
-def test_a_profile_that_is_not_there_is_named() -> None:
+def test_an_unknown_profile_is_named() -> None:
     wrong = call_here("sandbox", "--profile", "4.x")
     assert (wrong.code, wrong.out) == (2, "")
     assert "no server profile '4.x'" in wrong.complaint
     assert "7.2" in wrong.complaint
 
 
-def test_the_help_names_every_command_and_what_may_be_left_out() -> None:
+def test_the_help_names_every_command_and_its_optional_arguments() -> None:
     shown = call_here("sandbox", "fault", "--help").out
     assert "[lose=N]" in shown
     words = set(FAULT_HELP.replace(",", " ").replace(";", " ").split())
     assert words >= {*COMMANDS}
 
 
-def test_nobody_to_ask(tmp_path: Path) -> None:
+def test_a_control_socket_that_is_missing_is_named(tmp_path: Path) -> None:
     call("sandbox", "fault", "status", "--control", tmp_path / "nobody").assert_complains(1, "nobody")
     assert call("sandbox", "fault", "status").code == 2
 
 
-def test_which_source_is_meant() -> None:
+def test_the_control_socket_follows_from_the_source_port_or_path() -> None:
     assert socket_of(None, None, Path("/s")) == Path("/s")
     assert socket_of("couchbase://demo@127.0.0.1:1234,127.0.0.1:1235/demo", None, None) == default_path(1234)
     assert socket_of(None, 77, None) == default_path(77)
@@ -122,7 +122,7 @@ def test_which_source_is_meant() -> None:
         socket_of(None, None, None)
 
 
-def test_arguments_are_the_texts_that_were_typed() -> None:
+def test_arguments_stay_the_texts_that_were_typed() -> None:
     given = arguments_from(["node=1", "bytes-per-second=2.5", "key=007", "value=true"])
     assert given == {"node": "1", "bytes_per_second": "2.5", "key": "007", "value": "true"}
     with pytest.raises(ConfigError, match="NAME=VALUE"):
@@ -130,7 +130,7 @@ def test_arguments_are_the_texts_that_were_typed() -> None:
 
 
 @pytest.mark.parametrize("password", ["", "secret"])
-def test_a_person_sees_the_next_step(tmp_path: Path, password: str) -> None:
+def test_a_sandbox_on_a_terminal_prints_the_next_step(tmp_path: Path, password: str) -> None:
     options = ("--control", tmp_path / "s", "--load", "10")
     with Terminal("sandbox", *options, cwd=tmp_path, DCP_MIRROR_USER="me", DCP_MIRROR_PASSWORD=password) as terminal:
         shown = terminal.until("--http 8080")

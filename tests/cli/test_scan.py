@@ -11,7 +11,7 @@ from tests.serve.test_objects import FIELDS
 from tests.spark.mirrors import VBUCKETS, SmallMirror, orders
 
 
-def test_all_documents_one_a_line(mirrored: Path) -> None:
+def test_a_scan_prints_every_document_on_its_line(mirrored: Path) -> None:
     result = call("scan", "--data", mirrored, "--json")
     assert result.code == 0
     assert len(result.lines) == 183
@@ -21,13 +21,13 @@ def test_all_documents_one_a_line(mirrored: Path) -> None:
     assert not any(line["deleted"] for line in result.lines)
 
 
-def test_tombstones_only_when_requested(mirrored: Path, source: SandboxThread) -> None:
+def test_tombstones_are_printed_only_on_request(mirrored: Path, source: SandboxThread) -> None:
     lines = call("scan", "--data", mirrored, "--json", "--deletions").lines
     assert {line["key"] for line in lines if line["deleted"]} == {f"order::{number:03}" for number in range(0, 200, 10)}
     assert all(line["value"] is None for line in lines if line["deleted"])
 
 
-def test_a_part_of_them(mirrored: Path) -> None:
+def test_a_scan_is_limited_by_prefix_count_or_vbucket(mirrored: Path) -> None:
     assert [line["key"] for line in call("scan", "--data", mirrored, "--json", "--prefix", "tex").lines] == ["text"]
     assert len(call("scan", "--data", mirrored, "--json", "--limit", "7").lines) == 7
     assert call("scan", "--data", mirrored, "--json", "--limit", "0").lines == []
@@ -37,25 +37,25 @@ def test_a_part_of_them(mirrored: Path) -> None:
     assert [line.get("key", "") for line in of_one] == sorted(line.get("key", "") for line in of_one)
 
 
-def test_people_get_readable_lines(mirrored: Path) -> None:
+def test_documents_for_people_are_readable_lines(mirrored: Path) -> None:
     result = call("scan", "--data", mirrored, "--prefix", "order::00")
     assert len(result.out.splitlines()) == 9
     assert 'order::001\t{"number": 1}' in result.out
 
 
-def test_a_seqno_needs_its_vbucket(mirrored: Path) -> None:
+def test_a_read_as_of_a_seqno_needs_a_vbucket(mirrored: Path) -> None:
     call("scan", "--data", mirrored, "--as-of", "5").assert_complains(2, "--vbid")
     assert call("scan", "--data", mirrored, "--as-of", "2999-01-01", "--limit", "1").code == 0
 
 
 @pytest.mark.parametrize("vbid", ["16", "70000", "x"])
-def test_a_vbucket_that_is_not_there(mirrored: Path, vbid: str) -> None:
+def test_an_unknown_vbucket_is_refused(mirrored: Path, vbid: str) -> None:
     result = call("scan", "--data", mirrored, "--vbid", vbid)
     assert result.code in (1, 2)
     assert result.complaint
 
 
-def test_as_of_a_time_every_vbucket_says_its_boundary(mirrored: Path) -> None:
+def test_a_scan_as_of_a_time_names_the_boundary_of_every_vbucket(mirrored: Path) -> None:
     boundaries = {
         row["vbid"]: [(each["time_ms"], each["seqno"]) for each in row["boundaries"]]
         for row in call("state", "--data", mirrored, "--json").json["vbuckets"]
@@ -79,7 +79,7 @@ READS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("command", READS.values(), ids=READS)
-def test_a_mirror_that_is_not_filled_is_read_only_if_the_caller_wants_a_part(
+def test_a_mirror_that_is_not_filled_is_read_only_with_partial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)

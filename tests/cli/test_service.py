@@ -9,7 +9,7 @@ from tests.cli.conftest import LIMIT_S, background, call
 from tests.processes import without_rootly_powers
 
 
-def test_a_service_is_waited_for_reloaded_and_stopped(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_service_can_be_waited_for_reloaded_and_stopped(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
     settings = tmp_path / "settings.toml"
     settings.write_text("history_s = 100\n")

@@ -15,7 +15,7 @@ def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path / "data", tmp_path, nodes=1, vbuckets=4, documents=10, rate=0, workers=1)
 
 
-def test_source_and_mirror_come_and_go_together_without_settings_of_the_user(
+def test_source_and_mirror_start_and_end_together_and_ignore_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DCP_MIRROR_WORKERS", "nonsense")
@@ -37,7 +37,7 @@ def test_source_and_mirror_come_and_go_together_without_settings_of_the_user(
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
-def test_a_source_that_does_not_start_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_fails_to_start_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(psutil.Process().children(recursive=True))
     monkeypatch.setattr("cli.stage.COMMAND", ["/bin/sh", "-c", "echo dcp-mirror: no way >&2"])
     with pytest.raises(SupervisionError, match="no way"):

@@ -13,7 +13,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-def test_positions_and_histories_are_those_of_the_source(mirrored: Path, source: SandboxThread) -> None:
+def test_positions_and_failover_logs_equal_those_of_the_source(mirrored: Path, source: SandboxThread) -> None:
     shown = call("state", "--data", mirrored, "--json").json
     assert shown["bucket"] == "demo"
     assert [row["vbid"] for row in shown["vbuckets"]] == list(range(16))
@@ -29,7 +29,7 @@ def test_positions_and_histories_are_those_of_the_source(mirrored: Path, source:
             assert row["boundaries"][0]["seqno"] == row["published_seqno"]
 
 
-def test_one_vbucket_and_a_table(mirrored: Path) -> None:
+def test_the_state_of_one_vbucket_or_of_all_is_shown(mirrored: Path) -> None:
     assert [row["vbid"] for row in call("state", "--data", mirrored, "--vbid", "3", "--json").json["vbuckets"]] == [3]
     table = call("state", "--data", mirrored).out.splitlines()
     assert table[0].split()[:4] == ["vbid", "branch", "vbuuid", "published"]
@@ -50,5 +50,5 @@ def test_vbuckets_that_can_be_read_are_shown_next_to_a_lost_group(mirrored: Path
     assert (alone.code, alone.out) == (3, "")
 
 
-def test_a_vbucket_that_is_not_there(mirrored: Path) -> None:
+def test_an_unknown_vbucket_is_refused(mirrored: Path) -> None:
     assert "no vbucket 99" in call("state", "--data", mirrored, "--vbid", "99").complaint

@@ -25,7 +25,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-def test_with_the_service_down_the_store_speaks(mirrored: Path) -> None:
+def test_the_status_comes_from_the_store_with_the_service_down(mirrored: Path) -> None:
     shown = call("status", "--data", mirrored, "--json").json
     assert list(shown) == FIELDS
     assert (shown["service"], shown["state"], shown["workers"]) == ("down", "stored", [])
@@ -34,20 +34,20 @@ def test_with_the_service_down_the_store_speaks(mirrored: Path) -> None:
     assert [row["vbid"] for row in shown["vbuckets"]] == list(range(16))
 
 
-def test_every_field_that_is_printed_is_promised(mirrored: Path) -> None:
+def test_every_printed_field_is_documented(mirrored: Path) -> None:
     shown = call("status", "--data", mirrored, "--json").json
     names = [*shown, *shown["totals"], *shown["supervisor"], *shown["vbuckets"][0]]
     assert [name for name in names if f"`{name}`" not in JSON_MD] == []
 
 
-def test_people_get_a_summary_and_every_vbucket_on_demand(mirrored: Path) -> None:
+def test_the_status_for_people_is_a_summary_with_all_vbuckets_on_request(mirrored: Path) -> None:
     text = call("status", "--data", mirrored).out
     assert "not running" in text
     assert "16 stored" in text
     assert len(call("status", "--data", mirrored, "--all").out.splitlines()) > 16
 
 
-def test_top_without_a_screen_is_left_by_q_and_the_terminal_is_as_before(mirrored: Path) -> None:
+def test_top_without_a_screen_ends_at_q_and_restores_the_terminal(mirrored: Path) -> None:
     ours, theirs = os.openpty()
     before = termios.tcgetattr(theirs)
     command = [*COMMAND, "top", "--data", str(mirrored), "--interval", "3600"]
@@ -64,7 +64,7 @@ def test_top_without_a_screen_is_left_by_q_and_the_terminal_is_as_before(mirrore
     os.close(theirs)
 
 
-def test_a_file_on_stdin_is_not_read_for_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdin_is_not_read_for_keys_if_it_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "typed").write_text("qqq")
     with (tmp_path / "typed").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -85,7 +85,7 @@ def test_top_fits_a_terminal_of_80_columns_and_24_lines(mirrored: Path, tmp_path
         assert terminal.shown.endswith("\x1b[?25h"), "the cursor is shown again"
 
 
-def test_top_ends_after_the_looks_that_were_requested(mirrored: Path) -> None:
+def test_top_ends_after_the_requested_number_of_looks(mirrored: Path) -> None:
     lines = call("top", "--data", mirrored, "--count", "2", "--interval", "0.1", "--json").lines
     assert len(lines) == 2
     assert list(lines[0]) == FIELDS
@@ -103,7 +103,7 @@ def test_a_large_mirror_is_counted_only_on_request(mirrored: Path, monkeypatch: 
     assert document["totals"]["documents"] == 183
 
 
-def test_what_the_service_does_not_know_yet_comes_from_the_store(
+def test_vbuckets_unknown_to_the_service_are_filled_in_from_the_store(
     mirrored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = stored_status(mirrored) | {"service": "up", "state": "starting"}
@@ -123,7 +123,7 @@ def damaged_copy(mirrored: Path, to: Path, group: int) -> Path:
     return to
 
 
-def test_what_cannot_be_read_is_a_row_that_says_so(mirrored: Path, tmp_path: Path) -> None:
+def test_a_damaged_group_is_shown_in_the_rows_of_its_vbuckets(mirrored: Path, tmp_path: Path) -> None:
     """A damaged group once ended every `status` with an error, while the page showed the other groups."""
     data = damaged_copy(mirrored, tmp_path / "data", 1)
     result = call("status", "--data", data, "--json")
@@ -142,7 +142,7 @@ def test_what_cannot_be_read_is_a_row_that_says_so(mirrored: Path, tmp_path: Pat
     assert call("status", "--data", data, "--ready").code == 1
 
 
-def test_what_cannot_be_counted_has_no_count(mirrored: Path, tmp_path: Path) -> None:
+def test_a_damaged_group_has_no_count_of_documents(mirrored: Path, tmp_path: Path) -> None:
     """The service's rows were fine, its group was not, and counting ended the command."""
     document = stored_status(mirrored)
     status.DocumentCounter(damaged_copy(mirrored, tmp_path / "data", 1)).fill(document)

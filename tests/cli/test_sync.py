@@ -25,7 +25,7 @@ from tests.cli.conftest import call_here, environment
         ([], "--to"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(arguments: list[str], what: str, mirrored: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_one_line(arguments: list[str], what: str, mirrored: Path, tmp_path: Path) -> None:
     done = call_here("sync", *arguments, "--data", mirrored, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
     done.assert_complains(2, what)
     assert list(tmp_path.iterdir()) == []
@@ -39,7 +39,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments: list[str], what: str, mirr
         (["--source", "couchbase://demo@127.0.0.1:1/demo"], 1, "127.0.0.1:1"),
     ],
 )
-def test_a_stream_of_nothing_ends_before_java_starts(
+def test_a_missing_mirror_or_source_is_reported_before_java_starts(
     arguments: list[str], code: int, what: str, tmp_path: Path
 ) -> None:
     done = call_here("sync", "--to", "lake", *arguments, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
@@ -68,7 +68,7 @@ def test_a_source_that_refuses_is_exit_4(source: SandboxThread, tmp_path: Path) 
     call_here("sync", *arguments, env={"DCP_MIRROR_PASSWORD": "wrong"}).assert_complains(4, "password")
 
 
-def test_without_the_extra_the_remedy_is_said(mirrored: Path, tmp_path: Path) -> None:
+def test_an_error_for_missing_packages_says_how_to_install_them(mirrored: Path, tmp_path: Path) -> None:
     """The packages are hidden from a process of its own; the rest of the command line works without them."""
     script = (
         "import sys\n"
@@ -90,17 +90,17 @@ def test_without_the_extra_the_remedy_is_said(mirrored: Path, tmp_path: Path) ->
         assert "Traceback" not in done.stderr
 
 
-def test_a_batch_in_a_line() -> None:
+def test_a_batch_is_shown_on_one_line() -> None:
     figures = BatchFigures(7, 1200, 300.4, 4000, lag_seqnos=12)
     said = "batch 7 | 1,200 events | 300/s, 4.0 s | 12 seqnos behind"
     assert batch_line(figures) == said
 
 
-def test_collections_are_names_with_commas() -> None:
+def test_collections_are_given_as_names_with_commas() -> None:
     assert tasks.collections_from(None) is None
     assert tasks.collections_from("orders, s.c") == ("_default.orders", "s.c")
 
 
-def test_a_package_that_is_missing_is_named() -> None:
+def test_a_missing_package_is_named() -> None:
     with pytest.raises(ConfigError, match="tables need the package no_such_package"):
         tasks.need("no_such_package.deep")

@@ -13,19 +13,19 @@ from mirror.errors import ConfigError
     ("text", "seconds"),
     [("250ms", 0.25), ("90s", 90), ("15m", 900), ("15 min", 900), ("1.5h", 5400), ("2d", 172_800), ("1H", 3600)],
 )
-def test_a_duration(text: str, seconds: float) -> None:
+def test_a_duration_is_read_with_its_unit(text: str, seconds: float) -> None:
     assert units.seconds(text) == seconds
 
 
 @pytest.mark.parametrize(
     ("text", "count"), [("1B", 1), ("4k", 4096), ("64MiB", 64 * 2**20), ("1.5g", 3 * 2**29), ("2 TiB", 2**41)]
 )
-def test_a_size(text: str, count: int) -> None:
+def test_a_size_is_read_with_its_unit(text: str, count: int) -> None:
     assert units.byte_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "h", "1", "-1h", "1e3s", "1w", "\u0661h", "1h30m", "1MB", "infs"])
-def test_anything_else_is_refused(text: str) -> None:
+def test_a_text_that_is_no_duration_or_size_is_refused(text: str) -> None:
     for read in (units.seconds, units.byte_count):
         with pytest.raises(ValueError, match="must be a number with"):
             read(text)
@@ -51,7 +51,7 @@ def test_settings_take_units_and_plain_numbers() -> None:
         ("batch_bytes_max", "1", "must be integer, bytes, 65536 to "),
     ],
 )
-def test_a_wrong_value_is_refused_in_our_words(name: str, value: str, words: str) -> None:
+def test_a_wrong_value_is_refused_in_the_words_of_the_program(name: str, value: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validated({name: value})
     assert words in str(caught.value)

@@ -37,7 +37,7 @@ def test_users_are_added_changed_listed_and_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["users.json"]
 
 
-def test_mistakes_change_nothing(tmp_path: Path) -> None:
+def test_a_mistake_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "users.json"
     for arguments, password, code, said in (
         (["add", "ann"], "", 2, "no password"),

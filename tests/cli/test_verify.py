@@ -78,7 +78,7 @@ def test_a_mirror_equals_its_source(source: SandboxThread, mirrored: Path) -> No
 
 
 @pytest.mark.ci
-def test_many_rows_are_compared_by_all_cores(
+def test_many_rows_are_compared_on_all_cores(
     source: SandboxThread, altered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "FEW_ROWS", 0)
@@ -88,7 +88,7 @@ def test_many_rows_are_compared_by_all_cores(
     assert [row["vbid"] for row in result.json["vbuckets"] if row["state"] != "equal"] == [ALTERED]
 
 
-def test_a_source_that_went_on_is_compared_as_far_as_the_mirror_is_and_that_is_said(tmp_path: Path) -> None:
+def test_a_source_that_is_ahead_is_compared_up_to_the_published_seqno(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with SandboxThread(SandboxCluster(vbuckets=4, seed=6)) as thread:
         flags = ["--data", data, "--source", thread.connection_string]
@@ -150,7 +150,7 @@ def test_another_bucket_is_refused(mirrored: Path) -> None:
     result.assert_complains(3, "uuid")
 
 
-def test_a_mirror_of_one_collection_is_compared_with_that_alone(tmp_path: Path) -> None:
+def test_a_mirror_of_one_collection_is_compared_with_that_collection_only(tmp_path: Path) -> None:
     with SandboxThread(SandboxCluster(nodes=2, vbuckets=8, seed=4)) as thread:
         bucket = thread.cluster.bucket
         thread.call(bucket.create_scope, "shop")
@@ -172,7 +172,7 @@ def test_a_mirror_of_one_collection_is_compared_with_that_alone(tmp_path: Path) 
         assert (result.code, result.json["totals"]["not_compared"]) == (0, 60), result.out
 
 
-def test_the_running_service_says_how_its_source_is_reached(
+def test_the_running_service_says_how_to_reach_its_source(
     source: SandboxThread, mirrored: Path, tmp_path: Path
 ) -> None:
     data = copy_of(mirrored, tmp_path / "data")

@@ -89,7 +89,9 @@ def wait_published(service: Service, seqno: int) -> None:
     until(f"seqno {seqno} to be published", lambda: stored(service.data).published_seqno == seqno, poll_s=0.1)
 
 
-def test_staged_rows_are_gone_on_with_after_each_kill(source: SandboxThread, service: Service, seed: int) -> None:
+def test_a_backfill_resumes_at_its_staged_rows_after_each_kill(
+    source: SandboxThread, service: Service, seed: int
+) -> None:
     rng = Random(seed)
     staged = 0
     for number in range(4):
@@ -123,7 +125,9 @@ def test_staged_rows_are_gone_on_with_after_each_kill(source: SandboxThread, ser
     assert service.terminate() == 0
 
 
-def test_staged_rows_of_a_history_that_the_source_left_never_come_out(source: SandboxThread, service: Service) -> None:
+def test_staged_rows_of_a_history_that_the_source_lost_are_never_published(
+    source: SandboxThread, service: Service
+) -> None:
     """The source loses changes and fails over while the mirror is dead: what was staged of them would be phantoms."""
     until("rows to be staged", lambda: half_staged(service, DOCUMENTS // 4))
     service.kill_supervisor()
@@ -153,7 +157,9 @@ def test_staged_rows_of_a_history_that_the_source_left_never_come_out(source: Sa
     assert judge(source.cluster, service.data, live=False) == {0: high_seqno}
 
 
-def test_a_kill_between_last_row_and_key_rows_asks_for_nothing_again(source: SandboxThread, service: Service) -> None:
+def test_a_kill_between_the_last_row_and_the_key_rows_requests_no_row_again(
+    source: SandboxThread, service: Service
+) -> None:
     """A snapshot that is complete on disk needs its key rows before it may be seen; they are made after a kill."""
     full_speed(source)
 

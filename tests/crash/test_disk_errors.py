@@ -42,7 +42,7 @@ def run(tmp_path: Path, shim: Path, sync: str, name: str, count: int, places: in
         ),
     ],
 )
-def test_wherever_a_commit_fails_what_is_stored_is_what_was_written(
+def test_a_failed_commit_leaves_the_stored_data_as_it_was_acknowledged(
     tmp_path: Path, shim: Path, sync: str, name: str, count: int, places: int
 ) -> None:
     found = run(tmp_path, shim, sync, name, count, places)

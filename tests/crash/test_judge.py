@@ -28,14 +28,14 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sandbox
         yield cluster, data
 
 
-def test_a_true_mirror_is_found_true(mirrored: tuple[SandboxCluster, Path]) -> None:
+def test_a_true_mirror_passes(mirrored: tuple[SandboxCluster, Path]) -> None:
     cluster, data = mirrored
     high = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
     assert judge(cluster, data, live=True) == judge(cluster, data, live=False) == high
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_one_version_that_differs_is_found(
+def test_a_version_that_differs_is_found(
     mirrored: tuple[SandboxCluster, Path], monkeypatch: pytest.MonkeyPatch, *, live: bool
 ) -> None:
     cluster, data = mirrored
@@ -47,7 +47,7 @@ def test_one_version_that_differs_is_found(
         judge(cluster, data, live=live)
 
 
-def test_a_key_too_many_or_too_few_is_found(
+def test_a_missing_key_and_a_surplus_key_are_found(
     mirrored: tuple[SandboxCluster, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, data = mirrored
@@ -57,7 +57,7 @@ def test_a_key_too_many_or_too_few_is_found(
         judge(cluster, data, live=False)
 
 
-def test_a_state_that_ends_no_snapshot_is_found(
+def test_a_published_state_inside_a_snapshot_is_found(
     mirrored: tuple[SandboxCluster, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, data = mirrored

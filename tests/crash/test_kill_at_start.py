@@ -36,7 +36,7 @@ def source(seed: int) -> Iterator[SandboxThread]:
     "kills",
     [pytest.param(6, marks=pytest.mark.ci), pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(3600)])],
 )
-def test_a_start_that_is_killed_anywhere_leaves_nothing_that_the_next_one_minds(
+def test_a_start_killed_at_any_moment_does_not_hinder_the_next_start(
     source: SandboxThread, tmp_path: Path, seed: int, kills: int
 ) -> None:
     rng = Random(seed)

@@ -51,7 +51,7 @@ def versions(view: View, as_of: dict[int, tuple[int, int]]) -> list[bytes]:
 
 
 @pytest.mark.ci
-def test_history_stays_for_its_holder_through_kills_until_release(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_lease_keeps_history_through_kills_until_its_release(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
     flags = ("--groups", "2", "--workers", "2", "--set", "history_boundaries=1", "--set", "lease_max_s=60")
     with Service(source.connection_string, data, *flags) as service:
@@ -96,7 +96,7 @@ def leases(service: Service) -> list[object]:
 
 
 @pytest.mark.ci
-def test_a_holder_that_died_holds_history_for_its_time_alone(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_lease_of_a_dead_holder_keeps_history_only_until_it_expires(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with Service(source.connection_string, data, "--set", "history_boundaries=1", "--workers", "1") as service:
         service.start()
@@ -113,7 +113,7 @@ def test_a_holder_that_died_holds_history_for_its_time_alone(source: SandboxThre
 
 
 @pytest.mark.ci
-def test_a_lease_that_one_worker_refuses_holds_nothing_at_the_other(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_lease_refused_by_one_worker_holds_nothing_at_the_other(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
     flags = ("--groups", "2", "--workers", "2", "--set", "history_boundaries=1")
     with Service(source.connection_string, data, *flags) as service:
@@ -133,7 +133,7 @@ def test_a_lease_that_one_worker_refuses_holds_nothing_at_the_other(source: Sand
         assert service.terminate() == 0
 
 
-def test_without_a_service_there_is_nobody_to_ask(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_lease_without_a_service_is_never_lost(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with Service(source.connection_string, data, "--until-caught-up") as service:
         service.start()

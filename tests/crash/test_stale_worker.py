@@ -81,7 +81,7 @@ def test_a_stopped_worker_dies_with_its_supervisor(source: SandboxThread, tmp_pa
     judge(source.cluster, service.data, live=False)
 
 
-def test_a_worker_that_was_overtaken_wakes_up_late_and_writes_nothing(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_worker_that_wakes_up_after_another_took_over_writes_nothing(source: SandboxThread, tmp_path: Path) -> None:
     """Somebody removed the locks while a service slept, and started another. The sleeper wakes up with data in hand."""
     data = tmp_path / "data"
     never = ("--set", "worker_heartbeat_timeout_s=3600")

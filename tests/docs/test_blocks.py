@@ -25,7 +25,7 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_block_is_run_or_says_why_not(page: Path) -> None:
+def test_every_block_is_run_or_gives_a_reason(page: Path) -> None:
     found = blocks_of(page)
     assert len(found) * 2 == sum(line.startswith("```") for line in page.read_text().splitlines())
     for block in found:
@@ -39,14 +39,14 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in (SPARK_PAGE, ROOT / "README.md")], ids=name_of)
-def test_the_blocks_hold(page: Path, quick_start: Site) -> None:
+def test_the_blocks_of_a_page_run_without_error(page: Path, quick_start: Site) -> None:
     names: dict[str, Any] = {}
     for block in blocks_of(page):
         if block.is_run:
             quick_start.run(block, names)
 
 
-def test_the_blocks_of_the_readme_hold(quick_start: Site) -> None:
+def test_the_blocks_of_the_readme_run_without_error(quick_start: Site) -> None:
     ran = [block for block in blocks_of(ROOT / "README.md") if block.is_run]
     assert {block.language for block in ran} == {"sh", "python"}
     said = quick_start.shell.run(quick_start.placed("dcp-mirror status --data /tmp/orders"))

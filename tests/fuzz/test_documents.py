@@ -46,18 +46,18 @@ def run(executions: int) -> str:
     return said
 
 
-def test_small_numbers_end_no_process() -> None:
+def test_a_tiny_number_does_not_end_the_process() -> None:
     """Arrow's JSON reader divided by a power of ten beyond its table."""
     assert subprocess.run([sys.executable, "-c", READ, *ONCE_FATAL], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("executions", [2_000, pytest.param(12_000, marks=[pytest.mark.ci])])
-def test_documents_are_read_in_one_way(executions: int) -> None:
+def test_all_readers_agree_on_random_documents(executions: int) -> None:
     assert run(executions).startswith("done")
 
 
 @pytest.mark.ci
-def test_spark_and_an_http_server_read_what_plain_python_finds(spark: SparkSession, tmp_path: Path) -> None:
+def test_spark_and_an_http_server_agree_with_plain_python(spark: SparkSession, tmp_path: Path) -> None:
     rng = Random(seed_from("DCP_MIRROR_FUZZ_SEED"))
     documents = Documents(rng)
     mirror = Mirror(tmp_path, Counter(), rng)
@@ -85,7 +85,7 @@ def test_spark_and_an_http_server_read_what_plain_python_finds(spark: SparkSessi
 
 @pytest.mark.long
 @pytest.mark.timeout(24 * 3600)
-def test_documents_are_read_in_one_way_for_a_long_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_readers_agree_on_random_documents_for_a_long_time(capsys: pytest.CaptureFixture[str]) -> None:
     said = run(int(os.environ.get("DCP_MIRROR_FUZZ", EXECUTIONS_LONG)))
     with capsys.disabled():
         sys.stdout.write(said)

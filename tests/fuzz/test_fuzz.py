@@ -57,7 +57,7 @@ def test_every_target_has_samples() -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_samples_and_what_was_found_are_read_or_refused(name: str) -> None:
+def test_samples_and_past_findings_are_read_or_refused(name: str) -> None:
     run(name, len(corpus.of(name)), 0)
 
 

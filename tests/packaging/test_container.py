@@ -48,7 +48,7 @@ def of(name: str, stage: list[tuple[str, str]]) -> list[str]:
     return [arguments for instruction, arguments in stage if instruction == name]
 
 
-def test_the_image_runs_without_privileges_as_a_user_that_it_makes() -> None:
+def test_the_image_runs_without_privileges_as_its_own_user() -> None:
     image = stages()[-1]
     (user,) = of("USER", image)
     assert user == "10001:10001"
@@ -59,7 +59,7 @@ def test_the_image_runs_without_privileges_as_a_user_that_it_makes() -> None:
     assert [name for name, _ in image].index("USER") > [name for name, _ in image].index("RUN")
 
 
-def test_what_it_runs_is_a_command_of_the_program_and_its_variables_are_settings() -> None:
+def test_the_image_runs_a_command_of_the_program_and_its_variables_are_settings() -> None:
     image = stages()[-1]
     assert json.loads(of("ENTRYPOINT", image)[0]) == ["dcp-mirror"]
     (command,) = json.loads(of("CMD", image)[0])
@@ -70,7 +70,7 @@ def test_what_it_runs_is_a_command_of_the_program_and_its_variables_are_settings
     assert {name for name in named if name.removeprefix(ENV_PREFIX).lower() not in NAMES} <= NOT_SETTINGS
 
 
-def test_the_health_check_asks_whether_the_process_lives() -> None:
+def test_the_health_check_asks_for_livez() -> None:
     (check,) = of("HEALTHCHECK", stages()[-1])
     program, option, code = json.loads(check[check.index("CMD") + 3 :])
     assert (program, option) == ("python3", "-c")
@@ -170,7 +170,7 @@ def filled_in(text: str, variables: dict[str, str]) -> str:
 
 
 @pytest.mark.ci
-def test_the_commands_of_image_and_compose_file_do_what_they_are_for(tmp_path: Path) -> None:
+def test_the_commands_of_image_and_compose_file_work(tmp_path: Path) -> None:
     """Source, mirror and both health checks run with the variables of image and compose file and no others."""
     http, source_port, kv = (str(free_port()) for _ in range(3))
     given = given_to_compose(tmp_path)

@@ -12,7 +12,7 @@ OF_WRITERS = {"SeqnoOrder"}
 """Errors that no reader meets."""
 
 
-def test_every_error_that_a_reader_can_meet_is_there_and_explained() -> None:
+def test_every_error_that_a_reader_can_meet_is_public_and_has_a_docstring() -> None:
     defined = {
         name for name, each in vars(errors).items() if inspect.isclass(each) and each.__module__ == errors.__name__
     }
@@ -28,7 +28,7 @@ def test_every_error_that_a_reader_can_meet_is_there_and_explained() -> None:
     assert listed | {"StorageError"} == exported
 
 
-def test_the_help_shows_every_name_and_nothing_without_words() -> None:
+def test_the_help_shows_every_public_name_with_its_docstring() -> None:
     shown = pydoc.plain(pydoc.render_doc(mirror))
     for name in set(mirror.__all__) - {"__version__"}:
         assert name in shown
@@ -37,6 +37,6 @@ def test_the_help_shows_every_name_and_nothing_without_words() -> None:
     assert all(each.__doc__ for each in public)
 
 
-def test_what_was_promised_is_there() -> None:
+def test_the_documented_names_are_public() -> None:
     promised = {"open_view", "View", "Document", "Token", "MutationToken", "Time", "Change"}
     assert promised <= set(mirror.__all__)

@@ -86,7 +86,7 @@ def required(name: str) -> list[importlib.metadata.Distribution]:
     return list(found.values())
 
 
-def test_it_holds_all_that_commands_and_documents_refer_to(wheel: Path) -> None:
+def test_the_wheel_holds_every_file_that_commands_and_documents_need(wheel: Path) -> None:
     documents = DOCUMENTS.format(version=mirror.__version__)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -112,7 +112,7 @@ def test_the_installed_documents_lead_to_each_other(installed: Path) -> None:
     assert broken == []
 
 
-def test_the_sdist_holds_what_the_wheel_is_built_from(built: Path) -> None:
+def test_the_sdist_holds_every_file_that_the_wheel_is_built_from(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -120,7 +120,7 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(built: Path) -> None:
     assert {"storage/FORMAT.md", "systemd/dcp-mirror@.service", "mirror/py.typed", "pyspark_mirror.py"} <= names
 
 
-def test_its_requirements_are_complete(wheel: Path) -> None:
+def test_the_requirements_of_the_wheel_are_complete(wheel: Path) -> None:
     """Each module of another distribution that is imported anywhere belongs to one that the metadata names."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -147,7 +147,7 @@ def test_its_requirements_are_complete(wheel: Path) -> None:
     assert missing == set()
 
 
-def test_the_program_starts_from_it(installed: Path, tmp_path: Path) -> None:
+def test_the_program_starts_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     command = installed / "bin" / "dcp-mirror"
     assert run(command, "--version", cwd=tmp_path) == f"dcp-mirror {mirror.__version__}\n"
     assert "run" in run(command, "--help", cwd=tmp_path)
@@ -157,7 +157,7 @@ def test_the_program_starts_from_it(installed: Path, tmp_path: Path) -> None:
     assert all(Path(path).is_relative_to(installed) for path in where.split())
 
 
-def test_the_demo_ends_well_with_it(installed: Path, tmp_path: Path) -> None:
+def test_the_demo_ends_well_with_the_wheel(installed: Path, tmp_path: Path) -> None:
     small = ("--seconds", "8", "--documents", "3000", "--rate", "300")
     printed = run(installed / "bin" / "dcp-mirror", "demo", *small, "--data", tmp_path / "data", "--json", cwd=tmp_path)
     summary = json.loads(printed)
@@ -191,7 +191,7 @@ def test_the_debian_package_has_the_program_and_its_unit(wheel: Path, installed:
     assert mirror.__version__ in run(home / "bin" / "python", "-c", *command, cwd=tmp_path)
 
 
-def test_a_users_program_reads_a_mirror_with_it(installed: Path, tmp_path: Path) -> None:
+def test_the_program_of_a_user_reads_a_mirror_with_the_wheel(installed: Path, tmp_path: Path) -> None:
     with made(tmp_path) as source:
         for key in ("a", "b1", "b2"):
             source.put(key, key.encode())
@@ -200,7 +200,7 @@ def test_a_users_program_reads_a_mirror_with_it(installed: Path, tmp_path: Path)
     run(installed / "bin" / "python", PROGRAM, tmp_path, cwd=tmp_path, code=1)
 
 
-def test_a_users_program_is_typed_by_it(installed: Path, tmp_path: Path) -> None:
+def test_the_program_of_a_user_is_type_checked_against_the_wheel(installed: Path, tmp_path: Path) -> None:
     mypy = (
         sys.executable,
         "-m",

@@ -18,13 +18,13 @@ def bucket() -> Bucket:
     return SandboxCluster(nodes=2, vbuckets=16, replicas=1).bucket
 
 
-def test_keys_are_where_clients_look_for_them() -> None:
+def test_a_key_is_in_the_vbucket_that_clients_ask() -> None:
     """The vbuckets that the official SDK was recorded asking (sdk_72_conn2)."""
     found = {key: vbucket_of(key, 16) for key in (b"a", b"exp", b"bin", b"big", b"nope", b"cnt", b"i1")}
     assert found == {b"a": 7, b"exp": 14, b"bin": 7, b"big": 11, b"nope": 1, b"cnt": 6, b"i1": 8}
 
 
-def test_values_of_every_kind(bucket: Bucket) -> None:
+def test_values_of_every_kind_are_stored_with_their_datatype(bucket: Bucket) -> None:
     assert bucket.set("d", {"a": [1]}).value == b'{"a":[1]}'
     assert bucket.set("t", "text").datatype == 0
     assert bucket.set("b", b"\xff").value == b"\xff"
@@ -62,7 +62,7 @@ def test_a_load_is_spread_by_key_or_goes_to_one_vbucket(bucket: Bucket) -> None:
     assert b"\0only" in bucket.vbuckets[2].newest[0]
 
 
-def test_states_by_node(bucket: Bucket) -> None:
+def test_the_state_of_a_vbucket_depends_on_the_node(bucket: Bucket) -> None:
     bucket.map.owners[0], bucket.map.replicas[0] = 0, [1]
     assert bucket.state_on(0, 0) == VbucketRole.ACTIVE
     assert bucket.state_on(0, 1) == VbucketRole.REPLICA
@@ -72,7 +72,7 @@ def test_states_by_node(bucket: Bucket) -> None:
     assert bucket.state_on(0, 0) == VbucketRole.PENDING
 
 
-def test_a_bucket_recreated_has_nothing_of_the_old_one(bucket: Bucket) -> None:
+def test_a_recreated_bucket_keeps_nothing_of_the_old_one(bucket: Bucket) -> None:
     bucket.create_scope("s")
     bucket.set("k", {})
     old = bucket.map.bucket_uuid, bucket.map.rev, bucket.vbuckets[0].vbuuid
@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_histories() -> None:
     assert uuids(1) == uuids(1) != uuids(2)
 
 
-def test_a_copy_can_be_kept_from_persisting(bucket: Bucket) -> None:
+def test_a_copy_can_be_held_back_from_persisting(bucket: Bucket) -> None:
     for number in range(3):
         bucket.set(f"k{number}", {}, vbid=1)
     assert bucket.persisted_seqno(1, 0) == 3

@@ -148,7 +148,7 @@ async def test_expired_documents_are_found_by_the_pager(monkeypatch: pytest.Monk
         assert isinstance(client.events[-1], ev.Deletion)
 
 
-async def test_a_million_changes_are_not_needed_to_see_that_nothing_leaks(cluster: SandboxCluster) -> None:
+async def test_closed_connections_leave_no_listener_at_a_vbucket(cluster: SandboxCluster) -> None:
     """Connections that come and go leave no listener at a vbucket."""
     for index in range(5):
         client = await Client.dcp(cluster, name=f"c{index}")

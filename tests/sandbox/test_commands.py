@@ -9,7 +9,7 @@ from mirror.wire.constants import Status, StreamEndReason
 from .client import Client, send_command
 
 
-async def test_status_and_vbuckets(server: SandboxControl) -> None:
+async def test_the_commands_status_and_vbucket_show_the_cluster(server: SandboxControl) -> None:
     await send_command(server, "write", count=50)
     status = await send_command(server, "status")
     assert (status["vbuckets"], status["written"], len(status["nodes"])) == (4, 50, 2)
@@ -19,7 +19,7 @@ async def test_status_and_vbuckets(server: SandboxControl) -> None:
     assert (seen["node"], seen["high_seqno"]) == (1, server.cluster.vbucket(1).high_seqno)
 
 
-async def test_faults_and_topology(server: SandboxControl) -> None:
+async def test_the_commands_for_faults_and_topology_change_the_cluster(server: SandboxControl) -> None:
     cluster = server.cluster
     client = await Client.dcp(cluster)
     assert await send_command(server, "slow", bytes_per_second=1000) == {"connections": 1}
@@ -41,7 +41,7 @@ async def test_faults_and_topology(server: SandboxControl) -> None:
     assert {node.number for node in cluster.bucket.map.nodes} == {0, 2}
 
 
-async def test_streams_and_privileges(server: SandboxControl) -> None:
+async def test_the_commands_for_streams_and_privileges_take_effect(server: SandboxControl) -> None:
     cluster = server.cluster
     client = await Client.dcp(cluster, set_noop_interval="0.1")
     await send_command(server, "refuse-streams", status="rollback", vbids=2, seqno=7)
@@ -62,7 +62,7 @@ async def test_streams_and_privileges(server: SandboxControl) -> None:
     assert cluster.bucket.users.password_of("new") == "pw"
 
 
-async def test_data_and_collections(server: SandboxControl) -> None:
+async def test_the_commands_for_collections_change_the_bucket(server: SandboxControl) -> None:
     bucket = server.cluster.bucket
     await send_command(server, "create-scope", scope="s")
     assert await send_command(server, "create-collection", scope="s", collection="c", max_ttl=5) == {"collection_id": 8}
@@ -81,7 +81,7 @@ async def test_data_and_collections(server: SandboxControl) -> None:
     assert bucket.manifest.uid == 0
 
 
-async def test_documents_and_durable_writes(server: SandboxControl) -> None:
+async def test_the_commands_for_documents_and_durable_writes_change_the_bucket(server: SandboxControl) -> None:
     bucket = server.cluster.bucket
     assert await send_command(server, "set", key="k", value='{"a":1}', vbid=2) == {"vbid": 2, "seqno": 1}
     assert await send_command(server, "prepare", key="k", value="2", vbid=2) == {"vbid": 2, "seqno": 2}
@@ -94,7 +94,7 @@ async def test_documents_and_durable_writes(server: SandboxControl) -> None:
     assert bucket.get("k") is None
 
 
-async def test_settings_of_collections_and_streams(server: SandboxControl) -> None:
+async def test_the_commands_for_settings_take_effect(server: SandboxControl) -> None:
     bucket = server.cluster.bucket
     await send_command(server, "create-scope", scope="s")
     await send_command(server, "create-collection", scope="s", collection="c")

@@ -79,7 +79,7 @@ def state(server: SandboxControl) -> object:
     )
 
 
-async def test_arguments_come_as_texts_too_and_texts_stay_as_they_are(server: SandboxControl) -> None:
+async def test_arguments_may_be_texts_and_texts_stay_texts(server: SandboxControl) -> None:
     """`set key=007 value=1.50` stored the key 7 with the value 1.5, and a list of one node was no list."""
     bucket = server.cluster.bucket
     for key, value in (("007", "true"), ("true", "1.50")):
@@ -95,7 +95,7 @@ async def test_arguments_come_as_texts_too_and_texts_stay_as_they_are(server: Sa
     assert await send_command(server, "slow", bytes_per_second="2.5", future="true") == {"connections": 0}
 
 
-async def test_an_answer_comes_whatever_fails(server: SandboxControl) -> None:
+async def test_a_failing_command_gets_an_answer(server: SandboxControl) -> None:
     for node in server.cluster.nodes:
         await server.cluster.kill_node(node.number)
     with pytest.raises(ConfigError, match="no node"):

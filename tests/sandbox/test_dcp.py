@@ -47,7 +47,7 @@ IN_TURN = [0] + [0, 1, 2] * 10 + [1, 2]
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
-async def test_streams_take_turns_message_by_message_or_come_one_after_the_other(in_turn: bool) -> None:
+async def test_streams_take_turns_by_message_or_follow_each_other(in_turn: bool) -> None:
     async with SandboxCluster(vbuckets=3) as cluster:
         cluster.bucket.tuning.in_turn = in_turn
         for index in range(30):
@@ -64,7 +64,7 @@ async def test_streams_take_turns_message_by_message_or_come_one_after_the_other
             assert [vbid for vbid, _ in groupby(vbids_sent(client))] == [0, 1, 2]
 
 
-async def test_turns_go_on_with_the_next_stream_after_the_window_was_closed() -> None:
+async def test_turns_continue_with_the_next_stream_after_a_closed_window() -> None:
     async with SandboxCluster(vbuckets=3) as cluster:
         for index in range(30):
             cluster.set(f"k{index}", {}, vbid=index % 3)
@@ -79,7 +79,7 @@ async def test_turns_go_on_with_the_next_stream_after_the_window_was_closed() ->
         assert vbids_sent(client) == IN_TURN
 
 
-async def test_a_change_of_state_ends_streams() -> None:
+async def test_a_change_of_state_ends_the_streams_of_its_vbucket() -> None:
     async with SandboxCluster(vbuckets=2) as cluster:
         client = await Client.dcp(cluster)
         await client.stream(0)
@@ -97,7 +97,7 @@ async def test_a_change_of_state_ends_streams() -> None:
         assert len(codec_dcp.decode_failover_log(answer.value)) == 2
 
 
-async def test_who_may_not_look_up_system_collections_gets_a_stream_without_them_and_without_a_word(
+async def test_a_stream_silently_leaves_out_system_collections_that_its_user_may_not_see(
     cluster: SandboxCluster,
 ) -> None:
     bucket = cluster.bucket
@@ -129,7 +129,7 @@ async def test_who_may_not_look_up_system_collections_gets_a_stream_without_them
     await client.until_seqno(0, 10)
 
 
-async def test_a_filtered_stream_that_has_all_of_its_collection_does_not_mind_a_purge_elsewhere(
+async def test_a_filtered_stream_is_not_rolled_back_by_a_purge_in_other_collections(
     cluster: SandboxCluster,
 ) -> None:
     cluster.bucket.create_scope("s")

@@ -27,7 +27,7 @@ def get(key: bytes, opcode: Opcode = Opcode.GET) -> Frame:
     return fr.request(opcode, key=key)
 
 
-async def test_quiet_forms_answer_only_what_matters(cluster: SandboxCluster) -> None:
+async def test_quiet_requests_are_answered_only_with_a_hit_or_an_error(cluster: SandboxCluster) -> None:
     client = await Client.login(cluster)
     client.send(store(b"\0k", b"1", Opcode.SETQ))
     client.send(get(b"\0nope", Opcode.GETQ))
@@ -39,7 +39,7 @@ async def test_quiet_forms_answer_only_what_matters(cluster: SandboxCluster) -> 
     assert client.answers[lost].status == Status.KEY_EEXISTS
 
 
-async def test_compressed_values_are_taken_and_checked(cluster: SandboxCluster) -> None:
+async def test_compressed_values_are_accepted_and_checked(cluster: SandboxCluster) -> None:
     packed = bytes(cramjam.snappy.compress_raw(b'{"a":"%b"}' % (b"x" * 300)))
     able = await Client.login(cluster, features=(*FEATURES, 0x0A))
     assert (await able.ask(store(b"\0k", packed, datatype=2))).status == 0
@@ -50,7 +50,7 @@ async def test_compressed_values_are_taken_and_checked(cluster: SandboxCluster) 
     assert (await unable.ask(get(b"\0k"))).value == b'{"a":"%b"}' % (b"x" * 300)
 
 
-async def test_counters_and_extensions(cluster: SandboxCluster) -> None:
+async def test_counters_and_appended_values_are_changed_in_place(cluster: SandboxCluster) -> None:
     client = await Client.login(cluster)
 
     async def count(opcode: Opcode, delta: int, initial: int = 0, expiry: int = 0) -> Frame:
@@ -90,13 +90,15 @@ async def test_another_node_refuses_with_the_map() -> None:
         (fr.request(0x7E), Status.UNKNOWN_COMMAND),
     ],
 )
-async def test_requests_that_make_no_sense(cluster: SandboxCluster, frame: Frame, status: Status) -> None:
+async def test_a_malformed_request_is_refused_and_the_connection_stays(
+    cluster: SandboxCluster, frame: Frame, status: Status
+) -> None:
     client = await Client.login(cluster)
     assert (await client.ask(frame)).status == status
     assert (await client.ask(kv_client.noop())).status == 0
 
 
-async def test_durability_and_kept_expiry_stand_in_the_frame(cluster: SandboxCluster) -> None:
+async def test_durability_and_preserved_expiry_are_read_from_the_frame_infos(cluster: SandboxCluster) -> None:
     client = await Client.login(cluster, features=(*FEATURES, 0x10, 0x11, 0x14))
     await client.ask(store(b"\0k", b"1", expiry=1000))
     kept = fr.request(Opcode.SET, key=b"\0k", value=b"2", extras=bytes(8), framing=b"\x50")

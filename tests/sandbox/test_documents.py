@@ -59,7 +59,7 @@ def test_modes_and_cas_are_honoured(world: World) -> None:
     assert again.rev_seqno == 4
 
 
-def test_a_document_expires_when_somebody_looks(world: World) -> None:
+def test_a_document_expires_when_it_is_read(world: World) -> None:
     world.documents.store(world.vbucket, b"\0k", b"1", expiry=10)
     assert world.documents.find(world.vbucket, b"\0k") is not None
     world.clock.advance(11)
@@ -82,7 +82,7 @@ def test_expiry_is_relative_or_absolute_and_bounded_by_the_collection(world: Wor
     assert store(world.vbucket, b"\x08a", b"1", expiry=10).expiry == now + 10
 
 
-def test_touching_without_a_change_is_no_change(world: World) -> None:
+def test_a_touch_with_the_same_expiry_changes_nothing(world: World) -> None:
     world.documents.store(world.vbucket, b"\0k", b"1")
     assert world.documents.touch(world.vbucket, b"\0k", 0).seqno == 1
     touched = world.documents.touch(world.vbucket, b"\0k", 100)
@@ -112,7 +112,7 @@ def test_a_lock_keeps_others_out_until_it_ends(world: World) -> None:
         documents.unlock(vb, b"\0k", cas)
 
 
-def test_a_tombstone_keeps_system_xattrs_alone(world: World) -> None:
+def test_a_tombstone_keeps_only_system_xattrs(world: World) -> None:
     value, datatype = values.join({b"_sync": b'{"a":1}', b"user": b"1"}, b"{}", values.JSON)
     value, datatype = values.deflate(value + b" " * 200, datatype)
     world.documents.store(world.vbucket, b"\0k", value, datatype=datatype)
@@ -135,7 +135,7 @@ def test_a_durable_write_is_a_prepare_and_a_commit(world: World) -> None:
     assert state_at(world.vbucket).keys() == {b"\0k"}
 
 
-def test_while_a_durable_write_is_under_way_readers_see_what_was_and_writers_are_refused(world: World) -> None:
+def test_a_pending_durable_write_is_invisible_to_readers_and_refuses_writers(world: World) -> None:
     documents, vb = world.documents, world.vbucket
     documents.store(vb, b"\0k", b"1", expiry=10)
     prepare = documents.prepare(vb, b"\0k", b"2", level=3)
@@ -163,7 +163,7 @@ def test_while_a_durable_write_is_under_way_readers_see_what_was_and_writers_are
         documents.abort(vb, b"\0k")
 
 
-def test_a_durable_delete_and_one_that_is_aborted(world: World) -> None:
+def test_a_durable_delete_removes_the_document_unless_aborted(world: World) -> None:
     documents, vb = world.documents, world.vbucket
     value, datatype = values.join({b"_sync": b"{}"}, b"1", values.JSON)
     documents.store(vb, b"\0k", value, datatype=datatype)
@@ -187,7 +187,7 @@ def test_a_durable_delete_and_one_that_is_aborted(world: World) -> None:
         (b"\x80\0k", Status.EINVAL),
     ],
 )
-def test_keys_that_cannot_be(world: World, key: bytes, status: Status) -> None:
+def test_an_invalid_key_is_refused(world: World, key: bytes, status: Status) -> None:
     with refused(status):
         world.documents.store(world.vbucket, key, b"1")
     assert world.vbucket.high_seqno == 0

@@ -25,7 +25,7 @@ def mutation(value: bytes = b"{}", datatype: int = 1) -> Item:
     return Item(5, b"\x08k", it.mutation_frame(3, b"\x08k", 5, 1, 9, value, datatype=datatype))
 
 
-def test_what_needs_no_change_is_the_very_same_bytes() -> None:
+def test_a_frame_that_needs_no_change_is_sent_as_the_same_bytes() -> None:
     encoder = ItemEncoder(Controls(ABILITIES, collections=True))
     item = mutation()
     assert encoder.encode(item, from_disk=True) is item.frame
@@ -49,7 +49,7 @@ def test_an_expiration_has_its_own_opcode_only_with_delete_times(
     assert decoded(ItemEncoder(features).encode(item, from_disk=from_disk)) == expected
 
 
-def test_commits_are_mutations_unless_requested_from_memory() -> None:
+def test_a_commit_is_sent_as_a_mutation_unless_negotiated_and_in_memory() -> None:
     frame = it.mutation_frame(3, b"\x08k", 6, 1, 9, b"{}")
     item = CommitItem(6, b"\x08k", frame, 5)
     able = ItemEncoder(Controls(ABILITIES, collections=True, sync_writes=True))
@@ -71,7 +71,7 @@ def test_clients_without_collections_get_commits_and_aborts_under_their_own_keys
     assert decoded(able.encode(abort, from_disk=False)) == ev.Abort(3, b"k", 5, 7)
 
 
-def test_events_in_the_other_shape_and_with_a_stream_id() -> None:
+def test_system_events_are_encoded_in_the_requested_shape_and_with_a_stream_id() -> None:
     content = ev.ScopeCreated(1, 8, "s")
     plain = encode_system_event(content, vbid=3, seqno=5)
     frame = codec_dcp.encode(plain)

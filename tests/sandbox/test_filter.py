@@ -30,7 +30,7 @@ def manifest() -> BucketManifest:
     return made
 
 
-def test_a_client_without_collections_may_say_nothing(manifest: BucketManifest) -> None:
+def test_a_client_without_collections_gets_the_default_one_and_no_filter(manifest: BucketManifest) -> None:
     legacy = parse(b"", manifest, has_collections=False, has_stream_ids=False)
     assert legacy.passes(document(0))
     assert not legacy.passes(document(8))
@@ -39,7 +39,7 @@ def test_a_client_without_collections_may_say_nothing(manifest: BucketManifest) 
         parse(b'{"uid":"0"}', manifest, has_collections=False, has_stream_ids=False)
 
 
-def test_nothing_said_means_everything(manifest: BucketManifest) -> None:
+def test_a_request_without_a_filter_passes_everything(manifest: BucketManifest) -> None:
     for value in (b"", b'{"uid":"ff"}', b'{"purge_seqno":"12"}'):
         whole = parse(value, manifest, has_collections=True, has_stream_ids=False)
         assert whole.all
@@ -48,7 +48,7 @@ def test_nothing_said_means_everything(manifest: BucketManifest) -> None:
     assert whole.purge_seqno == 12
 
 
-def test_a_scope_takes_in_its_new_collections_and_ends_with_it(manifest: BucketManifest) -> None:
+def test_a_filter_by_scope_takes_in_new_collections_and_ends_with_the_scope(manifest: BucketManifest) -> None:
     scope = parse(b'{"scope":"8"}', manifest, has_collections=True, has_stream_ids=False)
     assert scope.shown == frozenset({8, 9})
     assert not scope.passes(document(11))

@@ -45,7 +45,7 @@ def test_events_have_the_recorded_bytes() -> None:
         assert ours == event
 
 
-def test_settings_change_and_history_is_kept_by_default_where_the_bucket_says_so() -> None:
+def test_collection_settings_change_and_history_has_the_default_of_the_bucket() -> None:
     manifest = BucketManifest(history_default=True)
     manifest.create_scope("s")
     assert manifest.create_collection("s", "c") == [ev.CollectionCreated(2, 8, 8, "c", history=True)]
@@ -56,7 +56,7 @@ def test_settings_change_and_history_is_kept_by_default_where_the_bucket_says_so
     assert manifest.flush_collection("s.c") == [ev.CollectionCreated(4, 8, 8, "c", 5, flush_uid=4)]
 
 
-def test_the_systems_own_is_left_out_for_who_may_not_see_it() -> None:
+def test_system_collections_are_left_out_for_users_without_the_privilege() -> None:
     manifest = BucketManifest()
     manifest.create_scope("_system")
     manifest.create_collection("_system", "c")
@@ -72,7 +72,7 @@ def test_the_systems_own_is_left_out_for_who_may_not_see_it() -> None:
     assert manifest.system_scopes == {8}
 
 
-def test_a_scope_goes_with_its_collections_under_the_uid_before() -> None:
+def test_a_dropped_scope_takes_its_collections_along_under_the_uid_before() -> None:
     manifest = BucketManifest()
     manifest.create_scope("s")
     manifest.create_collection("s", "c")
@@ -85,7 +85,7 @@ def test_a_scope_goes_with_its_collections_under_the_uid_before() -> None:
     assert manifest.collection("t.c").collection_id == 0x1235  # type: ignore[union-attr]
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+def test_an_impossible_change_is_refused_and_changes_nothing() -> None:
     manifest = BucketManifest()
     manifest.create_scope("s")
     manifest.create_collection("s", "c")
@@ -107,14 +107,14 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     assert json.loads(before)["uid"] == "2"
 
 
-def test_names_are_looked_up_with_the_default_left_out() -> None:
+def test_the_default_scope_and_collection_may_be_left_out_of_a_name() -> None:
     manifest = BucketManifest()
     assert manifest.collection("_default._default") == manifest.collection("._default") == manifest.collections[0]
     assert manifest.collection("_default.x") is None
     assert manifest.collection("x._default") is None
 
 
-def test_a_vbucket_is_sent_once_more_what_it_lost_of_the_manifest() -> None:
+def test_a_vbucket_gets_the_manifest_changes_that_it_lost_once_more() -> None:
     manifest = BucketManifest()
     known = [*manifest.create_scope("shop"), *manifest.create_collection("shop", "kept")]
     known += manifest.create_collection("shop", "dropped")

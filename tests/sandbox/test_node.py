@@ -55,7 +55,7 @@ NOTICES = (Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOT
 
 
 @pytest.mark.parametrize("notice", NOTICES)
-async def test_maps_are_announced_to_clients_that_requested_it_also_on_served_connections(notice: Feature) -> None:
+async def test_maps_are_announced_to_subscribed_clients_even_on_dcp_connections(notice: Feature) -> None:
     async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
         features = (Feature.SELECT_BUCKET, Feature.DUPLEX, notice)
         clients = [await Client.login(cluster, features=features), await Client.dcp(cluster, features=features)]
@@ -70,13 +70,13 @@ async def test_maps_are_announced_to_clients_that_requested_it_also_on_served_co
         assert plain.pushed == []
 
 
-async def test_announcements_need_duplex(cluster: SandboxCluster) -> None:
+async def test_map_announcements_need_the_duplex_feature(cluster: SandboxCluster) -> None:
     for notice in NOTICES:
         client = await Client.connect(cluster)
         assert (await client.ask(codec_kv.hello(b"x", (notice,)))).status == Status.EINVAL
 
 
-async def test_a_client_that_declines_a_map_it_has_gets_none_with_a_refusal() -> None:
+async def test_a_client_that_declines_known_maps_gets_none_with_a_refusal() -> None:
     async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
         sent = codec_kv.get_cluster_config()
         elsewhere = fr.request(Opcode.DCP_GET_FAILOVER_LOG, vbucket=1)
@@ -93,7 +93,7 @@ async def test_a_client_that_declines_a_map_it_has_gets_none_with_a_refusal() ->
             assert (await client.ask(elsewhere)).value
 
 
-async def test_a_port_stays_the_nodes_while_it_is_stopped() -> None:
+async def test_a_stopped_node_keeps_its_port() -> None:
     """Another program's connection got it in between, and the node could not come back."""
     async with SandboxCluster(nodes=2, vbuckets=1) as cluster:
         place = cluster.host, cluster.nodes[1].port

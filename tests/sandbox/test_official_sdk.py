@@ -154,7 +154,7 @@ def test_a_client_finds_its_way_after_a_failover(source: SandboxThread) -> None:
 
 
 @pytest.mark.parametrize("profile", ["5.0", "5.5", "6.0", "6.5", "6.6", "7.0", "7.2", "7.6", "8.0"])
-def test_a_client_of_today_reads_and_writes_at_servers_of_every_age(profile: str) -> None:
+def test_a_current_client_reads_and_writes_at_servers_of_every_release(profile: str) -> None:
     """Durable writes, too, where the server has them: they are prepares and commits in the vbucket's log."""
     durable = ServerDurability(Durability.MAJORITY)
     with SandboxThread(SandboxCluster(nodes=2, vbuckets=16, replicas=1, profile=profile)) as source:

@@ -21,14 +21,14 @@ ALL_FEATURES = tuple(sorted(int(feature) for feature in Feature))
 EXACT = [name for name in PROFILES if not name.endswith("x")]
 
 
-def test_names_and_a_wrong_one() -> None:
+def test_a_profile_has_exact_and_short_names_and_an_unknown_one_is_refused() -> None:
     assert [profile_named(name).name for name in ("5.x", "6.x", "7.x", "8.x")] == ["5.5", "6.6", "7.6", "8.0"]
     assert profile_named("7.2").version == b"7.2.0"
     with pytest.raises(ConfigError, match=r"no server profile '9\.9' \(take 5\.0, 5\.5"):
         SandboxCluster(profile="9.9")
 
 
-def test_what_a_newer_server_lost() -> None:
+def test_newer_releases_refuse_controls_that_were_removed() -> None:
     known = {profile: profile_named(profile).abilities(keeps_history=False).controls for profile in EXACT}
     taken = {name: [profile for profile in EXACT if name in known[profile]] for name in CONTROLS}
     assert taken[b"enable_value_compression"] == ["5.0"]
@@ -41,7 +41,9 @@ def test_what_a_newer_server_lost() -> None:
     ("profile", "collections", "sync_replication", "known_version"),
     [("5.0", False, False, False), ("6.6", False, True, False), ("7.2", True, True, False), ("7.6", True, True, True)],
 )
-async def test_features(profile: str, collections: bool, sync_replication: bool, known_version: bool) -> None:
+async def test_each_release_has_its_features(
+    profile: str, collections: bool, sync_replication: bool, known_version: bool
+) -> None:
     async with SandboxCluster(vbuckets=1, profile=profile) as cluster:
         client = await Client.login(cluster, features=ALL_FEATURES)
         assert (Feature.COLLECTIONS in client.features) is collections

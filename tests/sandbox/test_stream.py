@@ -33,7 +33,7 @@ def data(client: Client, vbid: int = 0) -> list[int]:
     return [e.seqno for e in client.of(*DATA, vbid=vbid)]
 
 
-async def test_what_is_in_memory_is_sent_from_there_in_one_first_snapshot(cluster: SandboxCluster) -> None:
+async def test_changes_in_memory_are_sent_in_one_first_memory_snapshot(cluster: SandboxCluster) -> None:
     """As recorded: 210 documents that were never on disk come as [0..210] memory|checkpoint (72_d1)."""
     for index in range(210):
         cluster.set(f"k{index % 160}", {"n": index})
@@ -42,7 +42,7 @@ async def test_what_is_in_memory_is_sent_from_there_in_one_first_snapshot(cluste
     assert data(client) == list(range(51, 211))
 
 
-async def test_live_snapshots_are_small_and_each_is_the_state_at_its_end() -> None:
+async def test_live_snapshots_are_small_and_each_shows_the_state_at_its_end() -> None:
     async with SandboxCluster(vbuckets=1, seed=3) as cluster:
         client = await Client.dcp(cluster)
         await client.stream(0)
@@ -74,7 +74,7 @@ async def test_live_snapshots_are_small_and_each_is_the_state_at_its_end() -> No
                 found.pop(event.key, None)
 
 
-async def test_a_finite_end_is_overrun_by_the_snapshot_that_it_is_in(cluster: SandboxCluster) -> None:
+async def test_a_stream_with_an_end_is_sent_to_the_end_of_the_snapshot_around_it(cluster: SandboxCluster) -> None:
     for index in range(100):
         cluster.set(f"k{index}", {})
     cluster.bucket.to_disk()
@@ -86,7 +86,7 @@ async def test_a_finite_end_is_overrun_by_the_snapshot_that_it_is_in(cluster: Sa
     assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.OK
 
 
-async def test_a_resumed_stream_begins_at_its_own_start_and_a_later_marker_at_the_next_seqno(
+async def test_a_resumed_stream_marks_from_its_start_and_later_from_the_next_seqno(
     cluster: SandboxCluster,
 ) -> None:
     for index in range(10):
@@ -168,7 +168,7 @@ async def test_writes_outside_the_filter_are_not_sent_live(cluster: SandboxClust
     assert data(client) == [13]
 
 
-async def test_a_client_that_resumes_is_brought_to_its_snapshots_end_also_if_the_rest_is_not_shown(
+async def test_a_resumed_client_reaches_the_end_of_its_snapshot_even_if_filtered(
     cluster: SandboxCluster,
 ) -> None:
     """MB-47009: it would hold part of a snapshot until something is shown again."""
@@ -205,7 +205,7 @@ async def test_a_dropped_cursor_does_not_backfill_over_purged_tombstones(cluster
     assert data(client) == [1, 2]
 
 
-async def test_a_backfill_sends_what_was_there_when_it_began(cluster: SandboxCluster) -> None:
+async def test_a_backfill_sends_the_state_at_its_begin(cluster: SandboxCluster) -> None:
     """Found by the simulation: tombstones that were purged while a backfill ran were left out of the rest of it."""
     for index in range(4):
         cluster.set(f"k{index}", {})
@@ -314,7 +314,7 @@ def test_durable_writes_are_shown_as_recorded(
     assert seen(got) == seen(expected)
 
 
-async def test_a_pending_prepare_is_on_disk_and_an_abort_until_the_next_one(cluster: SandboxCluster) -> None:
+async def test_pending_prepares_and_the_last_abort_of_a_key_are_in_a_disk_snapshot(cluster: SandboxCluster) -> None:
     bucket = cluster.bucket
     bucket.set("k", {"old": 1})
     bucket.prepare("gone", {})
@@ -338,7 +338,7 @@ async def test_a_pending_prepare_is_on_disk_and_an_abort_until_the_next_one(clus
     assert plain.state(0) == {}
 
 
-async def test_disk_markers_are_of_version_2_2_and_show_durable_writes_to_replicas_only(
+async def test_disk_markers_v2_2_have_seqnos_of_durable_writes_only_for_replicas(
     cluster: SandboxCluster,
 ) -> None:
     cluster.set("k", {})
@@ -390,7 +390,7 @@ async def test_a_filtered_backfill_sends_its_seqno_in_the_middle_of_the_snapshot
             ]
 
 
-async def test_an_advance_at_the_very_end_is_not_said_twice() -> None:
+async def test_a_seqno_advanced_at_the_very_end_is_sent_once() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         cluster.bucket.tuning.antilag_items = 3
         cluster.bucket.create_scope("s")
@@ -438,7 +438,7 @@ async def test_change_streams_get_every_version_behind_a_second_marker_with_the_
         assert plain.state(0) == {key: item.value for key, item in state_at(cluster.vbucket(0)).items()}
 
 
-async def test_the_part_without_history_ends_before_the_snapshot_does() -> None:
+async def test_the_part_without_history_ends_before_its_snapshot() -> None:
     async with SandboxCluster(vbuckets=1, keeps_history=True) as cluster:
         for key in "abab":
             cluster.set(key, {})

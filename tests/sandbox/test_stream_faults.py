@@ -32,7 +32,7 @@ async def test_a_stream_request_is_refused_as_often_as_requested(status: Status)
             assert answers[0].value == b""
 
 
-async def test_a_refusal_can_say_anything_and_ends_when_it_is_cleared(cluster: SandboxCluster) -> None:
+async def test_a_refusal_has_any_status_and_ends_when_cleared(cluster: SandboxCluster) -> None:
     cluster.faults.streams.refuse(Status.NOT_MY_VBUCKET, value=b"")
     cluster.faults.streams.refuse(Status.ROLLBACK, times=1, value=(7).to_bytes(8))
     client = await Client.dcp(cluster)
@@ -56,7 +56,7 @@ async def test_a_stream_ends_for_any_reason(reason: StreamEndReason) -> None:
         assert (await client.stream(1)).status == 0
 
 
-async def test_a_muted_stream_is_accepted_and_goes_on_when_all_is_well() -> None:
+async def test_a_muted_stream_is_accepted_and_continues_when_cleared() -> None:
     async with SandboxCluster(nodes=2, vbuckets=4) as cluster:
         client = await Client.dcp(cluster)
         await client.stream(0)
@@ -75,7 +75,7 @@ async def test_a_muted_stream_is_accepted_and_goes_on_when_all_is_well() -> None
         await client.until_seqno(0, 2)
 
 
-async def test_noops_are_withheld(cluster: SandboxCluster) -> None:
+async def test_noops_are_withheld_on_request(cluster: SandboxCluster) -> None:
     client = await Client.dcp(cluster, set_noop_interval="0.1")
     cluster.faults.streams.noops_withheld = True
     await client.stream(0)

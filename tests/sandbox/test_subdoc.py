@@ -37,7 +37,7 @@ def test_xattrs_are_looked_up_and_changed_next_to_the_body() -> None:
     assert made.body == b'{"whole":1}'
 
 
-def test_the_whole_body() -> None:
+def test_the_whole_body_is_read_replaced_and_deleted() -> None:
     binary = draft(body=b"\xff")
     assert binary.lookup(Opcode.GET, "", 0) == b"\xff"
     with pytest.raises(PathError) as error:
@@ -58,7 +58,9 @@ def test_the_whole_body() -> None:
         (Opcode.SUBDOC_DELETE, "n", b"", b"{}", b""),
     ],
 )
-def test_changes(opcode: Opcode, path: str, value: bytes, body: bytes, answer: bytes) -> None:
+def test_a_change_gives_the_new_body_and_its_answer(
+    opcode: Opcode, path: str, value: bytes, body: bytes, answer: bytes
+) -> None:
     made = draft()
     assert made.change(opcode, path, value, 0) == answer
     assert made.body == body
@@ -76,13 +78,15 @@ def test_changes(opcode: Opcode, path: str, value: bytes, body: bytes, answer: b
         (Opcode.SUBDOC_DICT_UPSERT, "[0]", b"1", 0x04, Status.SUBDOC_PATH_EINVAL),
     ],
 )
-def test_changes_that_are_refused(opcode: Opcode, path: str, value: bytes, flags: int, status: Status) -> None:
+def test_an_impossible_change_has_its_status(
+    opcode: Opcode, path: str, value: bytes, flags: int, status: Status
+) -> None:
     with pytest.raises(PathError) as error:
         draft().change(opcode, path, value, flags)
     assert error.value.status == status
 
 
-def test_arrays() -> None:
+def test_arrays_grow_at_both_ends_and_inside() -> None:
     made = draft(body=b"[]")
     made.change(Opcode.SUBDOC_ARRAY_PUSH_LAST, "", b"2,3", 0)
     made.change(Opcode.SUBDOC_ARRAY_PUSH_FIRST, "", b"0", 0)

@@ -31,7 +31,7 @@ def lookup(*specs: LookupSpec, extras: bytes = b"") -> Frame:
     return fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=KEY, extras=extras, value=kv_client.encode_lookup_specs(specs))
 
 
-async def test_single_paths(cluster: SandboxCluster) -> None:
+async def test_a_request_with_one_path_is_answered(cluster: SandboxCluster) -> None:
     cluster.set("k", {"a": {"b": [1, 2]}})
     client = await Client.login(cluster)
     assert (await client.ask(single(Opcode.SUBDOC_GET, b"a.b[1]"))).value == b"2"
@@ -43,7 +43,7 @@ async def test_single_paths(cluster: SandboxCluster) -> None:
     assert cluster.vbucket(0).high_seqno == 2
 
 
-async def test_all_paths_or_none(cluster: SandboxCluster) -> None:
+async def test_a_request_with_many_paths_changes_all_or_none(cluster: SandboxCluster) -> None:
     before = cluster.set("k", {"a": 1})
     client = await Client.login(cluster)
     answer = await client.ask(
@@ -66,7 +66,7 @@ async def test_all_paths_or_none(cluster: SandboxCluster) -> None:
     assert [r.value for r in kv_client.decode_lookup_results(found.value)] == [b'{"y":1}', b'{"a":1,"b":2,"c":3}']
 
 
-async def test_document_flags(cluster: SandboxCluster) -> None:
+async def test_document_flags_create_add_or_delete_the_document(cluster: SandboxCluster) -> None:
     client = await Client.login(cluster)
     put = MutationSpec(Opcode.SUBDOC_DICT_UPSERT, b"a", b"1")
     assert (await client.ask(mutation(put))).status == Status.KEY_ENOENT

@@ -36,7 +36,7 @@ async def found(url: str, password: str | None = "demo", **settings: Any) -> Clu
         return await discover(Access.of(parse(url), validated(settings)), SystemClock())
 
 
-async def test_both_ports_are_in_the_map_and_both_serve(authority: Authority) -> None:
+async def test_plain_and_tls_ports_are_in_the_map_and_serve(authority: Authority) -> None:
     async with SandboxCluster(nodes=2, tls=node_tls(authority)) as cluster:
         assert cluster.connection_string.startswith("couchbases://")
         secure = await found(cluster.connection_string, tls_ca_file=authority.ca_file)
@@ -47,7 +47,7 @@ async def test_both_ports_are_in_the_map_and_both_serve(authority: Authority) ->
         ]
 
 
-async def test_where_only_tls_is_offered_the_map_says_so(authority: Authority) -> None:
+async def test_the_map_of_a_tls_only_cluster_has_no_plain_ports(authority: Authority) -> None:
     async with SandboxCluster(nodes=2, tls=node_tls(authority), tls_only=True) as cluster:
         cluster_map = await found(cluster.connection_string, tls_ca_file=authority.ca_file)
         assert [(node.kv_port, node.tls_port) for node in cluster_map.nodes] == [
@@ -55,7 +55,7 @@ async def test_where_only_tls_is_offered_the_map_says_so(authority: Authority) -
         ]
 
 
-async def test_a_certificate_says_who_the_user_is_and_no_password_is_taken_then(authority: Authority) -> None:
+async def test_a_client_certificate_names_the_user_and_excludes_a_password_login(authority: Authority) -> None:
     tls = node_tls(authority, client_ca_file=authority.ca_file)
     cert, key = authority.sign(into="client", common_name="demo")
     ours: dict[str, Any] = {"tls_ca_file": authority.ca_file, "tls_client_cert_file": cert, "tls_client_key_file": key}
@@ -66,7 +66,7 @@ async def test_a_certificate_says_who_the_user_is_and_no_password_is_taken_then(
         assert (await found(cluster.connection_string, tls_ca_file=authority.ca_file)).vbucket_count
 
 
-async def test_where_a_certificate_is_needed_nobody_else_is_served(authority: Authority) -> None:
+async def test_a_client_without_a_required_certificate_is_not_served(authority: Authority) -> None:
     tls = node_tls(authority, client_ca_file=authority.ca_file, clients_need_certificate=True)
     cert, key = authority.sign(into="client", common_name="nobody")
     ca: dict[str, Any] = {"tls_ca_file": authority.ca_file}
@@ -78,7 +78,7 @@ async def test_where_a_certificate_is_needed_nobody_else_is_served(authority: Au
         assert (await found(cluster.connection_string.replace("demo@", ""), None, **ours)).vbucket_count
 
 
-def test_what_cannot_be_used_is_one_error(authority: Authority, tmp_path: Path) -> None:
+def test_unusable_certificate_files_are_one_error(authority: Authority, tmp_path: Path) -> None:
     cert, key = authority.sign("localhost")
     with pytest.raises(ConfigError, match=r"absent\.pem"):
         NodeTls(tmp_path / "absent.pem")

@@ -47,7 +47,7 @@ operations = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), min_s
 
 @settings(deadline=None)
 @given(operations, st.integers(0, 20))
-def test_any_cut_of_the_log_is_the_state_at_its_end(writes: list[tuple[str, bool]], lose: int) -> None:
+def test_any_cut_of_the_log_shows_the_state_at_its_end(writes: list[tuple[str, bool]], lose: int) -> None:
     source = bucket()
     vbucket = source.vbuckets[0]
     for key, delete in writes:
@@ -71,7 +71,7 @@ steps = st.lists(
 
 @settings(deadline=None)
 @given(steps)
-def test_a_bounded_vbucket_is_the_same_as_one_that_forgets_nothing(taken: list[tuple[str, bool] | int]) -> None:
+def test_a_bounded_vbucket_behaves_as_one_that_forgets_nothing(taken: list[tuple[str, bool] | int]) -> None:
     """Both fail over and open checkpoints alike, and show the same at each seqno that is not forgotten."""
     source = bucket(bounded=True, checkpoint_items_max=5, checkpoints_kept=2)
     whole = bucket(checkpoint_items_max=5, checkpoints_kept=2)
@@ -98,7 +98,7 @@ def test_a_bounded_vbucket_is_the_same_as_one_that_forgets_nothing(taken: list[t
     assert bounded.memory_floor_seqno == model.memory_floor_seqno
 
 
-def test_a_bounded_vbucket_keeps_so_many_tombstones() -> None:
+def test_a_bounded_vbucket_keeps_a_limited_number_of_tombstones() -> None:
     source = bucket(bounded=True, checkpoint_items_max=5, checkpoints_kept=2)
     vbucket = source.vbuckets[0]
     for index in range(1000):
@@ -114,7 +114,7 @@ def test_a_bounded_vbucket_keeps_so_many_tombstones() -> None:
     assert [entry.vbuuid != old for entry in vbucket.failover_log] == [True]
 
 
-def test_a_failover_drops_the_entries_that_it_undoes_and_keeps_so_many() -> None:
+def test_a_failover_log_is_bounded_and_loses_the_entries_that_were_undone() -> None:
     source = bucket()
     vbucket = source.vbuckets[0]
     for index in range(30):
@@ -158,7 +158,7 @@ def test_tombstones_are_purged_but_not_the_newest_change() -> None:
     assert sorted(vbucket.newest[0]) == [b"\0c"]
 
 
-def test_checkpoints_bound_what_is_in_memory() -> None:
+def test_checkpoints_bound_the_changes_in_memory() -> None:
     source = bucket(checkpoint_items_max=10, checkpoints_kept=2)
     vbucket = source.vbuckets[0]
     for index in range(35):
@@ -241,7 +241,7 @@ def test_aborts_are_superseded_by_the_next_prepare_and_purged_like_tombstones() 
     assert state_at(vbucket).keys() == {b"\0open"}
 
 
-def test_what_is_prepared_goes_with_its_collection() -> None:
+def test_a_prepare_is_dropped_with_its_collection() -> None:
     source = bucket()
     source.create_scope("s")
     source.create_collection("s", "c")

@@ -15,12 +15,12 @@ def made(**options: float) -> Workload:
     return Workload(SandboxCluster(vbuckets=4).bucket, WorkloadOptions(**options))  # type: ignore[arg-type]
 
 
-def test_the_same_seed_writes_the_same() -> None:
+def test_the_same_seed_gives_the_same_writes() -> None:
     first, second, other = (list(islice(made(seed=seed).operations(), 500)) for seed in (1, 1, 2))
     assert first == second != other
 
 
-def test_shares_keys_and_sizes_are_kept() -> None:
+def test_the_options_for_shares_keys_and_sizes_are_kept() -> None:
     workload = made(seed=3, keys=50, overwrite_share=0.3, delete_share=0.2, value_bytes=400)
     writes = list(islice(workload.operations(), 3000))
     assert len({write.key for write in writes}) == 50
@@ -38,7 +38,7 @@ def test_shares_keys_and_sizes_are_kept() -> None:
             alive.add(write.key)
 
 
-def test_a_load_is_quick_and_takes_part_in_what_follows() -> None:
+def test_loaded_documents_can_be_overwritten() -> None:
     cluster = SandboxCluster(vbuckets=4)
     workload = Workload(cluster.bucket, WorkloadOptions(keys=2000, overwrite_share=1.0, delete_share=0.0))
     assert workload.load(2000) == 2000
@@ -51,7 +51,7 @@ def test_a_load_is_quick_and_takes_part_in_what_follows() -> None:
     assert sum(vbucket.high_seqno for vbucket in cluster.vbuckets) == 2300
 
 
-async def test_it_runs_at_about_its_rate_until_cancelled() -> None:
+async def test_a_workload_writes_until_it_is_cancelled() -> None:
     workload = made(rate=2000)
     task = asyncio.create_task(workload.run())
     async with asyncio.timeout(10):

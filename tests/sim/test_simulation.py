@@ -166,24 +166,24 @@ def run(steps_min: int, must_happen: tuple[str, ...], record_property: Remember)
     assert not missing, f"in {steps} steps this never happened: {missing}"
 
 
-def test_whatever_happens_what_is_published_is_what_the_source_held(record_property: Remember) -> None:
+def test_published_data_equals_the_source_after_any_faults(record_property: Remember) -> None:
     run(STEPS_DEFAULT, MUST_HAPPEN_IN_SHORT_RUNS, record_property)
 
 
 @pytest.mark.ci
 @pytest.mark.timeout(1200)
-def test_everything_happens_and_what_is_published_is_what_the_source_held(record_property: Remember) -> None:
+def test_published_data_equals_the_source_after_every_kind_of_fault(record_property: Remember) -> None:
     run(STEPS_CI, MUST_HAPPEN, record_property)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(24 * 3600)
-def test_whatever_happens_for_a_long_time(record_property: Remember) -> None:
+def test_published_data_equals_the_source_after_faults_for_a_long_time(record_property: Remember) -> None:
     total = int(os.environ.get("DCP_MIRROR_SIM_STEPS_TOTAL", STEPS_LONG))
     run(total, MUST_HAPPEN + MUST_HAPPEN_IN_LONG_RUNS, record_property)
 
 
-def test_one_seed_is_one_story() -> None:
+def test_the_same_seed_gives_the_same_run() -> None:
     """The same seed gives the same steps, commits and counts: else no failure could be seen again."""
     stories = []
     for _ in range(2):

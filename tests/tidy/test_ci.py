@@ -47,7 +47,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here; .ci/run installs it")
-def test_a_clone_is_tested_as_its_commit_alone_is(checkout: Path) -> None:
+def test_a_clone_is_tested_as_an_export_of_its_commit(checkout: Path) -> None:
     author = ("-c", "user.name=test", "-c", "user.email=test@example.com")
     for command in (("init", "-q"), ("add", "."), (*author, "commit", "-q", "-m", "All")):
         subprocess.run(["git", *command], cwd=checkout, check=True)
@@ -61,7 +61,7 @@ def test_a_clone_is_tested_as_its_commit_alone_is(checkout: Path) -> None:
     assert seen[-2:] == ["-k", "some words"], "arguments are passed on, and there is no input"
 
 
-def test_an_export_is_tested_where_it_is(checkout: Path) -> None:
+def test_an_export_is_tested_in_place(checkout: Path) -> None:
     (checkout / "other").touch()
     code, (place, *seen) = ci(checkout)
     assert code == 3
@@ -87,7 +87,7 @@ def test_it(number):
 """
 
 
-def test_a_skipped_test_fails_where_none_may_be(tmp_path: Path) -> None:
+def test_a_skipped_test_fails_with_no_skips(tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "conftest.py")
     for name, text in SKIPPED.items():
         (tmp_path / name).write_text(text)

@@ -63,7 +63,7 @@ def test_every_field_of_a_document_is_named(page: str, places: str) -> None:
     assert {each.name for each in DOCUMENT_FIELDS if getattr(each, places)} <= set(re.findall("`([a-z_]+)`", part))
 
 
-def test_it_says_which_errors_of_the_source_are_retried() -> None:
+def test_the_page_on_errors_says_which_are_retried() -> None:
     def retried(error: Any) -> str:
         return "yes" if error.retryable else "rarely" if issubclass(error, mirror.errors.ClusterError) else "no"
 

@@ -28,7 +28,7 @@ def test_every_contract_is_kept() -> None:
     assert f"{len(contracts)} kept, 0 broken" in result.stdout
 
 
-def test_the_drawing_of_the_packages_is_what_the_contracts_say() -> None:
+def test_the_drawing_of_the_packages_agrees_with_the_contracts() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     outer, inner, *_ = (contract["layers"] for contract in contracts if contract["type"] == "layers")
     assert outer == ["cli", "mirror", "storage"]

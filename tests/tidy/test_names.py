@@ -96,7 +96,7 @@ def test_the_sources_are_found() -> None:
     assert len(INITS) >= 3
 
 
-def test_a_module_says_what_it_is() -> None:
+def test_a_module_has_a_docstring() -> None:
     assert [name_of(path) for path in SOURCES if not ast.get_docstring(tree_of(path))] == []
 
 
@@ -104,7 +104,7 @@ def test_no_package_or_module_has_a_vague_name() -> None:
     assert [name_of(path) for path in SOURCES if {path.stem, *path.relative_to(ROOT).parent.parts} & VAGUE_NAMES] == []
 
 
-def test_an_init_only_exports() -> None:
+def test_an_init_module_only_exports() -> None:
     """Imports, `__all__`, `__version__`, and nothing else."""
     wrong = []
     for path in INITS:
@@ -128,7 +128,7 @@ def test_each_package_has_its_tests() -> None:
     assert {name for name in names if not list((ROOT / "tests" / name).glob("test_*.py"))} == set()
 
 
-def test_the_words_are_those_of_the_field() -> None:
+def test_the_words_of_the_protocol_are_used() -> None:
     wrong = []
     for path in SOURCES:
         for line, identifier in identifiers(tree_of(path)):
@@ -180,7 +180,7 @@ def test_the_rule_on_words_can_fail() -> None:
     assert {"rewind", "lsn", "shard"} <= found
 
 
-def test_the_top_directory_holds_what_was_agreed() -> None:
+def test_the_top_directory_holds_only_the_agreed_names() -> None:
     allowed = {"pyproject.toml", "mirror", "storage", "cli", "tests", "systemd", "README.md", "LICENSE", "CHANGELOG.md"}
     allowed |= {"docs", "CONTRIBUTING.md"}
     allowed.add("pyspark_mirror.py")  # PySpark finds data sources by the names of top-level modules

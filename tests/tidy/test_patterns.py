@@ -37,11 +37,11 @@ def test_no_group_is_possessive() -> None:
 
 
 @pytest.mark.parametrize("text", [r"(?:a|b)*+", r"(?:a)++", r"(a)?+"])
-def test_possessive_groups_are_found(text: str) -> None:
+def test_the_rule_finds_possessive_groups(text: str) -> None:
     assert POSSESSIVE_GROUP.search(text)
 
 
-def test_classes_and_atomic_groups_may_be() -> None:
+def test_the_rule_allows_possessive_classes_and_atomic_groups() -> None:
     assert not POSSESSIVE_GROUP.search(r"(?>(?:[^a]*+|b++)*)\)++")
 
 
@@ -77,5 +77,5 @@ def test_files_are_written_by_one_function_or_for_a_known_reason() -> None:
         "open(p, mode='r+')",
     ],
 )
-def test_writes_are_found(source: str) -> None:
+def test_the_rule_finds_writes(source: str) -> None:
     assert list(writes(source))

@@ -21,7 +21,7 @@ if sys.argv[1] == "stays":
 
 
 @pytest.mark.parametrize("leader", ["stays", "ends"])
-def test_what_a_failed_test_had_started_is_gone(leader: str) -> None:
+def test_a_process_group_is_gone_after_its_block(leader: str) -> None:
     command = [sys.executable, "-c", PROGRAM, leader]
     with ProcessGroup(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stdout is not None

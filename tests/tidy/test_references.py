@@ -116,5 +116,5 @@ def ways_out() -> Iterator[str]:
 @pytest.mark.parametrize(
     "rule", [missing_documents, missing_sections, missing_recordings, unnamed_documents, broken_links, ways_out]
 )
-def test_what_is_referred_to_is_here(rule: Callable[[], Iterator[str]]) -> None:
+def test_every_reference_leads_to_something_that_exists(rule: Callable[[], Iterator[str]]) -> None:
     assert not list(rule())

@@ -102,7 +102,7 @@ def wait_progress(service: Service, what: str, vbids: Sequence[int] = range(VBUC
     [([], "wrong", 4, "password"), (["--groups", "5"], "demo", 2, "12 groups")],
     ids=["a wrong password", "another number of groups"],
 )
-def test_a_mirror_that_cannot_be_served_is_left_as_it_is(
+def test_a_mirror_that_cannot_be_served_is_left_unchanged(
     source: SandboxThread, data: Path, flags: list[str], password: str, code: int, words: str
 ) -> None:
     before = files_below(data)
@@ -114,7 +114,7 @@ def test_a_mirror_that_cannot_be_served_is_left_as_it_is(
     judge(source.cluster, data, live=False)
 
 
-def test_data_of_another_bucket_is_left_as_it_is(data: Path) -> None:
+def test_data_of_another_bucket_is_left_unchanged(data: Path) -> None:
     before = files_below(data)
     with SandboxThread(SandboxCluster(vbuckets=VBUCKETS, seed=99)) as other:
         result = call("run", "--source", other.connection_string, "--data", data)
@@ -140,7 +140,7 @@ def test_a_group_of_another_mirror_is_refused_and_the_others_are_served(
 
 
 @pytest.mark.parametrize("made", [True, False], ids=["a mirror", "a new place"])
-def test_a_directory_that_may_not_be_written(source: SandboxThread, data: Path, tmp_path: Path, *, made: bool) -> None:
+def test_a_read_only_directory_is_refused(source: SandboxThread, data: Path, tmp_path: Path, *, made: bool) -> None:
     place = data
     if not made:
         place = tmp_path / "locked" / "data"
@@ -202,7 +202,9 @@ def level_again(source: SandboxThread, service: Service) -> None:
     assert not service.tracebacks()
 
 
-def test_a_file_size_limit_is_said_and_lifted(source: SandboxThread, data: Path, writing: Load) -> None:
+def test_a_file_size_limit_is_reported_and_recovered_from_when_lifted(
+    source: SandboxThread, data: Path, writing: Load
+) -> None:
     with Service(source.connection_string, data, *FLAGS) as service:
         service.start()
         workers = service.wait_workers(2)
@@ -231,7 +233,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.ci
-def test_a_full_disk_is_said_and_survived(
+def test_a_full_disk_is_reported_and_survived(
     source: SandboxThread, small_disk: Path, writing: Load, tmp_path: Path
 ) -> None:
     small = ("--set", "batch_bytes_max=65536")
@@ -268,7 +270,9 @@ DAMAGES: dict[int, Callable[[Path], object]] = {
 """By group. All are of the second worker, which has group 11 besides."""
 
 
-def test_each_damaged_group_is_named_and_the_others_go_on(source: SandboxThread, data: Path, writing: Load) -> None:
+def test_each_damaged_group_is_named_and_the_others_are_served(
+    source: SandboxThread, data: Path, writing: Load
+) -> None:
     for group, damage in DAMAGES.items():
         damage(data / f"group-{group:04d}" / "data.mdb")
     sound = range(0, VBUCKETS, 2)
@@ -300,7 +304,7 @@ REMEDY = "stop the service, move this group's folder away and start again"
 @pytest.mark.parametrize(
     ("groups", "runs"), [(tuple(DAMAGES), False), ((9,), True)], ids=["before the start", "while it runs"]
 )
-def test_every_screen_names_the_same_remedy_of_a_damaged_group_and_it_works(
+def test_every_screen_names_the_same_working_remedy_for_a_damaged_group(
     source: SandboxThread, data: Path, writing: Load, tmp_path: Path, groups: tuple[int, ...], runs: bool
 ) -> None:
     """The service said "leave it away"; after that its restart, `check` and `doctor` said "run `dcp-mirror check`"."""
@@ -399,7 +403,7 @@ def test_a_group_that_is_lost_while_it_runs_silences_no_reader_of_the_others(
 
 
 @pytest.mark.parametrize("how", ["removed", pytest.param("moved", marks=pytest.mark.ci)])
-def test_a_directory_that_goes_away_under_the_service_ends_it_with_one_clear_error(
+def test_a_directory_deleted_under_the_service_ends_it_with_one_clear_error(
     source: SandboxThread, data: Path, writing: Load, tmp_path: Path, how: str
 ) -> None:
     with Service(source.connection_string, data, *FLAGS, log=tmp_path / "service.log") as service:

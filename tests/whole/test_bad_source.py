@@ -110,7 +110,7 @@ CHEAP = ("text of another protocol", "a length of four gigabytes", "a mutation w
 @pytest.mark.parametrize(
     "garbage", [pytest.param(name, marks=() if name in CHEAP else pytest.mark.ci) for name in GARBAGE]
 )
-def test_garbage_ends_its_connection_and_nothing_else(source: SandboxThread, service: Service, garbage: str) -> None:
+def test_garbage_ends_only_its_own_connection(source: SandboxThread, service: Service, garbage: str) -> None:
     def send_garbage() -> int:
         hit = source.cluster.faults.connections(node=0)
         for connection in hit:
@@ -125,7 +125,7 @@ def test_garbage_ends_its_connection_and_nothing_else(source: SandboxThread, ser
     assert any(str(node) in line for line in complaints(service)[before:]), complaints(service)
 
 
-def test_a_message_that_nobody_knows_is_passed_over(source: SandboxThread, service: Service) -> None:
+def test_a_message_with_an_unknown_opcode_is_ignored(source: SandboxThread, service: Service) -> None:
     """A whole frame with an opcode of the future harms nobody, so not even the connection ends."""
     before = source.call(source.cluster.faults.connections, node=0)
     for connection in before:
@@ -134,7 +134,7 @@ def test_a_message_that_nobody_knows_is_passed_over(source: SandboxThread, servi
     assert source.call(source.cluster.faults.connections, node=0) == before
 
 
-def test_a_password_that_is_changed_while_it_runs(source: SandboxThread, service: Service) -> None:
+def test_a_password_changed_at_the_source_is_reported_in_the_status(source: SandboxThread, service: Service) -> None:
     source.call(source.cluster.add_user, "demo", "another")
     source.call(source.cluster.faults.cut, node=0)
 
@@ -181,7 +181,9 @@ def babbler() -> Iterator[Callable[[bytes], int]]:
     [b"", b"SSH-2.0-OpenSSH_9.2\r\n", pytest.param(b"\x81" + os.urandom(8000), marks=pytest.mark.ci)],
     ids=["nothing", "SSH", "random"],
 )
-def test_whatever_answers_there_is_no_couchbase(babbler: Callable[[bytes], int], tmp_path: Path, answer: bytes) -> None:
+def test_a_server_that_is_not_couchbase_is_reported_by_its_address(
+    babbler: Callable[[bytes], int], tmp_path: Path, answer: bytes
+) -> None:
     port = babbler(answer)
     url = f"couchbase://demo@127.0.0.1:{port}/demo"
     limit = ("--set", "bootstrap_timeout_s=0.3", "--set", "request_timeout_s=1")

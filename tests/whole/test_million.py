@@ -63,7 +63,7 @@ def private_bytes(pid: int) -> int:
         pytest.param(1_500_000, 200, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )
-def test_millions_of_bytes_in_one_snapshot(
+def test_a_snapshot_of_300_mb_is_invisible_until_its_end_and_takes_little_memory(
     source: tuple[str, Path], documents: int, tmp_path: Path, record_property: Any
 ) -> None:
     url, socket = source

@@ -33,7 +33,7 @@ def test_a_list_that_one_mirror_can_judge_is_refused_at_its_start(tmp_path: Path
             assert not (tmp_path / "data" / "mirror.json").exists()
 
 
-def test_mirrors_whose_ranges_were_exchanged_see_it_in_each_others_answers(tmp_path: Path) -> None:
+def test_mirrors_with_exchanged_ranges_notice_it_in_each_others_answers(tmp_path: Path) -> None:
     """Both have the same list, which each finds plausible: SDKs would time out for every key."""
     port = free_port()
     right = ",".join(f"{host}:{port}={half}" for host, half in zip(HOSTS, HALVES, strict=True))

@@ -126,7 +126,7 @@ def everything_happens(story: Story, authority: Authority, *, collections: bool)
 
 @pytest.mark.ci
 @pytest.mark.parametrize("profile", ["5.x", "6.x", "7.x", "8.x"])
-def test_whatever_happens_to_a_cluster_of_this_age_its_mirror_equals_it_and_nothing_was_sent_again(
+def test_a_mirror_equals_a_cluster_of_each_release_after_all_its_changes(
     profile: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     authority = Authority(tmp_path)

@@ -45,7 +45,7 @@ def refused(result: Result, code: ExitCode, *said: str) -> None:
         assert words in result.complaint
 
 
-def test_the_certificate_of_the_source(authority: Authority, tmp_path: Path) -> None:
+def test_an_untrusted_or_misnamed_certificate_of_the_source_is_refused(authority: Authority, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with source_of(authority, "localhost") as source:
         url = source.connection_string
@@ -55,7 +55,7 @@ def test_the_certificate_of_the_source(authority: Authority, tmp_path: Path) -> 
     assert not (data / "mirror.json").exists()
 
 
-def test_users_by_certificate(authority: Authority, tmp_path: Path) -> None:
+def test_a_client_certificate_is_the_login_of_its_user(authority: Authority, tmp_path: Path) -> None:
     data = tmp_path / "data"
     ca = ("--tls-ca-file", authority.ca_file)
     cert, key = authority.sign(into="client", common_name="nobody")
@@ -72,7 +72,7 @@ def test_users_by_certificate(authority: Authority, tmp_path: Path) -> None:
         assert view.get("key") is not None
 
 
-def test_the_official_sdk_finds_the_sources_tls_right(authority: Authority) -> None:
+def test_the_official_sdk_accepts_the_tls_of_the_source(authority: Authority) -> None:
     """The check of our own source: another TLS client, with its own ideas of names, chains and certificates."""
     with source_of(authority, client_ca_file=authority.ca_file) as source:
         nodes = ",".join(f"127.0.0.1:{node.tls_port}" for node in source.cluster.nodes)

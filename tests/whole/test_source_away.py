@@ -28,7 +28,7 @@ def fetched(url: str) -> tuple[int, str]:
         return 0, ""
 
 
-def test_a_source_that_was_killed_is_called_unreachable_everywhere(tmp_path: Path) -> None:
+def test_a_killed_source_is_reported_unreachable_in_every_channel(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with ExitStack() as alive, ExitStack() as stack:
         source = alive.enter_context(SandboxThread(SandboxCluster(nodes=1, vbuckets=VBUCKETS)))
@@ -104,7 +104,7 @@ def test_a_new_mirror_that_has_never_reached_its_source_says_so_over_http(tmp_pa
         assert not service.tracebacks()
 
 
-def test_a_mirror_of_a_mirror_is_not_ready_while_that_has_lost_its_source(tmp_path: Path) -> None:
+def test_a_mirror_of_a_mirror_is_not_ready_while_the_first_lacks_its_source(tmp_path: Path) -> None:
     with ExitStack() as alive, ExitStack() as stack:
         source = alive.enter_context(SandboxThread(SandboxCluster(nodes=1, vbuckets=VBUCKETS)))
         source.call(source.cluster.set, "key", b"1")
@@ -126,7 +126,7 @@ def test_a_mirror_of_a_mirror_is_not_ready_while_that_has_lost_its_source(tmp_pa
         assert first.terminate() == 0
 
 
-def test_a_source_that_comes_back_in_steps_is_shown_as_refused_until_it_is_whole(tmp_path: Path) -> None:
+def test_a_source_that_returns_in_steps_is_shown_as_refused_until_complete(tmp_path: Path) -> None:
     """A service that was started before its source ended with exit 4 or 3: port, users and bucket come one by one."""
     data = tmp_path / "data"
     with ExitStack() as stack:

@@ -106,7 +106,7 @@ def test_a_restart_that_finds_the_old_node_first_follows_the_newer_map(source: S
         assert result.code == 0, (result.out, result.err)
 
 
-def test_an_old_map_is_not_followed_where_no_other_node_answers(source: SandboxThread, tmp_path: Path) -> None:
+def test_an_old_map_is_not_followed_even_if_no_other_node_answers(source: SandboxThread, tmp_path: Path) -> None:
     """Node 0 is away for a while: the mirror waits for it, says why, and serves what it has."""
     data = tmp_path / "data"
     with levelled(source, data, 1, 0) as service:
@@ -143,9 +143,7 @@ def test_streams_of_a_stale_node_end_when_another_worker_learns_of_the_newer_map
         assert_true_to_the_cluster(source, data)
 
 
-def test_a_cluster_that_was_restored_is_followed_when_the_operator_says_so(
-    source: SandboxThread, tmp_path: Path
-) -> None:
+def test_a_restored_cluster_is_followed_once_the_operator_allows_it(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with levelled(source, data, 0):
         pass

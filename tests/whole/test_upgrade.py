@@ -22,7 +22,7 @@ def test_a_directory_of_each_readable_format_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("number", sorted(directory.FORMATS_READ))
-def test_a_recorded_directory_is_read_checked_and_followed_on(number: int, tmp_path: Path) -> None:
+def test_a_recorded_directory_is_read_checked_and_streamed_on(number: int, tmp_path: Path) -> None:
     data = unpacked(formats()[number], tmp_path)
     report = check(str(data))
     assert report.clean, report.problems

@@ -35,7 +35,7 @@ def alter(data: Path, vbid: int) -> None:
 
 
 @pytest.mark.ci
-def test_what_was_altered_is_found_and_fixed_while_the_source_is_written_to(tmp_path: Path) -> None:
+def test_altered_rows_are_found_and_fixed_under_load(tmp_path: Path) -> None:
     cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=11)
     load = Load(cluster, 11, rate=100, keys=400)
     with SandboxThread(cluster) as source:
