@@ -51,9 +51,8 @@ def test_a_tiny_number_does_not_end_the_process() -> None:
     assert subprocess.run([sys.executable, "-c", READ, *ONCE_FATAL], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("executions", [2_000, pytest.param(12_000, marks=[pytest.mark.ci])])
-def test_all_readers_agree_on_random_documents(executions: int) -> None:
-    assert run(executions).startswith("done")
+def test_all_readers_agree_on_random_documents() -> None:
+    assert run(4_000).startswith("done")
 
 
 @pytest.mark.ci

@@ -117,6 +117,7 @@ def test_garbage_ends_only_its_own_connection(source: SandboxThread, service: Se
             connection.link.send(GARBAGE[garbage])
         return len(hit)
 
+    until("both workers' connections", lambda: len(source.call(source.cluster.faults.connections, node=0)) == 2)
     before = len(complaints(service))
     assert source.call(send_garbage) == 2
     until("the garbage to be complained of", lambda: len(complaints(service)) > before)
