@@ -1,6 +1,6 @@
-"""Check that bytes are one JSON value (RFC 8259, UTF-8), in steps of bounded work.
+"""Check that bytes are one JSON value (RFC 8259, UTF-8), without holding the interpreter's lock for long.
 
-`json.loads` reads 20 MiB in one call that holds the interpreter's lock for 0.9 s. `is_json` yields None after every
+`json.loads` reads 20 MiB in one call that holds the lock for 0.9 s. `is_json` lets other threads run after every
 `STEP_BYTES`, and builds no values. Invariant: `is_json(data)` accepts what `json.loads(data.decode())` accepts, but
 refuses NaN, Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` bytes or more.
 """
@@ -11,11 +11,7 @@ import codecs
 import re
 from functools import cache
 
-from mirror.document.walk import Buffer, Steps
-
 STEP_BYTES = 16 * 1024
-STEP_VALUES = 256
-"""This many values, checked one by one, take as much work as STEP_BYTES."""
 DEPTH_MAX = 900
 """Greatest depth of nested containers."""
 NUMBER_BYTES_MAX = 4096
@@ -64,14 +60,13 @@ class _NoJson(Exception):
     pass
 
 
-def is_json(data: Buffer) -> Steps[bool]:
+def is_json(data: bytes) -> bool:
     decoder = codecs.getincrementaldecoder("utf-8")()
     view = memoryview(data)
     try:
         for at in range(0, len(data), STEP_BYTES):
             decoder.decode(view[at : at + STEP_BYTES], at + STEP_BYTES >= len(data))
-            yield
-        yield from _Judge(data).judge()
+        _Judge(data).judge()
     except (_NoJson, IndexError, UnicodeDecodeError):
         return False
     return True
@@ -80,38 +75,34 @@ def is_json(data: Buffer) -> Steps[bool]:
 class _Judge:
     """Its methods raise _NoJson, or IndexError if the text ends too early."""
 
-    def __init__(self, data: Buffer) -> None:
+    def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
 
-    def judge(self) -> Steps[None]:
+    def judge(self) -> None:
         """Read the text in a loop, because recursion would overflow Python's stack."""
         data = self._data
         inside = bytearray()  # the brackets that are open
-        values = 0
-        yield from self._blanks()
+        self._blanks()
         while True:
-            values += 1
-            if values % STEP_VALUES == 0:
-                yield
             first = data[self._at]
             if first in (_ARRAY, _OBJECT):
                 if len(inside) >= DEPTH_MAX:
                     raise _NoJson
                 inside.append(first)
                 self._at += 1
-                yield from self._blanks()
+                self._blanks()
                 if data[self._at] != (_END_ARRAY if first == _ARRAY else _END_OBJECT):
-                    yield from self._before_value(first)
+                    self._before_value(first)
                     continue
                 inside.pop()
                 self._at += 1
             elif first == _QUOTE:
-                yield from self._string()
+                self._string()
             else:
                 self._word()
             while True:  # after a value
-                yield from self._blanks()
+                self._blanks()
                 if not inside:
                     if self._at != len(data):
                         raise _NoJson
@@ -119,13 +110,13 @@ class _Judge:
                 mark = data[self._at]
                 self._at += 1
                 if mark == _COMMA:
-                    yield from self._blanks()
-                    yield from self._before_value(inside[-1])
+                    self._blanks()
+                    self._before_value(inside[-1])
                     break
                 if mark != (_END_ARRAY if inside.pop() == _ARRAY else _END_OBJECT):
                     raise _NoJson
 
-    def _before_value(self, bracket: int) -> Steps[None]:
+    def _before_value(self, bracket: int) -> None:
         """Skip the values that the pattern matches, each with its comma. Stop at the first other value.
 
         This value is nested too deeply for the pattern, longer than STEP_BYTES, invalid, or the container's last. In an
@@ -138,26 +129,24 @@ class _Judge:
             if match.end() == self._at:
                 break
             self._at = match.end()
-            yield
-        yield from self._blanks()
+        self._blanks()
         if bracket == _OBJECT:
             if self._data[self._at] != _QUOTE:
                 raise _NoJson
-            yield from self._string()
-            yield from self._blanks()
+            self._string()
+            self._blanks()
             if self._data[self._at] != _COLON:
                 raise _NoJson
             self._at += 1
-            yield from self._blanks()
+            self._blanks()
 
-    def _blanks(self) -> Steps[None]:
+    def _blanks(self) -> None:
         while True:
             match = _SPACE.match(self._data, self._at, self._at + STEP_BYTES)
             assert match is not None, "the pattern matches nothing as well"
             self._at, began = match.end(), self._at
             if self._at - began < STEP_BYTES:
                 return
-            yield
 
     def _word(self) -> None:
         match = _WORD.match(self._data, self._at, self._at + NUMBER_BYTES_MAX)
@@ -165,7 +154,7 @@ class _Judge:
             raise _NoJson
         self._at = match.end()
 
-    def _string(self) -> Steps[None]:
+    def _string(self) -> None:
         self._at += 1
         while True:
             match = _IN_STRING.match(self._data, self._at, self._at + STEP_BYTES)
@@ -176,4 +165,3 @@ class _Judge:
                 return
             if self._at < began + STEP_BYTES - _ESCAPE_BYTES_MAX:  # only an escape may be cut off
                 raise _NoJson
-            yield

@@ -3,7 +3,7 @@
 Knows lookup operations and path flags (kv_engine docs/SubDocument.md) and the virtual attributes; must never know
 requests, vbuckets or how documents are kept. Invariants:
 - a path sees the xattrs as the members of one JSON object;
-- a lookup of many paths checks the body's JSON at most once, and computes the body's checksum at most once;
+- a lookup of many paths checks the body's JSON at most once;
 - a document that is nested too deeply raises no error except `PathError`.
 """
 
@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from google_crc32c import extend as crc32c
+from google_crc32c import value as crc32c
 
 from mirror.document import jsonpath, values, walk
 from mirror.document.jsonpath import PathError
-from mirror.document.walk import Buffer, Steps
 from mirror.wire.constants import Opcode, Status
 
 XATTR_PATH = 0x04
@@ -28,10 +27,6 @@ LOOKUPS = (Opcode.GET, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GE
 
 JUDGED_BYTES_MAX = 64 * 1024
 """A larger body is not checked, because checking takes long. Its datatype tells if it is JSON."""
-CHECKSUM_BYTES = 256 * 1024
-"""Bytes of a body that one step adds to the checksum."""
-
-_CHECKSUM = "value_crc32c"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +46,10 @@ class About:
 @dataclass(slots=True)
 class Content:
     xattrs: values.Xattrs
-    body: Buffer
+    body: bytes
     about: About | None = None
     _text: str | None = field(default=None, repr=False)
     _is_json: bool | None = field(default=None, repr=False)
-    _crc32c: int | None = field(default=None, repr=False)
 
     @staticmethod
     def of(value: bytes, datatype: int, about: About) -> Content:
@@ -65,47 +59,32 @@ class Content:
 
     def lookup(self, opcode: int, path: str, flags: int) -> bytes:
         """Return the value of one path. Raises PathError."""
-        steps = self.lookup_steps(opcode, path, flags)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                return bytes(done.value)
-
-    def lookup_steps(self, opcode: int, path: str, flags: int) -> Steps[bytes | memoryview]:
-        """Do `lookup` in steps. A value in the body is returned as a view, without a copy. Raises PathError."""
         if opcode == Opcode.GET and not path:
-            return memoryview(self.body)
+            return self.body
         if flags & ~PATH_FLAGS:
             raise PathError(Status.SUBDOC_XATTR_INVALID_FLAG_COMBO)
-        if flags & XATTR_PATH:
-            if _needs_checksum(jsonpath.parse_path(path)):
-                yield from self._compute_checksum()
-            data: Buffer = self.attributes_text(path).encode()
-        else:
-            data = self._json_body()
+        data = self.attributes_text(path).encode() if flags & XATTR_PATH else self._json_body()
         parts = jsonpath.parse_path(path)
         if opcode == Opcode.SUBDOC_GET_COUNT:
-            return str((yield from walk.count(data, parts))).encode()
-        start, end = yield from walk.find(data, parts)
-        return b"" if opcode == Opcode.SUBDOC_EXISTS else memoryview(data)[start:end]
+            return str(walk.count(data, parts)).encode()
+        start, end = walk.find(data, parts)
+        return b"" if opcode == Opcode.SUBDOC_EXISTS else data[start:end]
 
-    def _json_body(self) -> Buffer:
+    def _json_body(self) -> bytes:
         if self._is_json is None:
             if len(self.body) > JUDGED_BYTES_MAX and self.about is not None:
                 self._is_json = bool(self.about.datatype & values.JSON)
             else:
-                self._is_json = values.is_json(bytes(self.body))
+                self._is_json = values.is_json(self.body)
         if not self._is_json:
             raise PathError(Status.SUBDOC_DOC_NOT_JSON)
         return self.body
 
     def body_text(self) -> str:
         if self._text is None:
-            body = bytes(self.body)
-            if not values.is_json(body):
+            if not values.is_json(self.body):
                 raise PathError(Status.SUBDOC_DOC_NOT_JSON)
-            self._text = body.decode()
+            self._text = self.body.decode()
         return self._text
 
     def attributes_text(self, path: str) -> str:
@@ -115,14 +94,6 @@ class Content:
             return json.dumps({name: self._virtual(name)}, separators=(",", ":"))
         pairs = ",".join(f"{json.dumps(key.decode())}:{content.decode()}" for key, content in self.xattrs.items())
         return f"{{{pairs}}}"
-
-    def _compute_checksum(self) -> Steps[None]:
-        if self._crc32c is None:
-            found = 0
-            for at in range(0, len(self.body), CHECKSUM_BYTES):
-                found = crc32c(found, bytes(self.body[at : at + CHECKSUM_BYTES]))
-                yield
-            self._crc32c = found
 
     def _virtual(self, name: str) -> object:
         if name == "$XTOC":
@@ -145,14 +116,10 @@ class Content:
             "revid": str(about.rev_seqno),
             "seqno": f"0x{about.seqno:016x}",
             "value_bytes": len(self.body),
-            _CHECKSUM: None if self._crc32c is None else f"0x{self._crc32c:08x}",
+            "value_crc32c": f"0x{crc32c(self.body):08x}",
             "vbucket_uuid": f"0x{about.vbuuid:016x}",
         }
         return found
-
-
-def _needs_checksum(parts: list[jsonpath.Part]) -> bool:
-    return parts[:1] == ["$document"] and (len(parts) == 1 or parts[1] == _CHECKSUM)
 
 
 def first_name(path: str) -> str:

@@ -407,9 +407,9 @@ class Connection(asyncio.Protocol):
             reply = self._too_many()
         if isinstance(reply, Later):
             later, reply = reply, self._too_many() if is_full else self._guarded(frame, reply.step)
-            if reply is None or reply.more:
-                holds = later.barrier or Feature.UNORDERED_EXECUTION not in self.session.features or reply is not None
-                return self._begin(self._go_on(frame, later, began, reply), holds=holds)
+            if reply is None:
+                holds = later.barrier or Feature.UNORDERED_EXECUTION not in self.session.features
+                return self._begin(self._go_on(frame, later, began), holds=holds)
         return self._count(frame, reply, began)
 
     def _too_many(self) -> Reply:
@@ -441,11 +441,9 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(self._later_done)
         return b""
 
-    async def _go_on(self, frame: Frame, later: Later, began: float, reply: Reply | None) -> None:
-        reader = self.session.reader
-        while reply is None or reply.more:
-            if reply is not None and not self.ended:
-                self._flush([self._encode(frame, reply, began)])
+    async def _go_on(self, frame: Frame, later: Later, began: float) -> None:
+        reader, reply = self.session.reader, None
+        while reply is None:
             if later.wait is not None:
                 await later.wait()
             else:

@@ -41,15 +41,8 @@ def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], fra
 def answer_at_once(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | None:
     """Return the answer after running all steps of a `Later`. Only the sandbox calls this."""
     found = answer(session, operations, frame)
-    before: tuple[Reply, ...] = ()
     while isinstance(found, Later):
-        reply = guarded(session, found.step)
-        if reply is not None and reply.more:
-            before += reply.before
-        else:
-            found = reply or found
-    if found is not None:
-        found.before = before + found.before
+        found = guarded(session, found.step) or found
     return found
 
 

@@ -203,26 +203,16 @@ def _observe_seqno(session: Session, frame: Frame) -> Reply:
     return Reply(value=codec_kv.encode_observe_seqno(seen))
 
 
-def _stat(session: Session, frame: Frame) -> Reply | Later:
+def _stat(session: Session, frame: Frame) -> Reply:
     group, _, rest = frame.key.decode(errors="replace").partition(" ")
     if group == "dcp":
         producer = session.producer
         found = {"ep_dcp_count": str(int(producer is not None))} | (producer.statistics() if producer else {})
-        parts = iter([found])
+    elif rest and not (rest.isascii() and rest.isdigit() and len(rest) <= _VBID_DIGITS_MAX):
+        raise Refused(Status.EINVAL, "not the number of a vbucket")
     else:
-        if rest and not (rest.isascii() and rest.isdigit() and len(rest) <= _VBID_DIGITS_MAX):
-            raise Refused(Status.EINVAL, "not the number of a vbucket")
-        parts = session.statistics(group, int(rest) if rest else None)
-
-    def step() -> Reply:
-        found = next(parts, None)
-        if found is None:
-            return Reply()
-        return Reply(
-            before=tuple(Reply(key=name.encode(), value=text.encode()) for name, text in found.items()), more=True
-        )
-
-    return Later(step, barrier=True)
+        found = session.statistics(group, int(rest) if rest else None)
+    return Reply(before=tuple(Reply(key=name.encode(), value=text.encode()) for name, text in found.items()))
 
 
 _EARLY: dict[int, Handler[Session]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -53,8 +53,6 @@ class Reply:
     datatype: int = 0
     cas: int = 0
     before: tuple[Reply, ...] = ()
-    more: bool = False
-    """True to send only `before`: more answers to this request follow. Only steps of a `Later` set it."""
     hang_up: bool = False
     """True to close the connection when everything was sent."""
 
@@ -207,8 +205,6 @@ class Session(ABC):
 
     def encode(self, request: Frame, reply: Reply, duration_us: float) -> bytes:
         """Return the bytes of the answers in `before` and of the answer itself."""
-        if reply.more:
-            return b"".join([self.encode(request, each, duration_us) for each in reply.before])
         framing = b""
         if self.tracing and request.opcode != _HELLO:
             framing = codec_kv.encode_server_duration(duration_us)
@@ -310,8 +306,8 @@ class Session(ABC):
         return Refused(Status.NOT_SUPPORTED, "a mirror with publish=received does not know persisted seqnos")
 
     @abstractmethod
-    def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
-        """Yield the statistics named `group`, of one vbucket or all, in parts of bounded work. Raises Refused."""
+    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
+        """Return the statistics named `group`, of one vbucket or all. Raises Refused."""
 
     def open_producer(self, name: str, flags: int) -> None:
         """Set `producer`, and close an older connection of the same name. This implementation refuses."""

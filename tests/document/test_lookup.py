@@ -6,10 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from google_crc32c import extend
 from google_crc32c import value as crc32c
 
-from mirror.document import lookup, values, walk
+from mirror.document import values
 from mirror.document.jsonpath import PathError
 from mirror.document.lookup import XATTR_PATH, About, Content, first_name
 from mirror.wire.constants import Opcode, Status
@@ -88,23 +87,6 @@ def test_a_large_body_wrongly_marked_as_json_fails_the_path(body: bytes) -> None
         assert caught.value.status in (Status.SUBDOC_DOC_NOT_JSON, Status.SUBDOC_PATH_MISMATCH)
 
 
-def test_a_large_value_is_a_view_into_the_body_without_a_copy() -> None:
-    body = bytearray(b'{"a":["' + b"x" * 200_000 + b'"]}')
-    steps = Content({}, body, ABOUT).lookup_steps(GET, "a[0]", 0)
-    counted = 0
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            value = done.value
-            break
-        counted += 1
-    assert isinstance(value, memoryview)
-    assert value.obj is body
-    assert len(value) == 200_002
-    assert counted >= len(body) // walk.STEP_BYTES
-
-
 def test_the_virtual_attribute_document_describes_the_version() -> None:
     seen = json.loads(content().lookup(GET, "$document", XATTR_PATH))
     assert seen == {
@@ -126,20 +108,3 @@ def test_the_first_name_of_a_path_is_returned_and_an_empty_path_refused() -> Non
     assert first_name("a.b[0]") == "a"
     with pytest.raises(PathError):
         first_name("")
-
-
-def test_the_checksum_is_computed_once_and_only_for_paths_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies: list[bytes] = []
-
-    def counted(crc: int, data: bytes) -> int:
-        bodies.append(data)
-        return int(extend(crc, data))
-
-    monkeypatch.setattr(lookup, "crc32c", counted)
-    found = content()
-    for path in ("$document.CAS", "$document.value_bytes", "$vbucket", "u.x") * 4:
-        found.lookup(GET, path, XATTR_PATH)
-    assert bodies == []
-    for path in ("$document", "$document.value_crc32c") * 8:
-        found.lookup(GET, path, XATTR_PATH)
-    assert bodies == [BODY]

@@ -16,7 +16,7 @@ import asyncio
 import json
 import random
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -363,7 +363,7 @@ class _Session(Session):
             FailoverLog.of(decode_failover_log(self.source.failover_log(vbid))), high_seqno, high_seqno
         )
 
-    def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
+    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
         raise Refused(Status.KEY_ENOENT)
 
     def open_producer(self, name: str, flags: int) -> None:

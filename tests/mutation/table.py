@@ -523,9 +523,6 @@ MUTATIONS = (
         "tests/serve/test_kv_connection.py -k one_works",
     ),
     Mutation(
-        "mirror/document/walk.py", "self._left -= TOKEN_COST_BYTES", "pass", "tests/document/test_walk.py -k bracket"
-    ),
-    Mutation(
         "mirror/serve/dcp/producer.py", "self._counters.open_streams >= PROCESS_STREAMS_MAX", "False", _OF_STREAMS
     ),
     Mutation("mirror/serve/http/framing.py", "self._trailer_bytes += len(line)", "pass", _OF_FRAMING),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mirror.config import Settings
 from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.bucket.map import ServedMap, named_nodes
 from mirror.server.outgoing import HIGH_WATER_BYTES
@@ -151,7 +152,9 @@ async def test_a_removed_user_is_hung_up_on_and_a_changed_one_reads_what_it_may(
         assert len((await clients["dan"].get(b"huge")).value) == HUGE
 
 
-async def test_what_waited_is_judged_by_the_rights_at_its_end(store: Store, tmp_path: Path) -> None:
+async def test_what_waited_is_judged_by_the_rights_at_its_end(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A scan that waited for a seqno once began, and a large document was sent, by the rights of its request."""
     users = {"ann": entry_of("pw")}
     file = with_users(tmp_path / "users.json", users)
@@ -164,15 +167,24 @@ async def test_what_waited_is_judged_by_the_rights_at_its_end(store: Store, tmp_
         for each in (client, reading):
             assert await each.login("ann", "pw") == 0
         await client.send(scans)
-        budget = endpoint.server.worker.budget
-        assert budget.try_take(Settings().reader_unsent_bytes_max)
+        read, judged = asyncio.Event(), asyncio.Event()
+        run = endpoint.server.worker.run
+
+        async def run_and_wait(work: Callable[[], Any]) -> Any:
+            answer = await run(work)
+            read.set()
+            await judged.wait()
+            return answer
+
+        monkeypatch.setattr(endpoint.server.worker, "run", run_and_wait)
         await reading.send(fr.request(Opcode.GET, key=b"huge"))
+        await read.wait()
         await until(lambda: sum(len(each._later) for each in endpoint.server.connections) == 2)
         users["ann"]["read"] = ["shop.*"]
         with_users(file, users)
         endpoint.server.sweep()
         store.put(b"huge", b"written after the change", 3)
-        budget.give_back(Settings().reader_unsent_bytes_max)
+        judged.set()
         for each in (client, reading):
             assert (await each.answer()).status == Status.EACCESS
 

@@ -136,8 +136,8 @@ def test_a_rollback_says_from_where_to_where() -> None:
     assert "document" not in shown
 
 
-def test_a_large_value_is_judged_in_steps_as_a_small_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = (b'{"a":["%b"]%b}' % (b"x" * objects.STEPS_BYTES, end) for end in (b"", b","))
-    monkeypatch.setattr("mirror.serve.objects.json.loads", lambda *_, **__: pytest.fail("it was judged in one step"))
+def test_a_large_value_is_judged_as_a_small_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = (b'{"a":["%b"]%b}' % (b"x" * objects.JUDGED_BYTES, end) for end in (b"", b","))
+    monkeypatch.setattr("mirror.serve.objects.json.loads", lambda *_, **__: pytest.fail("one call judged all of it"))
     assert value_json(document(value=good)) == b'"value":' + good
     assert value_json(document(value=bad)).startswith(b'"value_b64":"')

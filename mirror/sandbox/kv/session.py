@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from mirror.sandbox.data.bucket import Bucket, User
@@ -182,11 +182,10 @@ class SandboxSession(DocumentSession):
             vbucket.failover_log, vbucket.high_seqno, self.bucket.persisted_seqno(vbid, self.port.node_number)
         )
 
-    def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
+    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
         if not group:
             count = str(self.bucket.document_count)
-            yield {"curr_items": count, "version": self.version.decode(), "ep_bucket_type": "ephemeral"}
-            return
+            return {"curr_items": count, "version": self.version.decode(), "ep_bucket_type": "ephemeral"}
         describe = _STATISTICS.get(group)
         if describe is None:
             raise Refused(Status.KEY_ENOENT)
@@ -197,7 +196,7 @@ class SandboxSession(DocumentSession):
                 found |= describe(self, each, state)
             elif vbid is not None:
                 raise Refused(Status.NOT_MY_VBUCKET)
-        yield found
+        return found
 
     # -- documents
 

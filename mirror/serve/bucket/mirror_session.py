@@ -7,7 +7,7 @@ vbucket's current and as its persisted seqno. How much of the data below it a cr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,8 +41,8 @@ VERSION = b"7.2.0"
 FAILED_LOGINS_MAX = 3
 """Wrong passwords on one connection before it is closed."""
 
-DESCRIBED_PER_STEP = 8
-"""Vbuckets in a step of statistics."""
+STATISTICS_BYTES = 4096
+"""Memory for the statistics of one vbucket."""
 
 GRANTED = frozenset(map(int, (
     Feature.TCP_NODELAY, Feature.MUTATION_SEQNO, Feature.XATTR, Feature.XERROR, Feature.SELECT_BUCKET, Feature.SNAPPY,
@@ -189,9 +189,13 @@ class MirrorSession(ServedSession):
 
     # -- vbuckets
 
+    def need_worker(self, byte_count: int = 0) -> None:
+        """Go on only in the worker thread, with this much memory. Raises NeedsMemory."""
+        if self.granted_bytes <= LARGE_BYTES:
+            raise NeedsMemory(LARGE_BYTES + max(byte_count, 1))
+
     def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply:
-        if self.granted_bytes <= LARGE_BYTES:  # may read in every vbucket
-            raise NeedsMemory(LARGE_BYTES + 1)
+        self.need_worker()  # may read in every vbucket
         if collection_id is not None:
             self.bucket.check_newest_collection(collection_id, self.known_reader)
         if state not in (VbucketRole.ALIVE, VbucketRole.ACTIVE):
@@ -204,20 +208,20 @@ class MirrorSession(ServedSession):
         published = int(state.published_seqno)
         return VbucketHistory(state.failover_log, published, published)
 
-    def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
+    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
         bucket = self.bucket
         if not group:
-            yield {"version": VERSION.decode(), "ep_bucket_type": "persistent", "bucket": bucket.name}
-            return
+            return {"version": VERSION.decode(), "ep_bucket_type": "persistent", "bucket": bucket.name}
         describe = _STATISTICS.get(group)
         if describe is None:
             raise Refused(Status.KEY_ENOENT)
-        vbids = bucket.view.vbids if vbid is None else [vbid]
-        for at in range(0, len(vbids), DESCRIBED_PER_STEP):
-            found: dict[str, str] = {}
-            for each in vbids[at : at + DESCRIBED_PER_STEP]:
-                found |= describe(each, bucket.state(each))
-            yield found
+        if vbid is not None:
+            return describe(vbid, bucket.state(vbid))
+        self.need_worker(STATISTICS_BYTES * len(bucket.view.vbids))
+        found: dict[str, str] = {}
+        for each in bucket.view.vbids:
+            found |= describe(each, bucket.state(each))
+        return found
 
     # -- documents
 

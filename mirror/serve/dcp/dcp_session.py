@@ -10,7 +10,7 @@ Knows the names of connections, and what a client may read; not the operations. 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from mirror.clock import Clock
 from mirror.log import get_logger
@@ -122,12 +122,11 @@ class DcpSession(MirrorSession):
         else:
             self.producer.permit(self.reader)
 
-    def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
+    def statistics(self, group: str, vbid: int | None) -> dict[str, str]:
         contact = self._producers.contact
         if contact is None or group.encode() != CONTACT_STATISTIC:
-            yield from super().statistics(group, vbid)
-        else:
-            yield {group: json.dumps(contact.lost_ms())}
+            return super().statistics(group, vbid)
+        return {group: json.dumps(contact.lost_ms())}
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         served = self.bucket.state_for_dcp(vbid)

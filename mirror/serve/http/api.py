@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -35,8 +35,6 @@ from storage.errors import StorageError
 from storage.model import DOCUMENT_FIELDS
 
 BOUNDARIES_SHOWN = 100
-COLLECTIONS_PER_STEP = 128
-"""Collections described in one turn of the event loop."""
 FRESH = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -71,19 +69,19 @@ def _json(body: bytes) -> Response:
 
 async def get_collections(request: Request) -> Response:
     service, reader = await _reader(request)
-    found: dict[int, bytes] = {}
+    return _json(await service.read_in_bulk(request, partial(_collections, service, reader)))
+
+
+def _collections(service: Service, reader: Reader) -> bytes:
+    found: dict[int, object] = {}
     for vbid in service.mirror.manifest_vbids():
-        await service.turns.turn()
         manifest = service.view.manifest(vbid)
-        for number, entry in enumerate(list(manifest.collections.values()), 1):
-            if number % COLLECTIONS_PER_STEP == 0:
-                await service.turns.turn()
+        for entry in manifest.collections.values():
             scope = manifest.scopes.get(entry.scope_id, "?")
             if reader.may_read(f"{scope}.{entry.name}"):
                 row = {"collection_id": entry.collection_id, "scope": scope, "name": entry.name}
-                found[entry.collection_id] = dumps(row | {"max_ttl": entry.max_ttl})
-    rows = b",".join(found[each] for each in sorted(found))
-    return _json(b'{"collections":[' + rows + b"]}")
+                found[entry.collection_id] = row | {"max_ttl": entry.max_ttl}
+    return dumps({"collections": [found[each] for each in sorted(found)]})
 
 
 async def get_status(request: Request) -> Response:

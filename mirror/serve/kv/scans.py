@@ -142,8 +142,7 @@ def _create(session: ScanSession, frame: Frame) -> Later:
 def _continue(session: ScanSession, frame: Frame) -> Reply:
     limits = codec_kv.decode_scan_continue(frame.extras)
     scan = _open_scan(session, limits.uuid, frame.vbucket)
-    if session.granted_bytes <= LARGE_BYTES:
-        raise NeedsMemory(LARGE_BYTES + PAGE_BYTES)
+    session.need_worker(PAGE_BYTES)
     items_max = min(limits.item_limit or PAGE_ITEMS, PAGE_ITEMS)
     bytes_max = min(limits.byte_limit or PAGE_BYTES, PAGE_BYTES)
     try:
