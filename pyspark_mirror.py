@@ -3,7 +3,7 @@
 PySpark imports every top-level module named `pyspark_*` and registers its `DefaultSource`.
 """
 
-from mirror.spark.session import register, session
 from mirror.spark.source.data_source import MirrorSource as DefaultSource
+from mirror.spark.spark_session import register, session
 
 __all__ = ["DefaultSource", "register", "session"]

@@ -22,7 +22,7 @@ from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.control import COMMANDS, SandboxControl, ask, default_path
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
-from mirror.sandbox.data.vbucket import CHECKPOINTS_KEPT
+from mirror.sandbox.data.sandbox_vbucket import CHECKPOINTS_KEPT
 from mirror.sandbox.node.node import NodeTls
 from mirror.sandbox.workload import Workload, WorkloadOptions
 

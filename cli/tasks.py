@@ -93,7 +93,7 @@ def collections_from(text: str | None) -> tuple[str, ...] | None:
 
 def spark_session(name: str) -> AbstractContextManager[Any]:
     need("pyspark", "pyarrow", "deltalake")
-    from mirror.spark.session import lasting
+    from mirror.spark.spark_session import lasting
 
     return lasting(f"dcp-mirror {name}")
 

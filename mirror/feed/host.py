@@ -28,7 +28,7 @@ from typing import Protocol, assert_never
 
 from mirror.clock import Clock
 from mirror.errors import ConnectFailed
-from mirror.feed.connection.session import NodeSession, StreamOwner
+from mirror.feed.connection.node_session import NodeSession, StreamOwner
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Row, StagingRefused

@@ -39,7 +39,7 @@ from mirror.errors import (
 from mirror.feed.cluster.discovery import Survey, look_up, survey
 from mirror.feed.connection.bootstrap import FEATURES, Access, enter, fetch_manifest
 from mirror.feed.connection.connection_string import NodeAddress, parse
-from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.connection.node_session import NodeSession, StreamAnswer
 from mirror.feed.connection.tls import Tls
 from mirror.feed.connection.transport import Link, Opaques, open_link
 from mirror.ingest.events import KeyRefused, Row, StreamAccepted, StreamRollback

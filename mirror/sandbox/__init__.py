@@ -4,7 +4,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.data.bucket import Bucket, vbucket_of
 from mirror.sandbox.data.documents import DocumentError
 from mirror.sandbox.data.item import Item
-from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.data.sandbox_vbucket import Vbucket
 from mirror.sandbox.node.node import NodeTls
 from mirror.sandbox.thread import SandboxThread
 from mirror.sandbox.workload import Workload, WorkloadOptions

@@ -17,8 +17,8 @@ from random import Random
 from mirror.clock import Clock, SystemClock
 from mirror.sandbox.data.bucket import Bucket, fork
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, profile_named
+from mirror.sandbox.data.sandbox_vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
 from mirror.sandbox.data.streams import Sent
-from mirror.sandbox.data.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
 from mirror.sandbox.node.faults import Faults
 from mirror.sandbox.node.node import NodeTls, SandboxNode
 from mirror.server.cluster_config import NOWHERE

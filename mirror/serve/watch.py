@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from mirror.log import get_logger
 from storage.errors import StorageError
-from storage.read.stream import Commits
+from storage.read.stream_reads import Commits
 from storage.read.view import View
 from storage.read.wait import POLL_MIN_S, next_delay_s
 

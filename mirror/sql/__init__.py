@@ -7,7 +7,7 @@
 from mirror.sql.answers import to_pandas
 from mirror.sql.read import arrow
 from mirror.sql.schema import Column, sample
-from mirror.sql.session import Result
-from mirror.sql.session import SqlSession as Session
+from mirror.sql.sql_session import Result
+from mirror.sql.sql_session import SqlSession as Session
 
 __all__ = ["Column", "Result", "Session", "arrow", "sample", "to_pandas"]

@@ -17,7 +17,7 @@ from storage.write import commit
 from storage.write.background import Background
 from storage.write.owner import KEEP_ALL, GroupOwner, WriterOptions, contained
 from storage.write.pending import GroupPending, Plan
-from storage.write.vbucket import RollbackResult, VbucketWriter
+from storage.write.vbucket_writer import RollbackResult, VbucketWriter
 
 __all__ = ["KEEP_ALL", "CommitResult", "GroupWriter", "RollbackResult", "VbucketWriter", "WriterOptions"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mirror.feed.follow.mirrored_vbucket import MirroredVbucket
 from mirror.feed.follow.store_sink import PersistenceGate
-from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.ingest import events
 from mirror.ingest.instructions import RequestStream
 from mirror.wire.constants import MarkerVersion

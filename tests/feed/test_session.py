@@ -15,7 +15,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, PrivilegeMissing, SourceTimeout
-from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.connection.node_session import NodeSession, StreamAnswer
 from mirror.feed.connection.transport import Link, Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream

@@ -17,7 +17,7 @@ from mirror.feed.follow.watch import SourceWatch
 from mirror.health import assess
 from mirror.ingest.selection import Selection
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.dcp.stream import ProducerStream
+from mirror.sandbox.dcp.producer_stream import ProducerStream
 from mirror.supervise.status import reported_row
 from tests.feed.harness import Mirrors
 from tests.manual_clock import ManualClock
@@ -160,7 +160,7 @@ async def test_an_open_connection_has_its_node_polled_and_no_other(monkeypatch: 
 async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connection_still_stands(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mirror.feed.connection.session.SILENCE_MAX_S", 0.5)
+    monkeypatch.setattr("mirror.feed.connection.node_session.SILENCE_MAX_S", 0.5)
     mirror = mirrors.start(noop_interval_s=60, request_timeout_s=60)
     await mirror.until(lambda: mirror.row(1)["source_high_seqno"] == 0, "a figure")
     address = f"127.0.0.1:{cluster.nodes[0].port}"

@@ -22,10 +22,10 @@ class Mutation(NamedTuple):
 _ASSEMBLER, _MACHINE = "mirror/ingest/assembler.py", "mirror/ingest/machine.py"
 _HANDSHAKE, _STREAMING = "mirror/ingest/handshake.py", "mirror/ingest/streaming.py"
 _OFFSET = "mirror/ingest/offset.py"
-_PERSISTENCE, _VBUCKET = "mirror/feed/follow/persistence.py", "mirror/feed/follow/vbucket.py"
+_PERSISTENCE, _VBUCKET = "mirror/feed/follow/persistence.py", "mirror/feed/follow/mirrored_vbucket.py"
 _STORE_SINK = "mirror/feed/follow/store_sink.py"
 _BRANCHES, _PURGE = "storage/history/branches.py", "storage/history/purge.py"
-_OWNER, _LEAVING = "storage/write/owner.py", "storage/write/vbucket.py"
+_OWNER, _LEAVING = "storage/write/owner.py", "storage/write/vbucket_writer.py"
 _RETRACTIONS, _OF_RETRACTIONS = "storage/read/retractions.py", "tests/storage/test_retractions.py"
 
 _OF_WATCH_END = "tests/feed/test_watch.py -k snapshot_without"
@@ -92,25 +92,25 @@ MUTATIONS = (
     ),
     # --- the snapshots of a backlog
     Mutation(
-        "storage/read/stream.py",
+        "storage/read/stream_reads.py",
         "for seqno in seqnos or [now.pub.seqno]]",
         "for seqno in [now.pub.seqno]]",
         "tests/serve/test_dcp_producer.py -k backlog_comes",
     ),
     Mutation(
-        "storage/read/stream.py",
+        "storage/read/stream_reads.py",
         "if root.reason == BranchReason.RESYNC or len(of_history) > 1:",
         "if len(of_history) > 1:",
         "tests/storage/test_stream.py -k replaced_copy",
     ),
     Mutation(
-        "storage/read/stream.py",
+        "storage/read/stream_reads.py",
         "each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno, floor)",
         "_lost_settled(txn, each, base_seqno, floor)",
         "tests/storage/test_stream.py -k source_did_not",
     ),
     Mutation(
-        "storage/read/stream.py",
+        "storage/read/stream_reads.py",
         "self._number = txn.raw.id()",
         "self._number = reader.environment.newest_commit()",
         "tests/storage/test_stream.py -k looks_while",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mirror.sandbox.data.bucket import DEFAULT_COLLECTION, Bucket, vbucket_of
 from mirror.sandbox.data.item import ABORT, PREPARE, SYSTEM_EVENT, Item
-from mirror.sandbox.data.vbucket import Vbucket, system_id
+from mirror.sandbox.data.sandbox_vbucket import Vbucket, system_id
 from mirror.wire.constants import SystemEventId
 from storage.model import FailoverLog
 

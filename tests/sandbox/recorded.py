@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mirror.sandbox.data.item import Item
-from mirror.sandbox.data.vbucket import Vbucket, system_key
+from mirror.sandbox.data.sandbox_vbucket import Vbucket, system_key
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import Frame

@@ -6,7 +6,7 @@ import pytest
 
 from mirror.sandbox.data.item import Item, mutation_frame
 from mirror.sandbox.data.manifest import BucketManifest
-from mirror.sandbox.data.vbucket import system_key
+from mirror.sandbox.data.sandbox_vbucket import system_key
 from mirror.sandbox.dcp.filter import parse
 from mirror.server.errors import Refused
 from mirror.wire import codec_dcp

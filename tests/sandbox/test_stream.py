@@ -12,7 +12,7 @@ import pytest
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.dcp.filter import SandboxFilter
-from mirror.sandbox.dcp.stream import ProducerStream
+from mirror.sandbox.dcp.producer_stream import ProducerStream
 from mirror.server.controls import Controls
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.item import Item
-from mirror.sandbox.data.vbucket import FAILOVER_LOG_MAX, Vbucket
+from mirror.sandbox.data.sandbox_vbucket import FAILOVER_LOG_MAX, Vbucket
 from tests.manual_clock import ManualClock
 from tests.sandbox.past import reset, state_at
 

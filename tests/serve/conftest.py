@@ -62,4 +62,4 @@ def users_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first backfill is one snapshot, up to what is published."""
-    monkeypatch.setattr("storage.read.stream.SETTLED_SHARE", 0)
+    monkeypatch.setattr("storage.read.stream_reads.SETTLED_SHARE", 0)

@@ -12,9 +12,9 @@ from random import Random
 
 from mirror.ingest import collections as manifests
 from mirror.serve.dcp.dcp_session import ABILITIES
+from mirror.serve.dcp.dcp_stream import DcpStream
 from mirror.serve.dcp.filter import ServedFilter
 from mirror.serve.dcp.producer import published_history, rollback_seqno
-from mirror.serve.dcp.stream import DcpStream
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
 from mirror.server.rollback import judge
@@ -37,7 +37,7 @@ from storage.env import directory
 from storage.format import keys, records
 from storage.history.purge import Window
 from storage.model import SEQNO_MAX, FailoverLog, Identity, Manifest, Seqno, SnapshotRange
-from storage.read import stream
+from storage.read import stream_reads as stream
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.frames import encode_deletion

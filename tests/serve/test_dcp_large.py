@@ -8,7 +8,7 @@ from pathlib import Path
 import cramjam
 import pytest
 
-from mirror.serve.dcp.stream import DcpStream
+from mirror.serve.dcp.dcp_stream import DcpStream
 from mirror.server.turns import LARGE_BYTES
 from mirror.wire import codec_dcp, xattr
 from mirror.wire import events as ev

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.dcp.dcp_session import NOTED_S, PERSISTENCE_UNKNOWN, SourceContact
-from mirror.serve.dcp.stream import PIECE_BYTES
+from mirror.serve.dcp.dcp_stream import PIECE_BYTES
 from mirror.server import connection as served_connection
 from mirror.server.connection import Connection
 from mirror.server.outgoing import HIGH_WATER_BYTES
@@ -209,7 +209,7 @@ async def test_an_error_of_this_program_ends_the_connection_and_is_logged(
     def broken(*_: object) -> bytes:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("mirror.serve.dcp.stream.DcpStream.take", broken)
+    monkeypatch.setattr("mirror.serve.dcp.dcp_stream.DcpStream.take", broken)
     assert (await client.stream(0)).status == 0
     assert await client.receive() is None
 

@@ -76,7 +76,7 @@ def step(world: World, rng: Random) -> None:
 def test_at_the_end_of_each_snapshot_a_client_holds_what_the_mirror_served_there(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.read.stream.SETTLED_SHARE", (0.3, 0.5, 2)[seed % 3])
+    monkeypatch.setattr("storage.read.stream_reads.SETTLED_SHARE", (0.3, 0.5, 2)[seed % 3])
     run(tmp_path, seed, 120)
 
 

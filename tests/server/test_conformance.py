@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.data.sandbox_vbucket import Vbucket
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr

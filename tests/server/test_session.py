@@ -12,7 +12,7 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.data.bucket import User
-from mirror.sandbox.kv.session import SandboxSession, SessionPort
+from mirror.sandbox.kv.sandbox_session import SandboxSession, SessionPort
 from mirror.sandbox.node import node
 from mirror.serve.access.auth import Reader
 from mirror.serve.bucket.bucket import ServedBucket

@@ -20,7 +20,7 @@ from mirror.config import Settings
 from mirror.errors import ConnectFailed, MirrorError
 from mirror.feed.connection.bootstrap import Handshake
 from mirror.feed.connection.connection_string import NodeAddress, parse
-from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.node_session import NodeSession
 from mirror.feed.connection.transport import Link
 from mirror.feed.follow import commands
 from mirror.feed.follow.consumer import Consumer

@@ -17,7 +17,7 @@ from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.feed.connection.bootstrap import Access, Handshake
 from mirror.feed.connection.connection_string import NodeAddress, parse
-from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.node_session import NodeSession
 from mirror.feed.connection.transport import Link, Opaques
 from mirror.feed.read.reading import BoundedRead, ReadVbucket
 from mirror.feed.read.snapshot import Position, ReadEnded, Snapshot, SourceRolledBack

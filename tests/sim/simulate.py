@@ -22,7 +22,7 @@ import structlog
 
 from mirror.sandbox.data.documents import DocumentError
 from mirror.sandbox.data.manifest import ManifestError
-from mirror.sandbox.dcp import stream as sandbox_stream
+from mirror.sandbox.dcp import producer_stream as sandbox_stream
 from mirror.wire.constants import Status, StreamEndReason
 from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEventContent
 from mirror.wire.flow_control import counted_size

@@ -16,11 +16,11 @@ from mirror.sandbox.data.bucket import Bucket, User
 from mirror.sandbox.data.item import ABORT, PREPARE, SYSTEM_EVENT, Item
 from mirror.sandbox.data.manifest import FIRST_ID
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
-from mirror.sandbox.data.vbucket import Vbucket, system_id
+from mirror.sandbox.data.sandbox_vbucket import Vbucket, system_id
 from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.sandbox.dcp.filter import SandboxFilter, content_of
 from mirror.sandbox.dcp.producer import SandboxProducer
-from mirror.sandbox.dcp.stream import ProducerStream
+from mirror.sandbox.dcp.producer_stream import ProducerStream
 from mirror.sandbox.node.node import NodeConnection, SandboxNode
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused

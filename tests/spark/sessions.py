@@ -74,7 +74,7 @@ def java_environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory, object_store: ObjectStore) -> Iterator[SparkSession]:
     """A session as users get it, on two cores. Its executors know the object store."""
-    from mirror.spark.session import session
+    from mirror.spark.spark_session import session
 
     patch = pytest.MonkeyPatch()
     for name, value in (object_store.env | java_environment()).items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from mirror.spark.session import lasting, session
+from mirror.spark.spark_session import lasting, session
 from tests.spark.mirrors import SmallMirror, orders
 from tests.spark.sessions import java_environment
 

@@ -9,7 +9,7 @@ from mirror import View
 from mirror.errors import QueryFailed
 from mirror.serve.http.problems import DETAIL_LENGTH_MAX, Problem
 from mirror.sql import Session
-from mirror.sql.session import SLEEPING
+from mirror.sql.sql_session import SLEEPING
 from storage.format import records
 from storage.model import Collection, Manifest, ManifestUid, Seqno, SnapshotRange
 from tests.spark.mirrors import GROUPS, VBUCKETS, SmallMirror

@@ -20,7 +20,8 @@ from storage.errors import StorageError
 from storage.format import records
 from storage.history.purge import Window
 from storage.model import Branch
-from storage.read import bulk, stream
+from storage.read import bulk
+from storage.read import stream_reads as stream
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log

@@ -22,7 +22,8 @@ from storage.errors import CorruptedError
 from storage.format import keys, records, seal
 from storage.format.records import MUTATION
 from storage.history.purge import Window
-from storage.read import bulk, stream
+from storage.read import bulk
+from storage.read import stream_reads as stream
 from storage.read.point_reads import ReadRun
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter

@@ -13,7 +13,8 @@ from storage.format import keys, records
 from storage.history import branches, chain, purge
 from storage.history.purge import Window
 from storage.model import Collection, Seqno
-from storage.read import states, stream
+from storage.read import states
+from storage.read import stream_reads as stream
 from storage.read.view import Token, View
 from storage.write.writer import GroupWriter, VbucketWriter
 from tests.storage.model import DEFAULT, SCOPES, events, keys_of

@@ -22,7 +22,7 @@ from storage.history import branches, chain
 from storage.history.purge import Purger, Step, Window, dead_ranges
 from storage.history.removal import deal, marks_of
 from storage.model import Branch, Collection, Seqno
-from storage.read import stream
+from storage.read import stream_reads as stream
 from storage.read.view import View
 from storage.write.writer import GroupWriter
 from tests.storage.model import DEFAULT, SCOPES, A, B, C, events

@@ -14,8 +14,8 @@ from storage.history import branches
 from storage.history.branches import PurgeRow
 from storage.history.purge import Window
 from storage.model import SEQNO_MAX, Collection, FailoverLog, Seqno
-from storage.read import stream
-from storage.read.stream import Commits
+from storage.read import stream_reads as stream
+from storage.read.stream_reads import Commits
 from storage.read.view import View, open_view
 from tests.serve.kv_rig import DEFAULT, Store
 

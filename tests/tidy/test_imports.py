@@ -43,7 +43,7 @@ def test_the_drawing_of_the_packages_agrees_with_the_contracts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("importer", "imported"), [("wire.frame", "socket"), ("serve.dcp.stream", "mirror.serve.kv.scans")]
+    ("importer", "imported"), [("wire.frame", "socket"), ("serve.dcp.dcp_stream", "mirror.serve.kv.scans")]
 )
 def test_an_import_against_the_contracts_is_noticed(tmp_path: Path, importer: str, imported: str) -> None:
     """The same packages with empty modules, but for the imports that contracts name, and the one against them."""

@@ -20,7 +20,7 @@ from mirror.config import Settings
 from mirror.errors import HandshakeFailed, MirrorError
 from mirror.feed.connection.bootstrap import Access, Handshake, enter
 from mirror.feed.connection.connection_string import NodeAddress
-from mirror.feed.connection.session import CheckNode, NodeSession, SessionOwner
+from mirror.feed.connection.node_session import CheckNode, NodeSession, SessionOwner
 from mirror.feed.connection.transport import Link, Opaques
 from mirror.ingest.instructions import RetryReason
 from mirror.ingest.reactions import delay_s

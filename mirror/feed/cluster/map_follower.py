@@ -27,7 +27,7 @@ from mirror.feed.cluster.connections import FailureCount, QueriedNode
 from mirror.feed.cluster.discovery import discover, first_addresses
 from mirror.feed.connection.bootstrap import Access, Handshake, fetch_map, fetch_newer_config, read_map
 from mirror.feed.connection.connection_string import NodeAddress
-from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.node_session import NodeSession
 from mirror.feed.connection.transport import Link
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Node
 from mirror.log import get_logger

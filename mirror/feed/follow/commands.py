@@ -13,7 +13,7 @@ from dataclasses import asdict
 from mirror.errors import ConfigError, MirrorError
 from mirror.feed.follow.consumer import Consumer
 from mirror.feed.follow.group_commits import Group
-from mirror.feed.follow.vbucket import MirroredVbucket
+from mirror.feed.follow.mirrored_vbucket import MirroredVbucket
 from mirror.ingest.events import ResyncRefused
 from mirror.messages import Resync, RollBack
 from storage.errors import StorageError

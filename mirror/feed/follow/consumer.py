@@ -25,11 +25,11 @@ from mirror.feed.cluster.connections import Connections, FailureCount, NodeKeepe
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
-from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.node_session import NodeSession
 from mirror.feed.follow.group_commits import GroupCommits
+from mirror.feed.follow.mirrored_vbucket import MirroredVbucket
 from mirror.feed.follow.persistence import PersistencePoller
 from mirror.feed.follow.store_sink import PersistenceGate
-from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.feed.follow.watch import SourceWatch
 from mirror.ingest import events
 from mirror.ingest.instructions import VbucketStatus

@@ -29,7 +29,7 @@ from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.transport import Link
-from mirror.feed.follow.vbucket import MirroredVbucket
+from mirror.feed.follow.mirrored_vbucket import MirroredVbucket
 from mirror.log import get_logger
 from mirror.wire import codec_kv
 from mirror.wire.constants import Status, status_name

@@ -10,7 +10,7 @@ from typing import Any
 from mirror.feed.cluster.connections import NodeKeeper
 from mirror.feed.follow.consumer import Consumer
 from mirror.feed.follow.group_commits import Group
-from mirror.feed.follow.vbucket import MirroredVbucket
+from mirror.feed.follow.mirrored_vbucket import MirroredVbucket
 from mirror.ingest.instructions import VbucketStatus
 from mirror.log import get_logger
 from mirror.messages import ProcessReport

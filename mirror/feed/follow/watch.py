@@ -19,8 +19,8 @@ from mirror.feed.cluster.collection_watch import CollectionWatch
 from mirror.feed.cluster.connections import Connections, NodeKeeper
 from mirror.feed.connection.bootstrap import fetch_high_seqnos, fetch_lost_contact
 from mirror.feed.connection.connection_string import NodeAddress
-from mirror.feed.connection.session import SILENCE_MAX_S, NodeSession
-from mirror.feed.follow.vbucket import MirroredVbucket
+from mirror.feed.connection.node_session import SILENCE_MAX_S, NodeSession
+from mirror.feed.follow.mirrored_vbucket import MirroredVbucket
 from mirror.log import get_logger
 
 log = get_logger("feed")

@@ -13,7 +13,7 @@ from mirror.errors import ClusterError, ConfigError, MirrorError, NotSupported, 
 from mirror.feed.cluster.connections import Connections
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import fetch_high_seqnos, fetch_manifest
-from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.node_session import NodeSession
 from mirror.ingest.selection import FilterFields
 from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.constants import Opcode, status_name

@@ -34,7 +34,7 @@ from mirror.feed.cluster.discovery import discover
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
-from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.node_session import NodeSession
 from mirror.feed.connection.transport import Tap
 from mirror.feed.read.queries import SourceQueries
 from mirror.feed.read.reading import BoundedRead, ReadVbucket

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from mirror.errors import ClusterError, PrivilegeMissing, SourceTimeout
-from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.connection.node_session import NodeSession, StreamAnswer
 from mirror.feed.host import MachineEvent, VbucketHost
 from mirror.feed.read.queries import SourceQueries
 from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack, SpoolSink

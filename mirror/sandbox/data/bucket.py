@@ -22,8 +22,8 @@ from mirror.sandbox.data.documents import SandboxDocuments
 from mirror.sandbox.data.item import EventItem, Item
 from mirror.sandbox.data.manifest import BucketManifest, ManifestError
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES, Profile
+from mirror.sandbox.data.sandbox_vbucket import Vbucket
 from mirror.sandbox.data.streams import Sent, StreamFaults, StreamTuning
-from mirror.sandbox.data.vbucket import Vbucket
 from mirror.server.cluster_config import CAPABILITIES, NOWHERE
 from mirror.server.session import ALL_PRIVILEGES, certified_name
 from mirror.wire.constants import VbucketRole

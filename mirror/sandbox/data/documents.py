@@ -14,7 +14,7 @@ from mirror.clock import Clock
 from mirror.document import values
 from mirror.sandbox.data.item import NRU, CommitItem, EventItem, Item, mutation_frame
 from mirror.sandbox.data.manifest import BucketManifest
-from mirror.sandbox.data.vbucket import Vbucket, system_key
+from mirror.sandbox.data.sandbox_vbucket import Vbucket, system_key
 from mirror.server.errors import Refused
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev

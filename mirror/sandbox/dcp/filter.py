@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from mirror.sandbox.data.item import SYSTEM_EVENT, EventItem, Item
 from mirror.sandbox.data.manifest import BucketManifest
-from mirror.sandbox.data.vbucket import system_id
+from mirror.sandbox.data.sandbox_vbucket import system_id
 from mirror.server.producer import ProducerFilter, requested_filter
 from mirror.wire import codec_dcp
 from mirror.wire import frame as fr

@@ -18,7 +18,7 @@ from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.streams import AcceptedStream, RefusalFault, Sent
 from mirror.sandbox.dcp import filter as filters
 from mirror.sandbox.dcp.filter import SandboxFilter
-from mirror.sandbox.dcp.stream import DISK, ProducerStream
+from mirror.sandbox.dcp.producer_stream import DISK, ProducerStream
 from mirror.server.controls import Controls
 from mirror.server.errors import OutOfPlace, Refused, rolled_back, unknown_collection
 from mirror.server.producer import Producer, ProducerPort

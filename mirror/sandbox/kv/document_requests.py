@@ -11,8 +11,8 @@ from functools import partial
 from mirror.document import values
 from mirror.sandbox.data.documents import DocumentError, Mode
 from mirror.sandbox.data.item import Item
-from mirror.sandbox.data.vbucket import Vbucket
-from mirror.sandbox.kv.session import SandboxHandler, SandboxSession, document_of
+from mirror.sandbox.data.sandbox_vbucket import Vbucket
+from mirror.sandbox.kv.sandbox_session import SandboxHandler, SandboxSession, document_of
 from mirror.server.document_requests import got, quiet_miss, wire_key
 from mirror.server.session import READ, WRITE, Answer, Operation, Reply
 from mirror.wire import codec_kv

@@ -9,7 +9,7 @@ from __future__ import annotations
 from mirror.document.jsonpath import PathError
 from mirror.sandbox.data.documents import DocumentError, Mode
 from mirror.sandbox.kv.document_requests import changed, frame_options
-from mirror.sandbox.kv.session import SandboxSession
+from mirror.sandbox.kv.sandbox_session import SandboxSession
 from mirror.sandbox.kv.subdoc import Draft
 from mirror.server.document_requests import ACCESS_DELETED, check_path_order, path_text, wire_key
 from mirror.server.session import WRITE, Operation, Reply

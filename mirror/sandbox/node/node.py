@@ -19,9 +19,9 @@ from mirror.errors import ConfigError
 from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.clustermap import SandboxAddress
 from mirror.sandbox.dcp.producer import PIECE_BYTES, SandboxProducer
-from mirror.sandbox.dcp.stream import ProducerStream
+from mirror.sandbox.dcp.producer_stream import ProducerStream
 from mirror.sandbox.kv import document_requests, subdoc_requests
-from mirror.sandbox.kv.session import SandboxSession
+from mirror.sandbox.kv.sandbox_session import SandboxSession
 from mirror.sandbox.node.link import NetworkLink
 from mirror.server import dcp_requests, dispatch, requests
 from mirror.server import document_requests as reads

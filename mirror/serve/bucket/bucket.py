@@ -24,10 +24,10 @@ from mirror.wire.constants import Status
 from storage.env import directory
 from storage.errors import AnswerTooLarge, NotHeld, StorageError, Unavailable, UnknownCollection, ViewInvalidated
 from storage.model import DEFAULT_COLLECTION, Document, Manifest, VbucketState
-from storage.read import states, stream
+from storage.read import states, stream_reads
 from storage.read.scan import KeySelection
 from storage.read.states import Unreadable
-from storage.read.stream import ServedState
+from storage.read.stream_reads import ServedState
 from storage.read.view import Pin, Served, View, open_view
 
 MANIFEST_FRESH_S = 0.5
@@ -212,7 +212,7 @@ class ServedBucket:
         if vbid not in self.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
         with self._reading():
-            found = stream.served_state(self.view.reader(vbid))
+            found = stream_reads.served_state(self.view.reader(vbid))
         if not found.whole:
             raise Refused(Status.NOT_MY_VBUCKET, bare=True)
         return found

@@ -18,8 +18,8 @@ from functools import partial
 from mirror.serve.access.auth import Reader
 from mirror.serve.bucket.bucket import ServedBucket
 from mirror.serve.dcp import filter as dcp_filter
+from mirror.serve.dcp.dcp_stream import PIECE_BYTES, DcpStream
 from mirror.serve.dcp.filter import ServedFilter
-from mirror.serve.dcp.stream import PIECE_BYTES, DcpStream
 from mirror.serve.watch import News, Watch
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
@@ -30,8 +30,8 @@ from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import StreamRequest
 from storage.errors import StorageError
 from storage.model import SEQNO_MAX, FailoverLog
-from storage.read import stream as store
-from storage.read.stream import ServedState
+from storage.read import stream_reads as store
+from storage.read.stream_reads import ServedState
 from storage.read.view import View
 
 STREAMS_MAX = 16_384

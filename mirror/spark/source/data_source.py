@@ -28,12 +28,12 @@ from pyspark.sql.types import StructType
 
 from mirror.errors import ConfigError
 from mirror.spark.source import local
+from mirror.spark.source.changes_stream import ChangesReader, ChangesStream
 from mirror.spark.source.columns import DOCUMENTS, TABLES
 from mirror.spark.source.failures import Carried, clear_errors, hide_tracebacks, show_tracebacks, with_clear_errors
 from mirror.spark.source.filters import accept
 from mirror.spark.source.local import Restriction
 from mirror.spark.source.options import Options, parse
-from mirror.spark.source.stream import ChangesReader, ChangesStream
 from mirror.typed.bodies import Bodies
 from mirror.typed.rows import Shape
 from mirror.typed.times import machine_zone

@@ -13,8 +13,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from mirror.sandbox import SandboxCluster, SandboxThread
+from mirror.spark.source.changes_stream import ChangesStream
 from mirror.spark.source.options import parse
-from mirror.spark.source.stream import ChangesStream
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 from tests.spark.source.test_source import message_of
 

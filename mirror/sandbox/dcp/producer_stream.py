@@ -12,8 +12,8 @@ from itertools import chain
 from random import Random
 
 from mirror.sandbox.data.item import ABORT, MUTATION, PREPARE, BetweenItem, Item
+from mirror.sandbox.data.sandbox_vbucket import Vbucket
 from mirror.sandbox.data.streams import StreamTuning
-from mirror.sandbox.data.vbucket import Vbucket
 from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.sandbox.dcp.filter import SandboxFilter
 from mirror.server.controls import Controls

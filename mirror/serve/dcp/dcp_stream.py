@@ -26,8 +26,8 @@ from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, 
 from mirror.wire.errors import ProtocolError
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
 from storage.errors import StorageError, ViewInvalidated
-from storage.read import stream as store
-from storage.read.stream import ServedState
+from storage.read import stream_reads as store
+from storage.read.stream_reads import ServedState
 from storage.read.view import View
 
 DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)

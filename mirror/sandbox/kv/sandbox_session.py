@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mirror.sandbox.data.bucket import Bucket, User
 from mirror.sandbox.data.item import Item
-from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.data.sandbox_vbucket import Vbucket
 from mirror.server.document_requests import DocumentSession
 from mirror.server.errors import Refused, unknown_collection
 from mirror.server.session import (

@@ -13,7 +13,7 @@ from functools import partial
 from mirror.clock import Clock
 from mirror.feed.cluster.collection_watch import CollectionWatch
 from mirror.feed.cluster.map_follower import MapFollower
-from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.connection.node_session import NodeSession, StreamAnswer
 from mirror.feed.follow.group_commits import Group
 from mirror.feed.follow.store_sink import PersistenceGate, StoreSink
 from mirror.feed.host import MachineEvent, VbucketHost
