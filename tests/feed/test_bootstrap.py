@@ -76,7 +76,7 @@ def first(access: Access) -> NodeAddress:
     return access.source.addresses[0]
 
 
-async def test_login_goes_by_the_strongest_mechanism_and_selects_the_bucket(tmp_path: Path) -> None:
+async def test_the_login_uses_the_strongest_mechanism_and_selects_the_bucket(tmp_path: Path) -> None:
     async with ScriptedNode() as node:
         access = access_to(node, tmp_path)
         link, handshake = await enter(access, first(access), SystemClock())
@@ -89,7 +89,7 @@ async def test_login_goes_by_the_strongest_mechanism_and_selects_the_bucket(tmp_
         link.close()
 
 
-async def test_features_that_were_not_requested_are_not_believed(tmp_path: Path) -> None:
+async def test_features_that_were_not_requested_are_ignored(tmp_path: Path) -> None:
     async with ScriptedNode({Opcode.HELLO: refuse(Status.SUCCESS, b"\x00\x08\x00\x0e\x12\x34")}) as node:
         access = access_to(node, tmp_path)
         link, handshake = await enter(access, first(access), SystemClock())
@@ -127,7 +127,7 @@ async def test_each_refusal_is_one_clear_error(
         assert caught.value.hint
 
 
-async def test_plain_is_used_only_where_it_is_allowed(tmp_path: Path) -> None:
+async def test_plain_is_used_only_if_it_is_allowed(tmp_path: Path) -> None:
     async with ScriptedNode() as node:
         node.mechanisms = b"PLAIN"
         access = access_to(node, tmp_path, plain_allowed=True)
@@ -136,14 +136,14 @@ async def test_plain_is_used_only_where_it_is_allowed(tmp_path: Path) -> None:
         assert [frame.key for frame in node.received_requests(Opcode.SASL_AUTH)] == [b"PLAIN"]
 
 
-async def test_node_that_answers_nothing_is_a_timeout(tmp_path: Path) -> None:
+async def test_a_node_that_does_not_answer_is_a_timeout(tmp_path: Path) -> None:
     async with ScriptedNode({Opcode.HELLO: silent}) as node:
         access = access_to(node, tmp_path, connect_timeout_s=0.05)
         with pytest.raises(SourceTimeout, match="HELLO"):
             await enter(access, first(access), SystemClock())
 
 
-async def test_map_is_read_or_refused_by_name(tmp_path: Path) -> None:
+async def test_a_map_is_parsed_or_refused_with_the_reason(tmp_path: Path) -> None:
     async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(MAP).encode())}) as node:
         access = access_to(node, tmp_path)
         link, _ = await enter(access, first(access), SystemClock())
@@ -157,7 +157,7 @@ async def test_map_is_read_or_refused_by_name(tmp_path: Path) -> None:
         link.close()
 
 
-async def test_a_map_that_is_known_already_is_not_sent_again_where_the_node_can_judge_that(tmp_path: Path) -> None:
+async def test_a_known_map_is_not_sent_again_if_the_node_supports_that(tmp_path: Path) -> None:
     config = json.dumps(MAP).encode()
     known = parse_cluster_map(config, "127.0.0.1")
     newer = json.dumps(MAP | {"rev": 8}).encode()
@@ -194,7 +194,7 @@ async def test_the_network_of_the_first_map_is_kept(tmp_path: Path) -> None:
         assert found.nodes[0].host == ("127.0.0.1" if network == "external" else "node.internal")
 
 
-async def test_an_impostor_is_not_reported_the_password(tmp_path: Path) -> None:
+async def test_an_impostor_does_not_get_the_password(tmp_path: Path) -> None:
     """A server that cannot prove that it knows the password is not sent it in the clear, not even inside TLS."""
     authority = Authority(tmp_path)
     answers: dict[int, Answer] = {Opcode.SASL_STEP: refuse(Status.SUCCESS, b"v=AAAA")}
@@ -204,7 +204,7 @@ async def test_an_impostor_is_not_reported_the_password(tmp_path: Path) -> None:
         assert [frame.key for frame in node.received_requests(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512"]
 
 
-async def test_inside_tls_plain_is_tried_for_users_of_a_directory_service(tmp_path: Path) -> None:
+async def test_plain_is_tried_inside_tls_for_users_of_a_directory_service(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     async with ScriptedNode(ssl=authority.node_context("127.0.0.1")) as node:
         node.answers[Opcode.SASL_STEP] = refuse(Status.AUTH_ERROR)
@@ -215,7 +215,7 @@ async def test_inside_tls_plain_is_tried_for_users_of_a_directory_service(tmp_pa
 
 
 @pytest.mark.parametrize("mechanisms", [None, b"SCRAM-SHA512 EXTERNAL"])
-async def test_a_certificate_is_a_login_said_again_where_the_server_requires_it(
+async def test_a_certificate_login_is_repeated_by_sasl_if_the_server_requires_it(
     tmp_path: Path, mechanisms: bytes | None
 ) -> None:
     authority = Authority(tmp_path)
@@ -236,7 +236,7 @@ async def test_a_certificate_is_a_login_said_again_where_the_server_requires_it(
                 await enter(access, NodeAddress("127.0.0.1", node.port), SystemClock())
 
 
-async def test_a_port_that_speaks_tls_is_found_out(tmp_path: Path) -> None:
+async def test_a_port_that_speaks_tls_is_recognised(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     async with ScriptedNode(ssl=authority.node_context("127.0.0.1")) as node:
         access = access_to(node, tmp_path)
@@ -245,19 +245,19 @@ async def test_a_port_that_speaks_tls_is_found_out(tmp_path: Path) -> None:
     assert "couchbases://" in caught.value.hint
 
 
-def test_certificates_without_tls_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
+def test_a_client_certificate_without_tls_is_refused_before_a_connection(tmp_path: Path) -> None:
     for name in ("tls_ca_file", "tls_client_cert_file"):
         with pytest.raises(ConfigError, match=name):
             Access.of(parse("couchbase://demo@h/b"), validated({name: tmp_path / "some.pem"}))
 
 
-def test_what_the_string_says_of_the_network_outranks_the_setting() -> None:
+def test_the_network_of_the_connection_string_outranks_the_setting() -> None:
     settings = Settings(network="default")
     assert Access.of(parse("couchbase://demo@h/b?network=external"), settings).settings.network == "external"
     assert Access.of(parse("couchbase://demo@h/b"), settings).settings.network == "default"
 
 
-async def test_high_seqnos_are_read_or_refused(tmp_path: Path) -> None:
+async def test_high_seqnos_are_parsed_or_refused(tmp_path: Path) -> None:
     body = encode_all_vb_seqnos([(0, 5), (1023, 2**64 - 1)])
     async with ScriptedNode({Opcode.GET_ALL_VB_SEQNOS: refuse(Status.SUCCESS, body)}) as node:
         access = access_to(node, tmp_path)
@@ -277,7 +277,7 @@ async def test_high_seqnos_are_read_or_refused(tmp_path: Path) -> None:
         ("10.2.0.1", False), ("cluster.example", False), ("n7.cluster.example.evil", False), ("db11", False),
     ],
 )  # fmt: skip
-def test_a_map_names_only_hosts_that_it_may(host: str, allowed: bool) -> None:
+def test_a_map_with_a_forbidden_host_is_refused(host: str, allowed: bool) -> None:
     """Anyone who sends a map decides which hosts our name and proof go to."""
     assert host_allowed(host, ("db1", "*.cluster.example", "10.1.0.0/16")) is allowed
     settings = validated({"source_hosts": "db1,*.cluster.example, 10.1.0.0/16"})

@@ -20,9 +20,7 @@ def versions(mirror: Mirror) -> list[int]:
 
 
 @pytest.mark.parametrize("requested", [True, False])
-async def test_every_version_that_the_source_kept_is_there_where_it_is_requested(
-    tmp_path: Path, requested: bool
-) -> None:
+async def test_every_version_that_the_source_kept_is_mirrored_on_request(tmp_path: Path, requested: bool) -> None:
     cluster = SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1, keeps_history=True)
     async with cluster, Mirrors(cluster, tmp_path, compares=False, groups=1) as mirrors:
         for number in range(6):
@@ -45,7 +43,7 @@ async def test_every_version_that_the_source_kept_is_there_where_it_is_requested
             assert hot.seqno == 13
 
 
-async def test_a_bucket_that_keeps_none_goes_on_without_and_that_is_said(tmp_path: Path) -> None:
+async def test_a_bucket_without_history_is_mirrored_with_a_warning(tmp_path: Path) -> None:
     cluster = SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1)
     async with cluster, Mirrors(cluster, tmp_path, compares=False, groups=1) as mirrors:
         cluster.set("hot", {"n": 1})

@@ -7,7 +7,7 @@ import asyncio
 from mirror.clock import Clock, SystemClock, happens
 
 
-async def test_system_clock_does_not_go_back_and_names_are_unique() -> None:
+async def test_the_system_clock_never_goes_back_and_its_names_are_unique() -> None:
     clock: Clock = SystemClock()
     first = clock.monotonic()
     await clock.sleep(0)
@@ -17,7 +17,7 @@ async def test_system_clock_does_not_go_back_and_names_are_unique() -> None:
     assert clock.unique() != clock.unique()
 
 
-async def test_an_event_is_waited_for_no_longer_than_is_said() -> None:
+async def test_a_wait_for_an_event_ends_at_its_timeout() -> None:
     event = asyncio.Event()
     assert not await happens(event, 0.001)
     event.set()

@@ -78,7 +78,7 @@ async def until_caught_up(mirror: Mirror) -> None:
     )
 
 
-async def test_one_collection_alone_is_mirrored_and_followed(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_a_mirror_of_one_collection_holds_no_other(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 40)
     mirror = mirrors.start(selection=AIRLINE)
     await until_holds(mirror, "inventory.airline", keys(40))
@@ -96,7 +96,7 @@ async def test_one_collection_alone_is_mirrored_and_followed(cluster: SandboxClu
             documents(mirror, other)
 
 
-async def test_a_restart_goes_on_where_it_was(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_a_restart_resumes_at_its_position(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 40)
     mirror = mirrors.start(selection=TWO)
     await until_holds(mirror, "inventory.route", keys(40))
@@ -110,7 +110,7 @@ async def test_a_restart_goes_on_where_it_was(cluster: SandboxCluster, mirrors: 
     assert mirror.status()["counters"]["received_documents"] == 10
 
 
-async def test_a_scope_gets_its_new_collections_by_itself(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_a_mirror_of_a_scope_includes_new_collections(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 20)
     mirror = mirrors.start(selection=Selection.of("inventory", None))
     await until_holds(mirror, "inventory.route", keys(20))
@@ -124,7 +124,7 @@ async def test_a_scope_gets_its_new_collections_by_itself(cluster: SandboxCluste
     assert mirror.status()["counters"]["requested_again_bytes"] == 0
 
 
-async def test_a_scope_without_collections_has_nothing_to_wait_for(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_a_scope_without_collections_is_caught_up(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     """Its lag was unknown for ever: no collection's high seqno could be polled."""
     cluster.bucket.create_scope("bare")
     mirror = mirrors.start(selection=Selection.of("bare", None))
@@ -151,7 +151,7 @@ def gone(mirror: Mirror, collection: str) -> bool:
     return False
 
 
-async def test_a_collection_that_does_not_exist_yet_is_waited_for_and_said(
+async def test_a_collection_that_does_not_exist_yet_is_waited_for_with_a_warning(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     mirror = mirrors.start(selection=Selection.of(None, ["inventory.hotel"]))
@@ -165,7 +165,7 @@ async def test_a_collection_that_does_not_exist_yet_is_waited_for_and_said(
     assert mirror.status()["warnings"] == []
 
 
-async def test_one_of_several_that_comes_later_is_fetched_whole(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_a_collection_created_later_is_fetched_whole(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     """The others were streamed beyond its creation: what it got till then would never come."""
     mirror = mirrors.make(selection=Selection.of(None, ["inventory.airline", "inventory.hotel"]))
     write(cluster, 20, "doc", "inventory.airline")
@@ -180,9 +180,7 @@ async def test_one_of_several_that_comes_later_is_fetched_whole(cluster: Sandbox
     assert {row["rollback_count"] for row in mirror.status()["vbuckets"]} == {0}
 
 
-async def test_one_of_several_that_is_dropped_leaves_and_the_rest_goes_on_also_over_the_end_of_a_stream(
-    cluster: SandboxCluster, mirrors: Mirrors
-) -> None:
+async def test_a_dropped_collection_leaves_and_the_others_stream_on(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 20)
     mirror = mirrors.start(selection=TWO)
     await until_holds(mirror, "inventory.route", keys(20))
@@ -202,7 +200,7 @@ async def test_one_of_several_that_is_dropped_leaves_and_the_rest_goes_on_also_o
     await until_holds(mirror, "inventory.airline", kept)
 
 
-async def test_when_its_only_collection_is_dropped_it_says_so_and_takes_the_next_of_that_name(
+async def test_a_mirror_of_a_dropped_collection_waits_for_a_new_one_of_that_name(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     """End code 7: not requested again and again, and not stopped for ever."""
@@ -220,7 +218,7 @@ async def test_when_its_only_collection_is_dropped_it_says_so_and_takes_the_next
     await until_caught_up(mirror)
 
 
-async def test_what_was_dropped_and_made_again_while_nobody_listened_is_the_new_one(
+async def test_a_collection_recreated_while_the_mirror_was_down_is_the_new_one(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     write(cluster, 20)
@@ -237,7 +235,7 @@ async def test_what_was_dropped_and_made_again_while_nobody_listened_is_the_new_
 
 
 @pytest.mark.parametrize("status", [Status.UNKNOWN_COLLECTION, Status.UNKNOWN_SCOPE])
-async def test_a_node_whose_manifest_is_older_is_queried_again(
+async def test_a_node_with_an_older_manifest_is_queried_again(
     cluster: SandboxCluster, mirrors: Mirrors, status: Status
 ) -> None:
     write(cluster, 20)
@@ -288,7 +286,7 @@ async def test_a_service_shows_a_source_without_collections_as_refused(tmp_path:
         assert "7.0 or newer" in mirror.row(0)["text"]
 
 
-async def test_a_user_who_may_not_see_the_servers_own_collections_learns_what_is_missing(
+async def test_a_user_who_may_not_see_system_collections_gets_a_warning(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     """Its streams leave them out without a word, and lag by the bucket's seqnos would never end."""
@@ -313,7 +311,7 @@ def manifest(uid: int, **collections: int) -> SourceManifest:
     return SourceManifest(uid, {"inventory": 8}, names)
 
 
-def test_manifests_move_forward_alone_and_only_what_is_new_is_reported() -> None:
+def test_the_watch_follows_only_newer_manifests_and_reports_only_changes() -> None:
     notified: list[set[int]] = []
     access = SimpleNamespace(settings=Settings())
     nobody: Any = SimpleNamespace(ready_sessions=list, current=None, access=access, clock=SystemClock())

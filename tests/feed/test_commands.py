@@ -13,7 +13,9 @@ from storage.errors import NoSuchBoundary
 from tests.feed.harness import Mirrors, write
 
 
-async def test_rollback_on_command_and_streaming_on_from_there(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_a_rollback_on_command_is_followed_by_a_stream_from_its_boundary(
+    cluster: SandboxCluster, mirrors: Mirrors
+) -> None:
     write(cluster, 50)
     mirror = await mirrors.follow()
     boundary = mirror.row(3)["published_seqno"]
@@ -34,7 +36,7 @@ async def test_rollback_on_command_and_streaming_on_from_there(cluster: SandboxC
         mirror.consumer.request(RollBack(99, 1))
 
 
-async def test_resync_on_command_while_the_old_copy_is_served(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_a_resync_on_command_serves_the_old_copy_meanwhile(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 200)
     mirror = await mirrors.follow(resync_reads="stale")
     await mirror.until(lambda: mirror.row(3)["lag_seqnos"] == 0, "all of it is published")
@@ -56,7 +58,7 @@ async def test_resync_on_command_while_the_old_copy_is_served(cluster: SandboxCl
         mirror.consumer.request(Resync(99))
 
 
-async def test_a_resync_without_space_is_refused_also_while_another_is_under_way(
+async def test_a_resync_without_space_is_refused_even_during_another(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(cluster, 200)
@@ -69,7 +71,7 @@ async def test_a_resync_without_space_is_refused_also_while_another_is_under_way
     await mirror.until(lambda: mirror.row(3)["branch"] == staging, "the first resync ends")
 
 
-async def test_published_ahead_of_the_last_known_high_seqno_is_no_negative_lag(
+async def test_a_published_seqno_above_the_known_high_seqno_is_a_lag_of_zero(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     write(cluster, 50)

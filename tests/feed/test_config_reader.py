@@ -19,7 +19,9 @@ def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
 
 
-def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_outranks_the_environment_the_file_and_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "mirror.toml"
     file.write_text('workers = 3\ngroups = 4\nsync = "full"\n')
     monkeypatch.setenv("DCP_MIRROR_GROUPS", "5")
@@ -47,7 +49,7 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path, monkey
         ({"tls_minimum_version": "1.0"}, "tls_minimum_version"),
     ],
 )
-def test_bad_value_is_an_error_that_names_the_setting_and_the_remedy(flags: dict[str, object], named: str) -> None:
+def test_a_bad_value_is_an_error_that_names_the_setting_and_the_remedy(flags: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(flags)
     assert caught.value.setting == named
@@ -57,7 +59,7 @@ def test_bad_value_is_an_error_that_names_the_setting_and_the_remedy(flags: dict
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_setting_is_refused_with_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_setting_is_refused_with_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mirror.toml"
     file.write_text("worker = 3\n")
     with pytest.raises(ConfigError, match="did you mean workers"):
@@ -67,7 +69,7 @@ def test_unknown_setting_is_refused_with_the_nearest_name(tmp_path: Path, monkey
         load()
 
 
-def test_bad_file_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_bad_file_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(config_file=tmp_path / "absent.toml")
     file = tmp_path / "bad.toml"
@@ -76,7 +78,7 @@ def test_bad_file_is_one_clear_error(tmp_path: Path) -> None:
         load(config_file=file)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+def test_a_byte_order_mark_of_a_file_is_ignored(tmp_path: Path) -> None:
     """Editors of Windows write one: "Invalid statement (at line 1, column 1)" was said of a right line."""
     file, password = tmp_path / "mirror.toml", tmp_path / "password"
     file.write_bytes(b"\xef\xbb\xbfworkers = 3\r\n")
@@ -89,14 +91,14 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
     assert read_users(users)["users"] == {}
 
 
-def test_settings_are_frozen_and_survive_the_way_to_another_process(tmp_path: Path) -> None:
+def test_settings_are_frozen_and_unchanged_in_another_process(tmp_path: Path) -> None:
     settings = load({"data": tmp_path, "source": "couchbase://demo@localhost/demo", "collections": "a.b,c.d"}).settings
     with pytest.raises(FrozenInstanceError):
         settings.workers = 9  # type: ignore[misc]
     assert from_wire(json.loads(json.dumps(to_wire(settings)))) == settings
 
 
-def test_password_comes_from_environment_then_file_then_secrets_folder(
+def test_the_password_comes_from_the_environment_then_a_file_then_the_secrets_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "secrets"
@@ -119,7 +121,7 @@ def test_password_comes_from_environment_then_file_then_secrets_folder(
     assert "from environment" not in str(shown)
 
 
-def test_unreadable_password_file_is_a_clear_error(tmp_path: Path) -> None:
+def test_an_unreadable_password_file_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         PasswordSource(tmp_path / "absent", None).read()
     big = tmp_path / "big"

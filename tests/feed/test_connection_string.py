@@ -39,7 +39,7 @@ from mirror.feed.connection.connection_string import ConnectionString, NodeAddre
         ),
     ],
 )
-def test_what_is_meant(text: str, meant: ConnectionString) -> None:
+def test_a_connection_string_is_parsed_to_its_parts(text: str, meant: ConnectionString) -> None:
     assert parse(text) == meant
     again = parse(str(meant))
     for part in ("tls", "user", "addresses", "bucket", "network", "srv_name"):
@@ -72,7 +72,7 @@ def test_what_is_meant(text: str, meant: ConnectionString) -> None:
         ("couchbase://" + ",".join(["h"] * 65) + "/b", "hosts"),
     ],
 )
-def test_what_cannot_be_meant_is_one_clear_error(text: str, said: str) -> None:
+def test_an_invalid_connection_string_is_one_clear_error(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         parse(text)
     assert caught.value.setting == "source"

@@ -112,7 +112,7 @@ async def test_a_node_has_one_keeper_for_as_long_as_it_is_needed(owner: Owner) -
     assert connections.keepers == {}
 
 
-async def test_the_source_waits_also_on_a_session_that_opens_meanwhile(owner: Owner) -> None:
+async def test_a_session_opened_while_acks_are_held_holds_its_acks(owner: Owner) -> None:
     owner.may_open.clear()
     owner.connections.keep(ONE)
     owner.connections.hold_acks()
@@ -125,7 +125,7 @@ async def test_the_source_waits_also_on_a_session_that_opens_meanwhile(owner: Ow
     await owner.connections.close()
 
 
-async def test_what_stands_in_the_way_is_said_once(owner: Owner) -> None:
+async def test_an_error_shared_by_several_nodes_is_shown_once(owner: Owner) -> None:
     assert owner.connections.errors() == ""
     for address in (ONE, OTHER):
         owner.connections.keep(address).error = ConnectFailed("no route")
@@ -152,7 +152,7 @@ def test_pauses_double_up_to_the_cap_and_spread() -> None:
     assert failures.add(down[0]) == 0.05
 
 
-def test_another_kind_of_failure_is_tried_again_soon() -> None:
+def test_another_kind_of_failure_is_retried_soon() -> None:
     """An engine was away for 15 s; its bucket came 3 s after its port, and the mirror 45 s later."""
     failures = FailureCount(validated(RETRIES), Jitter())
     errors = [ConnectFailed("down"), BucketMissing("no bucket"), AuthRejected("no user"), BucketMissing("gone again")]
@@ -163,7 +163,7 @@ def test_another_kind_of_failure_is_tried_again_soon() -> None:
         assert pauses[-1] == (1.0 if error.retryable else 60.0)
 
 
-async def test_node_that_fails_is_tried_again_after_growing_pauses(owner: Owner) -> None:
+async def test_a_node_that_fails_is_tried_again_after_growing_pauses(owner: Owner) -> None:
     owner.outcomes = [ConnectFailed("one"), RemoteProtocolError("two"), AuthRejected("three")]
     keeper = owner.connections.keep(ONE)
     await owner.pass_time()
@@ -184,7 +184,7 @@ async def test_node_that_fails_is_tried_again_after_growing_pauses(owner: Owner)
     await keeper.stop()
 
 
-async def test_lost_session_is_replaced_by_one_other(owner: Owner) -> None:
+async def test_a_lost_session_is_replaced_by_one_other(owner: Owner) -> None:
     keeper = owner.connections.keep(ONE)
     await owner.pass_time()
     owner.sessions[0].close(ConnectFailed("lost"))
@@ -198,7 +198,7 @@ async def test_lost_session_is_replaced_by_one_other(owner: Owner) -> None:
 
 
 @pytest.mark.parametrize("outcome", [None, ConnectFailed("down")])
-async def test_stopped_keeper_leaves_nothing_open_and_tries_no_more(owner: Owner, outcome: Exception | None) -> None:
+async def test_a_stopped_keeper_leaves_nothing_open_and_stops_trying(owner: Owner, outcome: Exception | None) -> None:
     owner.outcomes = [outcome]
     keeper = owner.connections.keep(ONE)
     await owner.pass_time()
@@ -210,7 +210,7 @@ async def test_stopped_keeper_leaves_nothing_open_and_tries_no_more(owner: Owner
     assert owner.defects == [], "an end on demand is no defect"
 
 
-async def test_a_defect_that_ends_the_keeping_is_reported(owner: Owner) -> None:
+async def test_a_defect_that_ends_a_keeper_is_reported(owner: Owner) -> None:
     owner.outcomes = [AssertionError("a defect")]
     owner.connections.keep(ONE)
     await owner.pass_time()

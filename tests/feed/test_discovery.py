@@ -68,7 +68,7 @@ async def test_discovery_looks_for_the_hosts_behind_a_name_each_time(tmp_path: P
             assert (await discover(access, SystemClock())).rev == 7
 
 
-async def test_one_address_that_answers_is_enough_and_a_refusal_is_raised(tmp_path: Path) -> None:
+async def test_an_address_that_answers_is_enough_and_a_refusal_is_raised(tmp_path: Path) -> None:
     async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(MAP).encode())}) as node:
         access = access_to(node, tmp_path)
         here = first(access)
@@ -97,7 +97,7 @@ def map_of(rev: int, *nodes: ScriptedNode, uuid: str = "u") -> Answer:
     return refuse(Status.SUCCESS, json.dumps(config).encode())
 
 
-async def test_the_newest_map_of_all_hosts_and_of_all_nodes_that_any_map_names_is_taken(tmp_path: Path) -> None:
+async def test_the_newest_map_of_all_hosts_and_nodes_is_chosen(tmp_path: Path) -> None:
     """The first host has an old map; of the second, which that names, comes a newer one, which names a third."""
     async with ScriptedNode() as old, ScriptedNode() as newer, ScriptedNode() as newest:
         old.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, old, newer)
@@ -126,7 +126,7 @@ async def test_silent_hosts_delay_neither_a_map_nor_a_refusal(tmp_path: Path, mo
                 await discover(wrong, SystemClock(), addresses=hosts)
 
 
-async def test_a_node_that_refuses_us_does_not_hide_the_maps_of_the_others(tmp_path: Path) -> None:
+async def test_a_node_that_refuses_the_login_does_not_hide_the_maps_of_others(tmp_path: Path) -> None:
     async with ScriptedNode() as node, ScriptedNode() as refusing, ScriptedNode() as other:
         node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node, refusing, other)
         refusing.answers[Opcode.SASL_AUTH] = refuse(Status.AUTH_ERROR)

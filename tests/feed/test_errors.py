@@ -17,7 +17,7 @@ def every_error(root: type[MirrorError] = MirrorError) -> Iterator[type[MirrorEr
 
 
 @pytest.mark.parametrize("error", [kind for kind in every_error() if kind.__module__ == errors.__name__])
-def test_an_error_is_one_line_with_what_and_hint_and_stands_in_the_drawing(error: type[MirrorError]) -> None:
+def test_an_error_is_one_line_with_a_hint_and_is_in_the_drawing(error: type[MirrorError]) -> None:
     made = error("it broke", hint="fix it")
     assert str(made) == "it broke (fix it)"
     assert made.exit_code in ExitCode
@@ -25,7 +25,7 @@ def test_an_error_is_one_line_with_what_and_hint_and_stands_in_the_drawing(error
         assert error.__name__ in (errors.__doc__ or "")
 
 
-def test_what_the_source_refuses_is_exit_4_and_another_bucket_is_exit_3() -> None:
+def test_a_refusal_by_the_source_is_exit_4_and_another_bucket_is_exit_3() -> None:
     for refused in (errors.AuthRejected, errors.PrivilegeMissing, errors.BucketMissing, errors.TlsFailed):
         assert refused("x").exit_code == 4
         assert not refused("x").retryable

@@ -24,7 +24,7 @@ from storage.write.background import Background
 from tests.feed.harness import Mirrors, write
 
 
-async def test_full_disk_stops_one_group_and_it_goes_on_later(
+async def test_a_full_disk_stops_one_group_until_there_is_space(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(cluster, 100)
@@ -57,7 +57,7 @@ async def test_full_disk_stops_one_group_and_it_goes_on_later(
 
 
 @pytest.mark.parametrize("reopening_fails", [0, 1, 3])
-async def test_a_group_whose_device_failed_comes_back_though_it_cannot_be_opened_at_once(
+async def test_a_group_whose_device_failed_returns_after_several_attempts(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, reopening_fails: int
 ) -> None:
     write(cluster, 100)
@@ -86,7 +86,7 @@ async def test_a_group_whose_device_failed_comes_back_though_it_cannot_be_opened
     assert [group["error"] for group in mirror.status()["groups"]] == [None, None]
 
 
-async def test_whatever_a_groups_store_raises_stops_that_group_alone(
+async def test_any_error_of_a_group_store_stops_only_that_group(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(cluster, 100)
@@ -109,7 +109,7 @@ async def test_whatever_a_groups_store_raises_stops_that_group_alone(
     directory.GroupLock(writer.path).release()  # given up
 
 
-async def test_a_group_whose_file_was_moved_away_is_reported_as_failed_at_once_and_damaged_soon(
+async def test_a_group_whose_file_was_moved_away_is_reported_failed_then_damaged(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     """Until the group had noticed it itself, its worker gave no report at all, of no group."""
@@ -126,7 +126,7 @@ async def test_a_group_whose_file_was_moved_away_is_reported_as_failed_at_once_a
     os.rename(f"{path}.aside", path)
 
 
-async def test_groups_that_always_have_something_to_commit_take_turns(
+async def test_busy_groups_take_turns_to_commit(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror = await mirrors.follow(groups=4, commit_interval_ms=0)
@@ -146,7 +146,7 @@ async def test_groups_that_always_have_something_to_commit_take_turns(
     monkeypatch.undo()
 
 
-async def test_a_commit_begins_background_work_only_where_key_rows_are_to_be_made(
+async def test_a_commit_begins_background_work_only_for_pending_key_rows(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise each commit would look at every vbucket of the worker."""
@@ -175,7 +175,7 @@ async def test_a_commit_begins_background_work_only_where_key_rows_are_to_be_mad
 WAIT_MAX_S = 0.025
 
 
-def test_all_groups_of_a_worker_that_was_idle_commit_at_once() -> None:
+def test_all_groups_of_an_idle_worker_commit_at_once() -> None:
     pace = CommitPace(WAIT_MAX_S)
     now = 100.0
     for _ in range(8):
@@ -184,7 +184,7 @@ def test_all_groups_of_a_worker_that_was_idle_commit_at_once() -> None:
         now += 0.001
 
 
-def test_after_what_an_idle_time_pays_for_commits_wait_until_they_took_their_share() -> None:
+def test_commits_beyond_the_credit_of_an_idle_time_wait_for_their_share() -> None:
     pace = CommitPace(WAIT_MAX_S)
     pace.committed(100.0, 100.010)
     pace.committed(100.010, 100.020)
@@ -206,7 +206,7 @@ def test_a_timer_that_is_late_does_not_slow_down_the_commits_after_it() -> None:
     assert ended[-1] - ended[99] <= 100 * cost_s / COMMIT_SHARE + 2 * late_s
 
 
-def test_no_group_waits_longer_than_it_may_whatever_commits_cost() -> None:
+def test_a_group_never_waits_longer_than_its_limit() -> None:
     pace = CommitPace(WAIT_MAX_S)
     pace.committed(100.0, 101.0)
     assert pace.delay_s(101.0, 100.990) == pytest.approx(0.015)

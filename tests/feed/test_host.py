@@ -37,14 +37,12 @@ def gate_of(rig: GatedVbucket) -> PersistenceGate:
     return rig.actor.gate
 
 
-def test_every_instruction_is_one_that_the_type_checker_has_the_executor_handle() -> None:
+def test_every_instruction_is_part_of_the_checked_union() -> None:
     defined = {kind for kind in vars(ins).values() if is_dataclass(kind) and kind.__module__ == ins.__name__}
     assert set(get_args(Instruction)) == defined
 
 
-def test_without_a_machine_the_rest_of_a_list_is_not_executed(
-    rig: GatedVbucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_stops_when_its_machine_is_dropped(rig: GatedVbucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is dropped while its list is executed: a read that is over, for example."""
     monkeypatch.setattr(rig.host, "close_stream", lambda _opaque: rig.host.drop_machine())
     rig.host.execute([ins.CloseStream(5), PUBLISH])
@@ -71,7 +69,7 @@ def test_a_refusal_by_the_sink_ends_the_list(rig: GatedVbucket, monkeypatch: pyt
     assert "advance to 3 below 5" in str(rig.actor.progress.last_error)
 
 
-def test_without_a_machine_nothing_is_handled_or_sent(rig: GatedVbucket) -> None:
+def test_a_host_without_a_machine_handles_and_sends_nothing(rig: GatedVbucket) -> None:
     sent = len(rig.session.requests)
     rig.host.drop_machine()
     assert (rig.host.machine, rig.host.streaming, rig.host.opaque) == (None, False, None)
@@ -83,7 +81,7 @@ def test_without_a_machine_nothing_is_handled_or_sent(rig: GatedVbucket) -> None
     assert len(rig.session.requests) == sent + 1
 
 
-def test_a_request_that_the_session_cannot_carry_is_answered_as_a_lost_connection(rig: GatedVbucket) -> None:
+def test_a_request_that_cannot_be_sent_counts_as_a_lost_connection(rig: GatedVbucket) -> None:
     rig.session.ready = False
     rig.host.start_machine()
     rig.connect()
@@ -92,7 +90,7 @@ def test_a_request_that_the_session_cannot_carry_is_answered_as_a_lost_connectio
     assert "no connection" in rig.actor.progress.text
 
 
-def test_what_is_not_attached_is_not_detached_twice(rig: GatedVbucket) -> None:
+def test_a_detached_vbucket_is_not_detached_again(rig: GatedVbucket) -> None:
     rig.accept((9, 0))
     rig.actor.detach(events.Stop("moved"))
     assert (rig.host.session, rig.actor.progress.text) == (None, "moved")
@@ -102,7 +100,7 @@ def test_what_is_not_attached_is_not_detached_twice(rig: GatedVbucket) -> None:
     assert "names no active node" in rig.actor.progress.text
 
 
-def test_an_answer_with_a_failover_log_is_read_or_refused() -> None:
+def test_an_answer_with_a_failover_log_is_parsed_or_refused() -> None:
     sent = request(Opcode.DCP_GET_FAILOVER_LOG)
     sound = response(sent, value=encode_failover_log([(7, 3), (5, 0)]))
     assert failover_log_event(sound) == events.FailoverLogReceived(FailoverLog.of([(7, 3), (5, 0)]))

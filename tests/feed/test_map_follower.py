@@ -58,7 +58,7 @@ class Polling(MapFollower):
                 await asyncio.sleep(0.01)
 
 
-async def test_a_round_ends_with_no_answer_but_the_last(tmp_path: Path) -> None:
+async def test_a_round_of_polling_ends_with_its_last_answer(tmp_path: Path) -> None:
     """The host of the source answers at once, with an old map; one that it names is silent, another knows better."""
     async with ScriptedNode() as stale, ScriptedNode({Opcode.HELLO: silent}) as dead, ScriptedNode() as newer:
         stale.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, stale, dead, newer)
@@ -82,7 +82,7 @@ async def test_a_map_that_a_node_sent_before_is_not_read_again(tmp_path: Path) -
             assert polling.received == [(node.port, 7)]
 
 
-async def test_who_asks_for_a_newer_map_again_and_again_is_served_with_growing_pauses(tmp_path: Path) -> None:
+async def test_repeated_requests_for_a_newer_map_are_served_with_growing_pauses(tmp_path: Path) -> None:
     """The vbuckets of a mirror that is still filling are refused until they are complete, and no map says more."""
     pauses: list[float] = []
 
@@ -116,7 +116,7 @@ async def test_who_asks_for_a_newer_map_again_and_again_is_served_with_growing_p
             assert min(pauses[before:]) <= 0.05, "a newer map may be the first of several"
 
 
-async def test_a_node_that_refuses_us_is_tried_with_growing_pauses_and_said(tmp_path: Path) -> None:
+async def test_a_node_that_refuses_the_login_is_reported_and_retried_with_pauses(tmp_path: Path) -> None:
     async with (
         ScriptedNode({Opcode.SASL_STEP: refuse(Status.AUTH_ERROR)}) as node,
         Polling(tmp_path, node) as polling,
@@ -147,7 +147,7 @@ async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("profile", ["6.6", pytest.param("7.2", marks=pytest.mark.ci), "8.0"])
-async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: str, tmp_path: Path) -> None:
+async def test_a_stale_node_that_was_failed_over_is_left(profile: str, tmp_path: Path) -> None:
     """The consumer is connected to this node only, but queries the other one, too."""
     async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         write(cluster, 100)
@@ -167,7 +167,7 @@ async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: st
         assert [len(alone.sent[vbid].stream_requests) for vbid in range(VBUCKETS)] == streams
 
 
-async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_path: Path) -> None:
+async def test_a_vbucket_that_gets_a_node_again_is_found_by_polling(tmp_path: Path) -> None:
     """The consumer has no session at all, and the nodes that announce maps are none of its own."""
     async with source_of(tmp_path, profile="8.0") as (cluster, mirrors):
         write(cluster, 50)
@@ -206,7 +206,7 @@ async def test_a_host_that_serves_another_bucket_now_does_not_end_a_mirror(tmp_p
         assert mirror.row(1)["published_seqno"] == cluster.vbucket(1).high_seqno > alone.vbuckets[1].high_seqno
 
 
-async def test_no_map_older_than_the_floor_is_followed_and_the_reason_is_said(tmp_path: Path) -> None:
+async def test_a_map_older_than_the_floor_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
         mirror = mirrors.start(groups=2, own_groups=[1], bootstrap_timeout_s=0.3)
@@ -216,7 +216,7 @@ async def test_no_map_older_than_the_floor_is_followed_and_the_reason_is_said(tm
         assert "--accept-older-map" in str(error)
 
 
-async def test_a_map_is_handed_to_who_shares_it_and_followed_when_it_comes_back(tmp_path: Path) -> None:
+async def test_a_map_is_shared_and_followed_when_it_is_returned(tmp_path: Path) -> None:
     async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
         mirror = mirrors.start(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1

@@ -45,7 +45,7 @@ def options() -> dict[str, Any]:
 # --- the gate
 
 
-def test_an_end_waits_until_it_is_persisted_and_stands_for_those_before_it() -> None:
+def test_an_end_is_released_with_those_before_it_once_persisted() -> None:
     gate = PersistenceGate()
     gate.hold(5, 1)
     gate.hold(9, 6)
@@ -60,7 +60,7 @@ def test_an_end_waits_until_it_is_persisted_and_stands_for_those_before_it() -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_however_many_wait_few_are_kept_and_what_is_released_was_an_end(seed: int) -> None:
+def test_the_gate_keeps_few_ends_and_releases_only_real_ones(seed: int) -> None:
     rng, gate, ends, released = Random(seed), PersistenceGate(), [0], 0
     for _ in range(3000):
         ends.append(ends[-1] + rng.randrange(1, 4))
@@ -73,7 +73,7 @@ def test_however_many_wait_few_are_kept_and_what_is_released_was_an_end(seed: in
     assert gate.release(ends[-1], PLAIN) == (ends[-1], ends[-2] + 1) or gate.waiting == 0
 
 
-def test_of_a_failover_only_what_both_histories_share_counts() -> None:
+def test_a_persisted_seqno_counts_only_up_to_the_common_history() -> None:
     assert common_persisted(ObservedSeqno(1, 7, 30, 40), 7) == 30
     assert common_persisted(ObservedSeqno(1, 8, 30, 40), 7) == 0
     assert common_persisted(ObservedSeqno(1, 8, 30, 40, 7, 20), 7) == 20
@@ -101,7 +101,7 @@ def replica_of(cluster: SandboxCluster, vbid: int) -> int:
 
 
 @pytest.mark.parametrize("copy", ["active", "replica"])
-async def test_what_one_copy_has_not_persisted_stays_invisible(
+async def test_changes_that_one_copy_has_not_persisted_stay_invisible(
     cluster: SandboxCluster, mirrors: Mirrors, copy: str
 ) -> None:
     node = cluster.bucket.map.owners[1] if copy == "active" else replica_of(cluster, 1)
@@ -130,7 +130,7 @@ async def test_what_one_copy_has_not_persisted_stays_invisible(
     assert mirror.row(1)["held_snapshots"] == 0
 
 
-async def test_a_failover_takes_nothing_back_that_readers_have_seen(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_a_failover_does_not_take_back_published_changes(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     first = write(cluster, 1, 20)
     mirror = mirrors.start()
     await mirror.until_published(1, first)
@@ -147,9 +147,7 @@ async def test_a_failover_takes_nothing_back_that_readers_have_seen(cluster: San
         assert view.boundaries(1)[0].seqno == first + 3
 
 
-async def test_what_waits_is_on_the_disk_and_a_restart_does_not_let_it_out(
-    cluster: SandboxCluster, mirrors: Mirrors
-) -> None:
+async def test_a_restart_does_not_release_held_snapshots(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     """Small batches, so that waiting snapshots are written down; then a new process finds them there."""
     first = write(cluster, 1, 5)
     mirror = mirrors.start(batch_bytes_max=64 * 1024)
@@ -197,7 +195,7 @@ async def test_a_service_shows_an_ephemeral_bucket_as_refused(cluster: SandboxCl
     assert mirror.status()["map"]["rev"] is None, "a map from the supervisor is refused, too"
 
 
-async def test_a_replica_that_is_away_holds_its_vbuckets_until_the_map_forgets_it(
+async def test_a_replica_that_is_away_holds_its_vbuckets_until_the_map_drops_it(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     here = next(vbid for vbid in range(VBUCKETS) if cluster.bucket.map.owners[vbid] == 0)
@@ -234,7 +232,7 @@ async def test_a_password_that_is_missing_for_a_moment_does_not_end_the_mirror(
     await mirror.until_published(1, high)
 
 
-async def test_a_server_that_cannot_say_is_refused(
+async def test_a_server_without_persisted_seqnos_is_refused(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sandbox_node.OPERATIONS, Opcode.OBSERVE_SEQNO)
@@ -246,7 +244,7 @@ async def test_a_server_that_cannot_say_is_refused(
 
 
 @pytest.mark.usefixtures("short_pauses")
-async def test_a_service_shows_a_server_that_cannot_say_as_refused_until_it_can(
+async def test_a_service_shows_a_server_without_persisted_seqnos_as_refused(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example a mirror as the source, that does not wait for persistence itself."""
@@ -261,7 +259,7 @@ async def test_a_service_shows_a_server_that_cannot_say_as_refused_until_it_can(
     await mirror.until(lambda: {row["state"] for row in mirror.status()["vbuckets"]} == {"streaming"}, "streaming")
 
 
-async def test_answers_that_say_nothing_hold_and_another_place_refreshes_the_map(
+async def test_an_empty_answer_holds_and_a_moved_vbucket_refreshes_the_map(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     class Away:
@@ -299,7 +297,7 @@ def gated(tmp_path: Path) -> Iterator[GatedVbucket]:
     assert check(rig.path).problems == []
 
 
-def test_what_was_persisted_of_the_old_history_says_nothing_of_the_new(gated: GatedVbucket) -> None:
+def test_a_persisted_seqno_of_the_old_history_does_not_release_the_new_one(gated: GatedVbucket) -> None:
     """Every copy had persisted 500 of history A; an end of history B at 300, persisted nowhere, was published."""
     gated.accept((0xA, 0))
     gated.snapshot(0, 100, {100: (b"a", b"1")})
@@ -315,7 +313,7 @@ def test_what_was_persisted_of_the_old_history_says_nothing_of_the_new(gated: Ga
     assert gated.published == 300
 
 
-def test_an_answer_about_another_history_than_that_of_the_open_stream_releases_nothing(gated: GatedVbucket) -> None:
+def test_an_answer_about_another_history_releases_nothing(gated: GatedVbucket) -> None:
     """The answer was sent before the failover and arrives after it."""
     gated.accept((0xA, 0))
     gated.snapshot(0, 100, {100: (b"a", b"1")})
@@ -327,7 +325,7 @@ def test_an_answer_about_another_history_than_that_of_the_open_stream_releases_n
     assert gated.published == 100
 
 
-def test_a_snapshot_that_is_released_late_leaves_the_purge_seqno_of_a_newer_one(gated: GatedVbucket) -> None:
+def test_a_snapshot_released_late_keeps_the_purge_seqno_of_a_newer_one(gated: GatedVbucket) -> None:
     """Its release set its own again, and a request inside of the next snapshot sent that to the source."""
     gated.accept((0xA, 0))
     gated.snapshot(0, 100, {100: (b"a", b"1")}, purge_seqno=40)
@@ -337,7 +335,7 @@ def test_a_snapshot_that_is_released_late_leaves_the_purge_seqno_of_a_newer_one(
     assert gated.writer.vbuckets[0].state.source_purge_seqno == 90
 
 
-def test_a_source_that_learns_to_say_what_it_purged_changes_nothing_about_the_first_snapshot(
+def test_a_source_upgraded_to_purge_seqnos_does_not_change_the_first_snapshot(
     gated: GatedVbucket,
 ) -> None:
     """The first marker with a purge seqno saved that all tombstones may be missing, not those of the first snapshot."""
@@ -354,7 +352,7 @@ def test_a_source_that_learns_to_say_what_it_purged_changes_nothing_about_the_fi
 
 
 @pytest.mark.parametrize("moves", [True, False])
-async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothing(
+async def test_an_answer_from_before_a_map_change_releases_nothing(
     cluster: SandboxCluster, mirrors: Mirrors, moves: bool
 ) -> None:
     """A replica that joined while the question was under way was not queried."""
@@ -416,7 +414,7 @@ def reported(changes: list[Change]) -> list[tuple[str, bytes, int]]:
     return [(each.kind, each.document.key, int(each.document.seqno)) for each in changes if each.document is not None]
 
 
-def test_a_rollback_that_lost_nothing_is_not_seen_by_readers(gated: GatedVbucket) -> None:
+def test_a_rollback_that_lost_nothing_is_invisible_to_readers(gated: GatedVbucket) -> None:
     """Readers once saw 85 -> 81, and retractions of documents that came again."""
     token = promoted(gated)
     before = gated.seen()
@@ -455,7 +453,7 @@ def test_a_version_comes_again_after_an_older_one_of_its_key(gated: GatedVbucket
     assert reported(gated.changes(token)) == [("mutation", b"a", 82), ("mutation", b"a", 83), ("mutation", b"d", 88)]
 
 
-def test_what_the_new_history_lacks_is_retracted_when_it_has_reached_what_was_seen(gated: GatedVbucket) -> None:
+def test_lost_versions_are_retracted_when_the_new_history_reaches_the_boundary(gated: GatedVbucket) -> None:
     token = promoted(gated)
     gated.snapshot(82, 90, {86: (b"a", b"6"), 90: (b"d", b"7")})
     gated.persisted(0xB, 90)
@@ -472,9 +470,7 @@ def test_what_the_new_history_lacks_is_retracted_when_it_has_reached_what_was_se
 
 
 @pytest.mark.parametrize("high", [81, 83])
-def test_a_history_that_ends_below_what_was_seen_is_shown_once_the_source_has_said_so(
-    gated: GatedVbucket, high: int
-) -> None:
+def test_a_history_that_ends_below_the_published_seqno_is_shown_once_confirmed(gated: GatedVbucket, high: int) -> None:
     token = promoted(gated)
     if high == 83:
         gated.snapshot(82, 83, {83: (b"a", b"2")})
@@ -493,7 +489,7 @@ def test_a_history_that_ends_below_what_was_seen_is_shown_once_the_source_has_sa
     assert gated.published == 95
 
 
-def test_a_low_high_seqno_does_not_take_the_place_of_a_released_snapshot(gated: GatedVbucket) -> None:
+def test_a_low_high_seqno_does_not_replace_a_released_snapshot(gated: GatedVbucket) -> None:
     """A scope's high seqno is 0 once its collections are dropped. The mirror published 81, and went on serving them."""
     promoted(gated)
     gated.snapshot(82, 90, {86: (b"a", b"6"), 90: (b"d", b"7")})
@@ -520,7 +516,7 @@ def test_a_low_high_seqno_does_not_take_readers_back_below_an_open_snapshot(gate
     assert gated.published == 85
 
 
-def test_a_held_snapshot_outlasts_a_rollback_that_goes_to_no_boundary(gated: GatedVbucket) -> None:
+def test_a_held_snapshot_outlasts_a_rollback_that_has_no_boundary(gated: GatedVbucket) -> None:
     """The source's failover log shares the snapshot, so it is kept; it once stayed hidden until the next write."""
     gated.accept((0xA, 0))
     gated.snapshot(0, 81, {81: (b"a", b"1")})
@@ -536,7 +532,7 @@ def test_a_held_snapshot_outlasts_a_rollback_that_goes_to_no_boundary(gated: Gat
 
 
 @pytest.mark.parametrize("flush", [False, True], ids=["in memory", "on the disk"])
-def test_a_crash_in_between_shows_readers_nothing(gated: GatedVbucket, flush: bool) -> None:
+def test_a_crash_during_a_deferred_rollback_shows_readers_nothing(gated: GatedVbucket, flush: bool) -> None:
     token = promoted(gated)
     before = gated.seen()
     gated.snapshot(82, 90, {86: (b"a", b"6"), 88: (b"d", b"7")}, flush=flush)
@@ -554,7 +550,7 @@ def test_a_crash_in_between_shows_readers_nothing(gated: GatedVbucket, flush: bo
 
 
 @pytest.mark.parametrize("to_seqno", [83, 81, 40, 5])
-def test_a_second_rollback_meanwhile_goes_back_from_what_is_staged(gated: GatedVbucket, to_seqno: int) -> None:
+def test_a_second_rollback_meanwhile_starts_from_the_staged_history(gated: GatedVbucket, to_seqno: int) -> None:
     gated.accept((0xA, 0))
     gated.snapshot(0, 40, {40: (b"z", b"0")})
     gated.persisted(0xA, 40)
@@ -577,7 +573,7 @@ def test_a_second_rollback_meanwhile_goes_back_from_what_is_staged(gated: GatedV
     assert gated.seen() == kept
 
 
-def test_a_second_rollback_meanwhile_goes_to_no_boundary_of_the_history_that_was_left(gated: GatedVbucket) -> None:
+def test_a_second_rollback_meanwhile_ignores_boundaries_of_the_old_history(gated: GatedVbucket) -> None:
     """Readers still see 83; the staged history left theirs at 81 and does not have it."""
     gated.accept((0xA, 0))
     gated.snapshot(0, 81, {41: (b"c", b"0"), 81: (b"a", b"1")})
@@ -599,7 +595,7 @@ def test_a_second_rollback_meanwhile_goes_to_no_boundary_of_the_history_that_was
     assert gated.seen() == {b"a": (81, b"1"), b"c": (41, b"0"), b"d": (90, b"6")}
 
 
-def test_history_that_a_deferred_rollback_goes_on_from_is_not_purged(tmp_path: Path) -> None:
+def test_history_below_a_deferred_rollback_is_not_purged(tmp_path: Path) -> None:
     gated = GatedVbucket(tmp_path, Window(boundaries=1))
     promoted(gated)
     for _ in range(50):
@@ -618,7 +614,7 @@ def test_history_that_a_deferred_rollback_goes_on_from_is_not_purged(tmp_path: P
     assert check(gated.path).problems == []
 
 
-def test_without_the_setting_a_deferred_rollback_ends_with_the_next_snapshot(gated: GatedVbucket) -> None:
+def test_a_deferred_rollback_ends_with_the_next_snapshot_without_the_setting(gated: GatedVbucket) -> None:
     """The process was restarted with publish=received."""
     promoted(gated)
     gated.close()

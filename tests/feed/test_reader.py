@@ -114,7 +114,7 @@ def read_all(reader: SourceReader, copy: Copy | None = None) -> Copy:
 # -- what is there ------------------------------------------------------------------------------------------------
 
 
-def test_all_that_there_is_in_whole_snapshots_over_connections_that_are_used_again(source: SandboxThread) -> None:
+def test_a_read_returns_whole_snapshots_over_reused_connections(source: SandboxThread) -> None:
     write(source, 300)
     with reader_of(source) as reader:
         assert reader.vbucket_count == VBUCKETS
@@ -142,7 +142,7 @@ def test_a_bucket_without_documents_ends_at_once(source: SandboxThread) -> None:
         assert (len(copy.ended), copy.snapshots) == (VBUCKETS, 0)
 
 
-def test_without_an_end_it_follows_until_it_is_closed(source: SandboxThread) -> None:
+def test_a_read_without_an_end_follows_until_it_is_closed(source: SandboxThread) -> None:
     write(source, 20)
     copy = Copy()
     with reader_of(source) as reader:
@@ -156,7 +156,7 @@ def test_without_an_end_it_follows_until_it_is_closed(source: SandboxThread) -> 
         assert read_all(reader, copy).rows == 60, "another read begins where that one stood"
 
 
-def test_a_position_inside_goes_on_there(source: SandboxThread) -> None:
+def test_a_read_resumes_inside_a_vbucket_at_its_position(source: SandboxThread) -> None:
     write(source, 100)
     with reader_of(source, parallel=1) as reader:
         until = reader.high_seqnos()
@@ -185,7 +185,7 @@ def test_snapshots_larger_than_memory_wait_on_disk(source: SandboxThread) -> Non
         assert reader._core._file.size_bytes == 0
 
 
-def test_a_reader_that_takes_nothing_makes_the_source_wait(source: SandboxThread) -> None:
+def test_a_reader_that_does_not_take_items_makes_the_source_wait(source: SandboxThread) -> None:
     write(source, 8)
     copy = Copy()
     with reader_of(source, memory_bytes=4096) as reader:
@@ -202,7 +202,7 @@ def test_a_reader_that_takes_nothing_makes_the_source_wait(source: SandboxThread
         copy.assert_equal(source)
 
 
-def test_a_temporary_folder_that_takes_nothing_is_reported(
+def test_a_temporary_folder_that_cannot_be_written_is_reported(
     source: SandboxThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
@@ -225,7 +225,7 @@ def test_a_rollback_is_reported_and_never_followed(source: SandboxThread) -> Non
         assert sorted(each.vbid for each in copy.ended[VBUCKETS:]) == [0, 1, 2, 4, 5, 6, 7]
 
 
-def test_a_failover_that_lost_nothing_that_was_read_is_none(source: SandboxThread) -> None:
+def test_a_failover_that_lost_nothing_read_is_not_a_rollback(source: SandboxThread) -> None:
     write(source, 200)
     with reader_of(source) as reader:
         copy = read_all(reader)
@@ -236,14 +236,14 @@ def test_a_failover_that_lost_nothing_that_was_read_is_none(source: SandboxThrea
         assert copy.positions[3].vbuuid == source.cluster.vbucket(3).vbuuid
 
 
-def test_a_history_that_the_source_never_had_goes_back_to_nothing(source: SandboxThread) -> None:
+def test_a_position_of_an_unknown_history_rolls_back_to_zero(source: SandboxThread) -> None:
     write(source, 100)
     with reader_of(source) as reader:
         items = list(reader.read({2: Position(12345, 5)}, reader.high_seqnos()))
         assert items == [SourceRolledBack(2, 0)]
 
 
-def test_deletions_that_the_source_has_forgotten_are_a_rollback_to_nothing(source: SandboxThread) -> None:
+def test_purged_tombstones_are_a_rollback_to_zero(source: SandboxThread) -> None:
     source.call(source.cluster.set, "kept", {}, vbid=1)
     with reader_of(source) as reader:
         copy = read_all(reader)
@@ -260,7 +260,7 @@ def test_deletions_that_the_source_has_forgotten_are_a_rollback_to_nothing(sourc
 # -- faults -------------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_connection_leaves_nothing_out_and_brings_nothing_twice(source: SandboxThread) -> None:
+def test_a_broken_connection_neither_loses_nor_repeats_rows(source: SandboxThread) -> None:
     write(source, 400, size=500)
     source.call(source.cluster.bucket.to_disk)
     with reader_of(source, parallel=VBUCKETS) as reader:
@@ -301,7 +301,7 @@ def test_a_source_that_falls_silent_is_reported_in_time(source: SandboxThread) -
 # -- collections --------------------------------------------------------------------------------------------------
 
 
-def test_chosen_collections_alone_with_the_events_that_made_them(source: SandboxThread) -> None:
+def test_a_read_of_collections_has_their_documents_and_events_only(source: SandboxThread) -> None:
     source.call(source.cluster.bucket.create_scope, "shop")
     source.call(source.cluster.bucket.create_collection, "shop", "orders")
     source.call(source.cluster.bucket.create_collection, "shop", "items")
@@ -328,7 +328,7 @@ def test_chosen_collections_alone_with_the_events_that_made_them(source: Sandbox
     assert names() == ({"order", "item", "plain"}, both)
 
 
-def test_refusals_are_one_clear_error_and_leave_nothing_behind(source: SandboxThread) -> None:
+def test_a_refusal_is_one_clear_error_without_the_password(source: SandboxThread) -> None:
     with pytest.raises(AuthRejected, match="wrong user or password"), reader_of(source, password="wrong"):
         pass
     text = source.connection_string
@@ -347,7 +347,7 @@ def test_a_missing_privilege_is_reported_at_once(source: SandboxThread) -> None:
         list(reader.read({0: Position()}, {0: 1}))
 
 
-def test_nonsense_is_refused_before_anything_is_requested(source: SandboxThread) -> None:
+def test_invalid_arguments_are_refused_before_a_request(source: SandboxThread) -> None:
     with reader_of(source) as reader:
         with pytest.raises(ConfigError, match="vb 99"):
             reader.read({99: Position()})
@@ -372,7 +372,7 @@ def fail_over_node_1(source: SandboxThread) -> None:
     write(source, 50, "good")
 
 
-def test_a_stale_host_is_queried_and_the_newer_map_of_another_node_followed(source: SandboxThread) -> None:
+def test_a_read_follows_the_newer_map_of_another_node(source: SandboxThread) -> None:
     write(source, 50)
     fail_over_node_1(source)
     with reader_of(source, url=host(source, 1)) as reader:
@@ -381,7 +381,7 @@ def test_a_stale_host_is_queried_and_the_newer_map_of_another_node_followed(sour
         read_all(reader).assert_equal(source)
 
 
-def test_an_older_map_than_was_followed_before_is_refused_at_once(source: SandboxThread) -> None:
+def test_a_map_older_than_the_last_followed_is_refused_at_once(source: SandboxThread) -> None:
     with reader_of(source) as reader:
         fail_over_node_1(source)
         newest = source.cluster.bucket.map
@@ -392,7 +392,7 @@ def test_an_older_map_than_was_followed_before_is_refused_at_once(source: Sandbo
     assert reader.vbucket_count == VBUCKETS
 
 
-def test_a_read_leaves_a_node_that_is_failed_over_without_its_knowledge(source: SandboxThread) -> None:
+def test_a_read_leaves_a_stale_node_that_was_failed_over(source: SandboxThread) -> None:
     """Its streams bring nothing that the cluster does not have once the newer map is known."""
     write(source, 50)
     with reader_of(source) as reader:
@@ -428,7 +428,7 @@ def test_a_bucket_that_was_recreated_is_refused_before_a_stream_is_requested(
 # -- questions -----------------------------------------------------------------------------------------------------
 
 
-def test_high_seqnos_and_failover_logs_are_those_of_all_nodes(source: SandboxThread) -> None:
+def test_high_seqnos_and_failover_logs_come_from_all_nodes(source: SandboxThread) -> None:
     write(source, 100)
     with reader_of(source) as reader:
         vbuckets = source.cluster.vbuckets
@@ -449,7 +449,7 @@ def test_an_unknown_collection_is_named(source: SandboxThread) -> None:
         pass
 
 
-def test_a_collection_that_was_dropped_has_no_high_seqno_and_the_others_have(source: SandboxThread) -> None:
+def test_a_dropped_collection_has_no_high_seqno_and_the_others_do(source: SandboxThread) -> None:
     bucket = source.cluster.bucket
     source.call(bucket.create_scope, "shop")
     for name in ("orders", "carts"):
@@ -462,7 +462,7 @@ def test_a_collection_that_was_dropped_has_no_high_seqno_and_the_others_have(sou
         assert reader.high_seqnos() == carts
 
 
-def test_collections_have_their_names(source: SandboxThread) -> None:
+def test_collection_names_are_read_from_the_source(source: SandboxThread) -> None:
     source.call(source.cluster.bucket.create_scope, "shop")
     source.call(source.cluster.bucket.create_collection, "shop", "orders")
     with reader_of(source) as reader:

@@ -13,7 +13,7 @@ def outbox(memory_bytes: int = 1000) -> tuple[Outbox, list[str]]:
     return Outbox(memory_bytes, lambda: reported.append("room")), reported
 
 
-def test_an_error_comes_after_what_was_complete() -> None:
+def test_an_error_comes_after_the_complete_items() -> None:
     box, _ = outbox()
     box.put(ReadEnded(1, Position()))
     box.finish(ValueError("why"))
@@ -24,7 +24,7 @@ def test_an_error_comes_after_what_was_complete() -> None:
 
 
 @pytest.mark.parametrize(("memory_bytes", "disk_bytes"), [(500, 0), (0, 16_000)])
-def test_too_much_that_nobody_takes_is_said_once_and_space_once(memory_bytes: int, disk_bytes: int) -> None:
+def test_a_full_queue_is_reported_once_and_free_space_once(memory_bytes: int, disk_bytes: int) -> None:
     box, reported = outbox()
     box.put(ReadEnded(1, Position()), memory_bytes // 2, disk_bytes // 2)
     assert not box.full
@@ -38,7 +38,7 @@ def test_too_much_that_nobody_takes_is_said_once_and_space_once(memory_bytes: in
     assert reported == ["room"]
 
 
-def test_the_source_goes_on_though_something_came_while_half_of_it_was_taken() -> None:
+def test_a_source_resumes_even_if_an_item_arrives_while_it_waits() -> None:
     """An item that was under way when the source had to wait neither ends the waiting nor prevents its end."""
     box, reported = outbox()
     for vbid in (1, 2):

@@ -149,7 +149,7 @@ NEWEST = {name.partition("_")[2]: name for name in PLAYED}.values()
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in NEWEST else pytest.mark.ci) for name in PLAYED]
 )
-async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> None:
+async def test_the_store_equals_the_recorded_state(name: str, tmp_path: Path) -> None:
     script = read_script(name)
     vbids = sorted(script.exchanges)
     assert set(vbids) == {int(vbid) for vbid in COMPARABLE[name]}
@@ -295,7 +295,7 @@ def equal_value(document: Document, held: Any) -> bool:
     return document.value == (held or "").encode()
 
 
-async def test_rollback_below_the_only_boundary_resyncs_the_vbucket(tmp_path: Path) -> None:
+async def test_a_rollback_below_the_only_boundary_resyncs_the_vbucket(tmp_path: Path) -> None:
     """d1 as it was recorded, one snapshot up to 210: no boundary is kept at or below 100, so everything comes again."""
     name = "72_d2_rollback_after_crash"
     first = read_script("72_d1_before_crash")
@@ -316,6 +316,6 @@ async def test_rollback_below_the_only_boundary_resyncs_the_vbucket(tmp_path: Pa
     compare(mirror.path, name, 9, whole=True)
 
 
-def test_every_recording_with_a_comparable_state_is_here() -> None:
+def test_every_comparable_recording_exists() -> None:
     assert set(COMPARABLE) <= set(recordings.names())
     assert len(COMPARABLE) >= 70

@@ -118,7 +118,7 @@ def mutation(seqno: int, value: bytes = b"{}", key: bytes = b"\0key", stream_id:
 # -- negotiation --------------------------------------------------------------------------------------------------
 
 
-async def test_negotiation_is_one_control_at_a_time_and_tolerates_what_is_optional(tmp_path: Path) -> None:
+async def test_the_negotiation_sends_one_control_at_a_time_and_tolerates_refusals(tmp_path: Path) -> None:
     def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
         waiting = frame.key in (b"enable_noop", b"set_noop_interval", b"connection_buffer_size")
         return [response(frame, Status.SUCCESS if waiting else Status.EINVAL)]
@@ -167,7 +167,7 @@ FORCED, HISTORY = (b"force_value_compression", b"true"), (b"change_streams", b"t
         ),
     ],
 )
-async def test_a_server_gets_requests_for_all_that_it_knows_and_a_mirror_can_use(
+async def test_a_server_is_requested_every_feature_that_it_and_a_mirror_know(
     tmp_path: Path, absent: set[Feature], settings: dict[str, Any], expected: list[tuple[bytes, bytes]]
 ) -> None:
     def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
@@ -184,14 +184,14 @@ async def test_a_server_gets_requests_for_all_that_it_knows_and_a_mirror_can_use
 
 
 @pytest.mark.parametrize("status", [Status.EINVAL, Status.NOT_SUPPORTED])
-async def test_required_control_that_is_refused_ends_it(tmp_path: Path, status: int) -> None:
+async def test_a_refused_required_control_ends_the_session(tmp_path: Path, status: int) -> None:
     async with ScriptedNode({Opcode.DCP_CONTROL: refuse(status)}) as node:
         session, _ = make(node, tmp_path)
         with pytest.raises(NotSupported, match="enable_noop"):
             await session.open()
 
 
-async def test_fraction_of_a_second_is_requested_and_given_up(tmp_path: Path) -> None:
+async def test_a_refused_fraction_of_a_second_is_rounded_up(tmp_path: Path) -> None:
     def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
         return [response(frame, Status.EINVAL if b"." in frame.value and b"noop" in frame.key else Status.SUCCESS)]
 
@@ -202,7 +202,7 @@ async def test_fraction_of_a_second_is_requested_and_given_up(tmp_path: Path) ->
         assert session.sends_purge_seqno, "max_marker_version was taken"
 
 
-async def test_open_flags_that_the_server_does_not_know_are_left_out(tmp_path: Path) -> None:
+async def test_open_flags_unknown_to_the_server_are_left_out(tmp_path: Path) -> None:
     """As 6.0.5 does: EINVAL, and it hangs up."""
 
     def open_(node: ScriptedNode, frame: Frame) -> list[Frame]:
@@ -224,7 +224,7 @@ OPEN_REFUSALS = [
 
 
 @pytest.mark.parametrize(("status", "kind"), OPEN_REFUSALS)
-async def test_refused_dcp_open_is_one_clear_error(tmp_path: Path, status: int, kind: type[ClusterError]) -> None:
+async def test_a_refused_dcp_open_is_one_clear_error(tmp_path: Path, status: int, kind: type[ClusterError]) -> None:
     async with ScriptedNode({Opcode.DCP_OPEN: refuse(status)}) as node:
         session, owner = make(node, tmp_path)
         with pytest.raises(kind):
@@ -235,7 +235,7 @@ async def test_refused_dcp_open_is_one_clear_error(tmp_path: Path, status: int, 
 # -- streams ------------------------------------------------------------------------------------------------------
 
 
-async def test_stream_request_says_where_to_begin_and_what_it_is_filtered_by(tmp_path: Path) -> None:
+async def test_a_stream_request_carries_its_position_and_its_filter(tmp_path: Path) -> None:
     async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
         request = stream_request(start=17, purge_seqno=2**63)
         session.request_stream(VBID, request, PREFIX, owner, {"collections": ["8", "a"]})
@@ -270,7 +270,7 @@ async def test_a_stream_is_accepted_rolled_back_or_refused_with_its_context(tmp_
 
 
 @pytest.mark.parametrize("body", [b"x", bytes(15)])
-async def test_answer_of_another_shape_ends_the_connection(tmp_path: Path, body: bytes) -> None:
+async def test_a_malformed_answer_ends_the_connection(tmp_path: Path, body: bytes) -> None:
     answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, body)}
     async with opened(tmp_path, answers) as (_, session, owner):
         session.request_stream(VBID, stream_request(), PREFIX, owner)
@@ -280,7 +280,7 @@ async def test_answer_of_another_shape_ends_the_connection(tmp_path: Path, body:
 
 
 @pytest.mark.parametrize("reason", [StreamEndReason.OK, 99])
-async def test_the_end_of_a_stream_reaches_the_owner_and_kills_the_opaque(tmp_path: Path, reason: int) -> None:
+async def test_the_end_of_a_stream_reaches_its_owner_and_ends_its_opaque(tmp_path: Path, reason: int) -> None:
     async with streaming(tmp_path) as (node, session, owner, opaque):
         node.send(
             encode_event(mutation(1), opaque=opaque),
@@ -293,7 +293,7 @@ async def test_the_end_of_a_stream_reaches_the_owner_and_kills_the_opaque(tmp_pa
         assert session.stream_count == 0
 
 
-async def test_rows_come_with_prefix_and_seqno_and_in_stored_form(tmp_path: Path) -> None:
+async def test_rows_arrive_with_prefix_and_seqno_in_stored_form(tmp_path: Path) -> None:
     async with streaming(tmp_path) as (node, _, owner, opaque):
         node.send(
             encode_event(mutation(1), opaque=opaque),
@@ -306,7 +306,7 @@ async def test_rows_come_with_prefix_and_seqno_and_in_stored_form(tmp_path: Path
         assert [frame.framing for frame in stored] == [b"", b""]
 
 
-async def test_connection_without_collections_gets_the_collection_id_put_before_its_keys(tmp_path: Path) -> None:
+async def test_keys_of_a_connection_without_collections_get_the_default_collection_id(tmp_path: Path) -> None:
     async with ScriptedNode() as node:
         node.features -= {0x12}
         session, owner = make(node, tmp_path)
@@ -326,7 +326,7 @@ async def test_connection_without_collections_gets_the_collection_id_put_before_
         session.close()
 
 
-async def test_closed_stream_brings_nothing_more_and_its_bytes_are_acked(tmp_path: Path) -> None:
+async def test_a_closed_stream_delivers_no_rows_and_its_bytes_are_acked(tmp_path: Path) -> None:
     async with streaming(tmp_path) as (node, session, owner, opaque):
         session.close_stream(VBID, opaque)
         session.close_stream(VBID, opaque)
@@ -342,14 +342,14 @@ async def test_closed_stream_brings_nothing_more_and_its_bytes_are_acked(tmp_pat
         await owner.until(lambda: len(node.received_requests(Opcode.DCP_CLOSE_STREAM)) == 2)
 
 
-async def test_marker_that_asks_for_it_is_answered_with_its_opaque(tmp_path: Path) -> None:
+async def test_a_marker_with_ack_is_answered_with_its_opaque(tmp_path: Path) -> None:
     async with opened(tmp_path) as (node, session, owner):
         session.answer_marker(VBID, 1234)
         await owner.until(lambda: bool(node.answered))
         assert (node.answered[0].opcode, node.answered[0].opaque) == (Opcode.DCP_SNAPSHOT_MARKER, 1234)
 
 
-async def test_message_that_is_no_part_of_dcp_ends_the_connection(tmp_path: Path) -> None:
+async def test_a_message_that_is_not_dcp_ends_the_connection(tmp_path: Path) -> None:
     async with streaming(tmp_path) as (node, _, owner, opaque):
         node.send(request(Opcode.DCP_SNAPSHOT_MARKER, vbucket=VBID, opaque=opaque, extras=b"bad"))
         await owner.until(lambda: bool(owner.lost))
@@ -359,7 +359,7 @@ async def test_message_that_is_no_part_of_dcp_ends_the_connection(tmp_path: Path
 # -- flow control -------------------------------------------------------------------------------------------------
 
 
-async def test_held_acks_are_made_up_for_on_release(tmp_path: Path) -> None:
+async def test_held_acks_are_sent_on_release(tmp_path: Path) -> None:
     async with streaming(tmp_path) as (node, session, owner, opaque):
         session.acks_held = True
         node.send(encode_event(mutation(1, b"x" * 8000), opaque=opaque))
@@ -374,7 +374,7 @@ async def test_held_acks_are_made_up_for_on_release(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ci) for seed in range(1, 5))])
-async def test_the_window_never_leaks(tmp_path: Path, seed: int) -> None:
+async def test_the_window_never_loses_bytes(tmp_path: Path, seed: int) -> None:
     """A producer that counts as a server does gets every byte back, expected or not."""
     chance = random.Random(seed)
     window = ProducerWindow(4096)
@@ -428,7 +428,7 @@ async def test_messages_for_the_nodes_of_a_cluster_are_ignored_and_acked(tmp_pat
 # -- signs of life ------------------------------------------------------------------------------------------------
 
 
-async def test_noop_is_answered_before_the_data_that_came_before_it(tmp_path: Path) -> None:
+async def test_a_noop_is_answered_before_earlier_data_is_processed(tmp_path: Path) -> None:
     async with streaming(tmp_path) as (node, session, owner, opaque):
         answered_at: list[int] = []
         link_send = session.link.send
@@ -448,13 +448,13 @@ async def test_noop_is_answered_before_the_data_that_came_before_it(tmp_path: Pa
         assert session.ledger.received_total == counted_size(decode(encode_event(mutation(1)))[0])
 
 
-async def test_own_noops_keep_a_connection_alive_that_has_no_stream_yet(tmp_path: Path) -> None:
+async def test_own_noops_keep_a_connection_without_streams_alive(tmp_path: Path) -> None:
     async with opened(tmp_path, noop_interval_s=0.1) as (node, session, owner):
         await owner.until(lambda: len(node.received_requests(Opcode.NOOP)) >= 4)
         assert session.ready
 
 
-async def test_a_node_that_does_not_answer_what_a_vbucket_waits_for_is_left(tmp_path: Path) -> None:
+async def test_a_node_that_leaves_a_failover_log_request_unanswered_is_left(tmp_path: Path) -> None:
     """Its noops are answered: without a limit the vbucket would wait for its failover log for ever, and say nothing."""
     for opcode, words in (
         (Opcode.DCP_GET_FAILOVER_LOG, "failover log of vb 3"),
@@ -473,7 +473,7 @@ async def test_a_node_that_does_not_answer_what_a_vbucket_waits_for_is_left(tmp_
             assert words in owner.lost[0].what
 
 
-async def test_own_noops_go_on_where_the_source_has_an_interval_of_its_own(tmp_path: Path) -> None:
+async def test_own_noops_continue_if_the_source_keeps_its_own_interval(tmp_path: Path) -> None:
     """A server that does not take our interval sends its noops every three minutes: silence is not death."""
 
     def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
@@ -487,7 +487,7 @@ async def test_own_noops_go_on_where_the_source_has_an_interval_of_its_own(tmp_p
         assert session.ready
 
 
-async def test_silent_connection_is_ended(tmp_path: Path) -> None:
+async def test_a_silent_connection_is_ended(tmp_path: Path) -> None:
     async with opened(tmp_path, {Opcode.NOOP: silent}, noop_interval_s=0.1) as (_, session, owner):
         await owner.until(lambda: bool(owner.lost))
         assert isinstance(owner.lost[0], SourceTimeout)
@@ -495,7 +495,7 @@ async def test_silent_connection_is_ended(tmp_path: Path) -> None:
         assert not session.ready
 
 
-async def test_lost_connection_is_reported_once_and_closes_what_depends_on_it(tmp_path: Path) -> None:
+async def test_a_lost_connection_is_reported_once_and_closes_its_streams(tmp_path: Path) -> None:
     async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
         session.request_stream(VBID, stream_request(), PREFIX, owner)
         await owner.until(lambda: bool(node.received_requests(Opcode.DCP_STREAM_REQ)))

@@ -28,7 +28,7 @@ def frames_of(rng: random.Random, count: int, longest: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("longest", [10, BLOCK_BYTES // 3, 3 * BLOCK_BYTES])
-def test_frames_come_out_as_they_went_in_whenever_it_was_spilled(longest: int) -> None:
+def test_frames_come_out_as_they_went_in_spilled_or_not(longest: int) -> None:
     rng = random.Random(longest)
     file = SpoolFile()
     for _ in range(20):
@@ -50,7 +50,7 @@ def test_frames_come_out_as_they_went_in_whenever_it_was_spilled(longest: int) -
     file.close()
 
 
-def test_blocks_of_a_closed_spool_are_used_again(folder: Path) -> None:
+def test_blocks_of_a_closed_spool_are_reused(folder: Path) -> None:
     file = SpoolFile()
     first, second = Spool(file), Spool(file)
     for spool, seqno in ((first, 1), (second, 2)):
@@ -68,7 +68,7 @@ def test_blocks_of_a_closed_spool_are_used_again(folder: Path) -> None:
     file.close()
 
 
-def test_a_full_disk_gives_back_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_frees_the_written_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     file = SpoolFile()
     spool = Spool(file)
     spool.append([encode_mutation(b"k", bytes(3 * BLOCK_BYTES), 1)])

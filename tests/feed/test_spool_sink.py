@@ -48,7 +48,7 @@ def publish(seqno: int, purge_seqno: int | None = None) -> ins.PublishSnapshot:
     return ins.PublishSnapshot(Seqno(seqno), Seqno(0), purge_seqno)
 
 
-def test_a_complete_snapshot_is_handed_out_with_its_history(owner: Owner, sink: SpoolSink) -> None:
+def test_a_complete_snapshot_is_delivered_with_its_history(owner: Owner, sink: SpoolSink) -> None:
     sink.save({"failover_log": FailoverLog.of([(7, 0)])})
     assert sink.stage(stage(1, 4)) is None
     assert sink.publish(publish(5, 2)) == events.Published(5)
@@ -64,7 +64,7 @@ def test_a_complete_snapshot_is_handed_out_with_its_history(owner: Owner, sink: 
     assert (sink.state().published_seqno, sink.state().source_purge_seqno) == (9, 2)
 
 
-def test_what_is_abandoned_or_refused_is_in_no_snapshot(owner: Owner, sink: SpoolSink) -> None:
+def test_abandoned_and_refused_rows_are_in_no_snapshot(owner: Owner, sink: SpoolSink) -> None:
     sink.stage(stage(1))
     sink.stage(ins.StageSystemEvent(Seqno(2), b"event", Manifest(ManifestUid(7)), WITHIN))
     assert sink.abandon(ins.AbandonStaged()) == events.Abandoned(sink.state())

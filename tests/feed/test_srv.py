@@ -25,7 +25,7 @@ def server() -> Iterator[NameServer]:
         yield running
 
 
-async def test_the_hosts_of_a_name_in_the_order_of_their_priority_and_weight(server: NameServer) -> None:
+async def test_the_hosts_of_a_name_are_ordered_by_priority_and_weight(server: NameServer) -> None:
     found = await first_addresses(NAME, server.address)
     assert found == (NodeAddress("a.example", 12000), NodeAddress("b.example", 11210), NodeAddress("c.example", 11210))
     tls = parse("couchbases://u@db.example/b")
@@ -33,21 +33,19 @@ async def test_the_hosts_of_a_name_in_the_order_of_their_priority_and_weight(ser
 
 
 @pytest.mark.parametrize("hosts", ["db.example:11210", "db.example,b.example", "10.0.0.1", "[::1]", "localhost"])
-async def test_what_is_a_host_already_is_not_requested(server: NameServer, hosts: str) -> None:
+async def test_a_host_address_causes_no_srv_query(server: NameServer, hosts: str) -> None:
     source = parse(f"couchbase://u@{hosts}/b")
     assert await first_addresses(source, server.address) == source.addresses
     assert server.queried == []
 
 
-async def test_a_name_without_such_records_is_a_host(server: NameServer) -> None:
+async def test_a_name_without_srv_records_is_a_host(server: NameServer) -> None:
     source = parse("couchbase://u@plain.example/b")
     assert await first_addresses(source, server.address) == source.addresses
     assert server.queried == ["_couchbase._tcp.plain.example"]
 
 
-async def test_a_name_server_that_says_nothing_does_not_stop_us(
-    server: NameServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_name_server_is_given_up(server: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "LOOK_UP_TIMEOUT_S", 0.1)
     server.silent = True
     assert await first_addresses(NAME, server.address) == NAME.addresses
@@ -68,6 +66,6 @@ def test_the_name_server_is_an_address_with_or_without_a_port(text: str, meant: 
     assert server_of(text) == meant
 
 
-def test_a_name_server_with_a_port_that_is_none_is_refused() -> None:
+def test_a_name_server_with_an_invalid_port_is_refused() -> None:
     with pytest.raises(ConfigError, match="dns_server"):
         server_of("10.0.0.2:x")

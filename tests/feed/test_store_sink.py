@@ -88,13 +88,13 @@ def test_rows_out_of_order_or_of_another_branch_are_refused(store: Store) -> Non
         assert refused.state.staged_seqno == 5
 
 
-def test_advance_moves_the_position_and_the_open_snapshot(store: Store) -> None:
+def test_an_advance_moves_the_position_and_the_open_snapshot(store: Store) -> None:
     snapshot = SnapshotRange(Seqno(0), Seqno(9))
     store.stage(ins.Advance(Seqno(7), snapshot))
     assert (store.state().staged_seqno, store.state().open_snapshot) == (7, snapshot)
 
 
-def test_rollback_is_answered_with_the_state_or_with_no_boundary(store: Store) -> None:
+def test_a_rollback_is_answered_with_the_state_or_with_no_boundary(store: Store) -> None:
     store.snapshot(1, 2)
     store.snapshot(3, 4)
     answer = store.back(3)
@@ -104,7 +104,7 @@ def test_rollback_is_answered_with_the_state_or_with_no_boundary(store: Store) -
     assert store.back(1) == events.NoBoundary()
 
 
-def test_what_a_gate_holds_stays_staged_and_a_rollback_of_it_alone_is_none_to_readers(store: Store) -> None:
+def test_a_held_snapshot_stays_staged_and_its_rollback_is_invisible_to_readers(store: Store) -> None:
     store.snapshot(1, 2)
     gate = store.gate = PersistenceGate()
     store.snapshot(3, 4)
@@ -119,7 +119,7 @@ def test_what_a_gate_holds_stays_staged_and_a_rollback_of_it_alone_is_none_to_re
     assert store.back(1) == events.NoBoundary(), "what readers have seen was lost, and nothing older is kept"
 
 
-def test_a_resync_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_to(
+def test_a_complete_resync_that_is_not_visible_yet_has_no_boundary(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by the simulation: while its key rows were made, the source rolled back; the copy that was still served, of
@@ -137,7 +137,7 @@ def test_a_resync_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_t
     assert store.state().rollback_count == 0
 
 
-def test_staged_rows_are_abandoned_and_the_published_stay(store: Store) -> None:
+def test_staged_rows_are_abandoned_and_published_rows_stay(store: Store) -> None:
     store.rows(1, 2)
     store.complete(2)
     store.rows(3, 4)
@@ -146,9 +146,7 @@ def test_staged_rows_are_abandoned_and_the_published_stay(store: Store) -> None:
     assert (answer.state.published_seqno, answer.state.staged_seqno) == (2, 2)
 
 
-def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_disk(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abandon_waits_for_a_complete_snapshot_below_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 0)
     store.rows(1, 4)
     store.commit(flush_open=True)
@@ -170,7 +168,7 @@ def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_d
 
 
 @pytest.mark.parametrize("resync", [True, False])
-def test_ends_that_were_held_are_forgotten_with_what_was_staged(store: Store, resync: bool) -> None:
+def test_held_ends_are_dropped_with_the_staged_rows(store: Store, resync: bool) -> None:
     """A resync or an abandoned snapshot: an end of what is gone would be published on the branch that follows."""
     store.snapshot(1, 2)
     gate = store.gate = PersistenceGate()
@@ -184,7 +182,7 @@ def test_ends_that_were_held_are_forgotten_with_what_was_staged(store: Store, re
     assert (gate.waiting, gate.release(9, plain)) == (0, None)
 
 
-def test_resync_needs_space_next_to_the_old_copy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resync_needs_space_next_to_the_old_copy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.snapshot(1, 2)
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1024))

@@ -24,7 +24,7 @@ def durable(cluster: SandboxCluster, key: str, value: dict[str, object], vbid: i
     cluster.bucket.commit(key, vbid=vbid)
 
 
-async def test_readers_see_the_committed_alone(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_readers_see_only_committed_writes(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     bucket = cluster.bucket
     for number in range(20):
         durable(cluster, f"done-{number}", {"n": number}, number % VBUCKETS)
@@ -43,7 +43,9 @@ async def test_readers_see_the_committed_alone(cluster: SandboxCluster, mirrors:
     assert all("enable_sync_writes" not in node["controls"] for node in mirror.status()["nodes"])
 
 
-async def test_a_restart_and_a_failover_between_the_halves(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+async def test_a_durable_write_survives_a_restart_and_a_failover_before_its_commit(
+    cluster: SandboxCluster, mirrors: Mirrors
+) -> None:
     bucket = cluster.bucket
     mirror = mirrors.start()
     bucket.set("base", {"a": 1}, vbid=0)

@@ -53,7 +53,7 @@ async def refusal(node: ScriptedNode | Gatekeeper, settings: Settings, host: str
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-async def test_a_known_authority_and_a_name_that_fits(authority: Authority, host: str) -> None:
+async def test_a_certificate_of_a_known_authority_and_name_is_accepted(authority: Authority, host: str) -> None:
     async with ScriptedNode(ssl=authority.node_context("localhost", "127.0.0.1")) as node:
         link = await connect(node, settings_for(authority), host)
         assert link.secure
@@ -61,7 +61,7 @@ async def test_a_known_authority_and_a_name_that_fits(authority: Authority, host
         link.close()
 
 
-async def test_a_connection_that_we_end_is_ended_with_close_notify(authority: Authority) -> None:
+async def test_a_closed_connection_sends_close_notify(authority: Authority) -> None:
     """Servers log its absence as an error."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -79,7 +79,7 @@ async def test_a_connection_that_we_end_is_ended_with_close_notify(authority: Au
         assert await serving == b""
 
 
-async def test_an_unknown_authority(authority: Authority, tmp_path: Path) -> None:
+async def test_an_unknown_authority_is_refused_with_its_setting(authority: Authority, tmp_path: Path) -> None:
     other = Authority(tmp_path, "other")
     async with ScriptedNode(ssl=authority.node_context("localhost")) as node:
         for settings, where in ((Settings(), "of this machine"), (settings_for(other), "other.pem")):
@@ -88,7 +88,7 @@ async def test_an_unknown_authority(authority: Authority, tmp_path: Path) -> Non
             assert "tls_ca_file" in error.hint
 
 
-async def test_another_name(authority: Authority) -> None:
+async def test_a_certificate_for_another_name_is_refused(authority: Authority) -> None:
     async with ScriptedNode(ssl=authority.node_context("db.example")) as node:
         for host in ("localhost", "127.0.0.1"):
             error = await refusal(node, settings_for(authority), host)
@@ -96,13 +96,13 @@ async def test_another_name(authority: Authority) -> None:
             assert "name of the certificate" in error.hint
 
 
-async def test_an_expired_certificate(authority: Authority) -> None:
+async def test_an_expired_certificate_is_refused(authority: Authority) -> None:
     async with ScriptedNode(ssl=authority.node_context("localhost", days=-1)) as node:
         error = await refusal(node, settings_for(authority))
     assert "expired" in error.what
 
 
-async def test_versions_that_are_too_old(authority: Authority) -> None:
+async def test_a_tls_version_that_is_too_old_is_refused(authority: Authority) -> None:
     context = authority.node_context("localhost")
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     async with Gatekeeper(context) as node:
@@ -112,7 +112,7 @@ async def test_versions_that_are_too_old(authority: Authority) -> None:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_a_client_certificate_that_is_missing_or_refused(
+async def test_a_missing_or_refused_client_certificate_is_one_error(
     authority: Authority, tmp_path: Path, version: ssl.TLSVersion
 ) -> None:
     context = authority.node_context("localhost", demand=True)
@@ -132,14 +132,14 @@ async def test_a_client_certificate_that_is_missing_or_refused(
         link.close()
 
 
-async def test_an_expired_client_certificate(authority: Authority) -> None:
+async def test_an_expired_client_certificate_is_reported(authority: Authority) -> None:
     cert, key = authority.sign(into="client", common_name="demo", days=-1)
     async with Gatekeeper(authority.node_context("localhost", demand=True)) as node:
         error = await refusal(node, settings_for(authority, tls_client_cert_file=cert, tls_client_key_file=key))
     assert "our client certificate has expired" in error.what
 
 
-async def test_a_node_that_hangs_up_without_a_word(authority: Authority) -> None:
+async def test_a_node_that_closes_the_connection_is_retried(authority: Authority) -> None:
     """The node may be starting, so the mirror retries; the hint names the other causes."""
     context = authority.node_context("localhost")
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -151,7 +151,7 @@ async def test_a_node_that_hangs_up_without_a_word(authority: Authority) -> None
     assert "client certificate" in error.hint
 
 
-async def test_a_port_that_speaks_no_tls(authority: Authority) -> None:
+async def test_a_port_without_tls_is_an_error_with_the_tls_port(authority: Authority) -> None:
     async with ScriptedNode() as node:
         error = await refusal(node, settings_for(authority))
         assert "does not speak TLS" in error.what
@@ -160,7 +160,7 @@ async def test_a_port_that_speaks_no_tls(authority: Authority) -> None:
         assert "does not speak TLS" in (await refusal(node, settings_for(authority))).what
 
 
-async def test_what_a_port_speaks_is_found_out(authority: Authority) -> None:
+async def test_a_probe_finds_out_whether_a_port_speaks_tls(authority: Authority) -> None:
     async with ScriptedNode() as plain, ScriptedNode(ssl=authority.node_context("localhost", demand=True)) as tls:
         assert await speaks_plain_kv(NodeAddress("127.0.0.1", plain.port))
         assert not await speaks_plain_kv(NodeAddress("127.0.0.1", tls.port))
@@ -183,7 +183,7 @@ async def test_a_port_that_resets_the_connection_leaves_no_traceback(untaken_err
     assert not untaken_errors
 
 
-def test_only_what_may_pass_by_itself_is_tried_again() -> None:
+def test_a_tls_failure_is_retried_only_if_the_node_closed_the_connection() -> None:
     gone = Tls.of(Settings()).failure(ssl.SSLEOFError(8, "EOF occurred in violation of protocol"), "h:1")
     assert gone.retryable
     strange = Tls.of(Settings()).failure(ssl.SSLError(1, "something new"), "h:1")
@@ -192,7 +192,7 @@ def test_only_what_may_pass_by_itself_is_tried_again() -> None:
     assert strange.exit_code == ExitCode.REFUSED
 
 
-def test_files_that_cannot_be_used_are_named_with_their_setting(authority: Authority, tmp_path: Path) -> None:
+def test_unusable_files_are_named_with_their_setting(authority: Authority, tmp_path: Path) -> None:
     nonsense = tmp_path / "nonsense.pem"
     nonsense.write_text("hello\n")
     cert, key = authority.sign("localhost")
@@ -235,7 +235,7 @@ async def test_replaced_files_are_used_from_the_next_connection_on(authority: Au
         (await connect(node, settings)).close()
 
 
-async def test_where_tls_is_required_nothing_but_an_empty_probe_is_sent_in_plain_text(authority: Authority) -> None:
+async def test_a_connection_that_requires_tls_sends_only_a_noop_in_plain_text(authority: Authority) -> None:
     """To a port that speaks none, or breaks the handshake off, as a machine in the middle may do: a NOOP on another
     connection finds out what it speaks, and names nobody.
     """

@@ -35,7 +35,7 @@ async def source_of(path: Path, **options: Any) -> AsyncIterator[tuple[SandboxCl
 
 
 @pytest.mark.parametrize("profile", ["7.2", "8.0"])
-async def test_a_rebalance_is_followed_by_what_the_nodes_announce(profile: str, tmp_path: Path) -> None:
+async def test_a_rebalance_is_followed_by_announced_maps(profile: str, tmp_path: Path) -> None:
     """Version 7.2 sends the map along, 8.0 says only that there is another."""
     async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         write(cluster, 100)
@@ -56,7 +56,7 @@ async def test_a_rebalance_is_followed_by_what_the_nodes_announce(profile: str, 
 @pytest.mark.parametrize(
     ("profile", "settings"), [("7.2", NO_POLLING), ("8.0", NO_POLLING), ("5.0", {"map_poll_interval_s": 0.1})]
 )
-async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_else_by_polling(
+async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_polling(
     profile: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Nobody streams what has no node, so only the map says where it is."""
@@ -104,7 +104,7 @@ async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
         assert mirror.status()["counters"]["requested_again_bytes"] == 0
 
 
-async def test_announcements_that_make_no_sense_harm_nobody(tmp_path: Path) -> None:
+async def test_malformed_announcements_are_ignored(tmp_path: Path) -> None:
     async with source_of(tmp_path) as (cluster, mirrors):
         mirror = await mirrors.follow(**NO_POLLING)
         before = mirror.status()["map"]
@@ -125,7 +125,7 @@ async def test_announcements_that_make_no_sense_harm_nobody(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("profile", ["7.2", "8.0"])
-async def test_a_refusal_by_a_node_whose_map_is_no_newer_is_requested_again(profile: str, tmp_path: Path) -> None:
+async def test_a_stream_refused_by_a_node_without_a_newer_map_is_requested_again(profile: str, tmp_path: Path) -> None:
     """NOT_MY_VBUCKET with the map that we have (7.2), and without one (8.0, which knows that we have it)."""
     async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         mirror = await mirrors.follow(**NO_POLLING)
@@ -145,7 +145,7 @@ def waits_for_its_node(mirror: Mirror, vbid: int) -> bool:
     return row["state"] == "waiting" and "warming up" in (row["last_error"] or "")
 
 
-async def test_a_node_that_answers_and_does_not_stream_is_said_and_holds_nobody_else_up(tmp_path: Path) -> None:
+async def test_a_node_that_refuses_streams_is_reported_and_does_not_delay_others(tmp_path: Path) -> None:
     """As while it warms up: it lets us in, has its map, and says of each stream that it is too early."""
     async with source_of(tmp_path) as (cluster, mirrors):
         theirs = [vbid for vbid, owner in enumerate(cluster.bucket.map.owners) if owner == 1]
@@ -162,7 +162,7 @@ async def test_a_node_that_answers_and_does_not_stream_is_said_and_holds_nobody_
         await mirror.follow()
 
 
-async def test_a_name_that_stands_for_other_hosts_now_is_looked_up_again(tmp_path: Path) -> None:
+async def test_a_name_is_looked_up_again_when_its_hosts_are_gone(tmp_path: Path) -> None:
     """Every node that was known is gone; the name in DNS leads to where the cluster is now."""
     async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
@@ -219,14 +219,14 @@ async def test_one_node_without_an_alternate_address_does_not_change_the_others(
         assert {str(node["address"]) for node in mirror.status()["nodes"]} == expected
 
 
-async def test_ipv6(tmp_path: Path) -> None:
+async def test_a_source_at_an_ipv6_address_is_mirrored(tmp_path: Path) -> None:
     async with source_of(tmp_path, host="::1") as (cluster, mirrors):
         write(cluster, 50)
         await mirrors.follow()
 
 
 @pytest.mark.usefixtures("short_pauses")
-async def test_certificates_are_exchanged_without_a_restart(tmp_path: Path) -> None:
+async def test_node_certificates_are_exchanged_without_a_restart(tmp_path: Path) -> None:
     """The nodes get another certificate of another authority; the mirror's CA file is exchanged a while later."""
     first = Authority(tmp_path)
     (tmp_path / "second").mkdir()
@@ -272,7 +272,7 @@ async def test_a_client_certificate_is_exchanged_without_a_restart(tmp_path: Pat
         await mirror.follow()
 
 
-async def test_a_node_without_a_port_of_our_kind_is_said_and_the_others_go_on(tmp_path: Path) -> None:
+async def test_a_node_without_a_tls_port_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     """A node joins that offers no TLS: its vbuckets wait, with the reason."""
     authority = Authority(tmp_path)
     async with source_of(tmp_path, tls=NodeTls(*authority.sign("127.0.0.1"))) as (cluster, mirrors):

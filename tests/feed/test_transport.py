@@ -52,7 +52,7 @@ async def connect(node: ScriptedNode, timeout_s: float = 5.0) -> Link:
 
 
 @pytest.mark.parametrize("size", [1, 7, 23, 24, 25, 100, 10_000])
-async def test_the_same_comes_out_however_the_bytes_are_cut(size: int) -> None:
+async def test_the_result_does_not_depend_on_how_the_bytes_are_cut(size: int) -> None:
     link, listener = link_in_memory()
     link.routes[9] = b"\0\0\0\1"
     noop = encode(request(Opcode.DCP_NOOP, opaque=5))
@@ -78,7 +78,7 @@ async def test_a_large_frame_in_small_pieces_is_joined_once() -> None:
     assert run.rows[0][1] == data
 
 
-async def test_what_was_received_stays_when_the_memory_for_reads_is_used_again() -> None:
+async def test_received_data_stays_when_the_read_buffer_is_reused() -> None:
     """All connections of a thread receive into the same memory: what they keep of it are copies."""
     data = mutation(1, 9) + mutation(2, 9, b"x" * 3000) + mutation(3, 9)
     links = [link_in_memory() for _ in range(3)]
@@ -101,7 +101,7 @@ async def test_what_was_received_stays_when_the_memory_for_reads_is_used_again()
         assert link._pieces == []
 
 
-async def test_a_length_that_cannot_be_true_ends_the_connection_at_once() -> None:
+async def test_an_impossible_length_ends_the_connection_at_once() -> None:
     link, listener = link_in_memory()
     link.data_received(b"\x80\x57" + b"\xff" * 22)
     assert link.closed
@@ -112,7 +112,7 @@ async def test_a_length_that_cannot_be_true_ends_the_connection_at_once() -> Non
     assert listener.items == []
 
 
-async def test_what_a_node_says_by_itself_goes_its_own_way_and_is_not_answered() -> None:
+async def test_a_message_pushed_by_a_node_is_passed_on_and_not_answered() -> None:
     link, listener = link_in_memory()
     pushed: list[Frame] = []
     notice = clustermap_notification(1, 7, b"b")
@@ -123,7 +123,7 @@ async def test_what_a_node_says_by_itself_goes_its_own_way_and_is_not_answered()
     assert [item.opcode for item in listener.items if isinstance(item, Frame)] == [Opcode.DCP_NOOP]
 
 
-async def test_answers_find_their_requests_in_any_order_and_unasked_ones_are_dropped() -> None:
+async def test_answers_find_their_requests_in_any_order_and_others_are_dropped() -> None:
     link, listener = link_in_memory()
     answers: list[tuple[str, int]] = []
     frames = {}
@@ -137,7 +137,7 @@ async def test_answers_find_their_requests_in_any_order_and_unasked_ones_are_dro
     assert not link._pending
 
 
-async def test_everybody_who_waits_is_notified_once_when_the_connection_ends() -> None:
+async def test_every_waiting_request_is_notified_once_when_the_connection_ends() -> None:
     link, listener = link_in_memory()
     reported: list[object] = []
     link.ask(request(Opcode.NOOP, opaque=link.next_opaque()), reported.append)
@@ -152,7 +152,7 @@ async def test_everybody_who_waits_is_notified_once_when_the_connection_ends() -
     assert "reset" in listener.lost[0].what
 
 
-async def test_a_node_that_does_not_read_ends_the_connection_but_nobody_hears_of_it_within_a_call() -> None:
+async def test_a_node_that_does_not_read_is_reported_after_the_current_call() -> None:
     """The caller may be a machine that executes instructions, which takes one event at a time."""
     async with ScriptedNode() as node:
         link, reported = await connect(node), Listener()
@@ -168,7 +168,7 @@ async def test_a_node_that_does_not_read_ends_the_connection_but_nobody_hears_of
         assert "does not read our requests" in str(reported.lost[0])
 
 
-async def test_no_opaque_is_given_twice_while_it_is_used() -> None:
+async def test_an_opaque_in_use_is_not_given_again() -> None:
     opaques = Opaques()
     opaques._last = OPAQUE_MAX - 1
     link = Link(NodeAddress("node", 1), SystemClock(), opaques)
@@ -179,7 +179,7 @@ async def test_no_opaque_is_given_twice_while_it_is_used() -> None:
     assert other.next_opaque() == 3
 
 
-async def test_request_returns_the_response_whatever_its_status() -> None:
+async def test_a_request_returns_the_response_with_any_status() -> None:
     async with ScriptedNode({Opcode.NOOP: refuse(Status.EBUSY)}) as node:
         link = await connect(node)
         assert (await link.request(Opcode.NOOP, timeout_s=5)).status == Status.EBUSY
@@ -187,7 +187,7 @@ async def test_request_returns_the_response_whatever_its_status() -> None:
         link.close()
 
 
-async def test_request_without_an_answer_is_a_timeout_and_leaves_nothing_behind() -> None:
+async def test_a_request_without_an_answer_is_a_timeout_and_leaves_nothing_behind() -> None:
     async with ScriptedNode({Opcode.NOOP: silent}) as node:
         link = await connect(node)
         with pytest.raises(SourceTimeout, match="NOOP"):
@@ -217,7 +217,7 @@ async def test_a_connection_is_silent_only_while_something_waits_for_an_answer()
     assert link.silence_s == 0
 
 
-async def test_an_address_that_swallows_connections_does_not_hide_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_address_that_drops_packets_does_not_hide_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may still carry the address of a node that is gone: nobody answers there, not even with a refusal."""
     async with ScriptedNode() as node:
         with contextlib.ExitStack() as stack:
@@ -238,7 +238,7 @@ async def test_an_address_that_swallows_connections_does_not_hide_the_next(monke
             link.close()
 
 
-async def test_nobody_there_is_one_clear_error() -> None:
+async def test_an_unreachable_address_is_one_clear_error() -> None:
     with pytest.raises(ConnectFailed, match=r"127\.0\.0\.1:1 cannot be reached") as caught:
         await open_link(NodeAddress("127.0.0.1", 1), tls=None, timeout_s=5, clock=SystemClock())
     assert caught.value.retryable
@@ -248,7 +248,7 @@ async def test_nobody_there_is_one_clear_error() -> None:
         await open_link(NodeAddress("a" * 64, 1), tls=None, timeout_s=5, clock=SystemClock())
 
 
-async def test_a_question_with_many_answers_gets_each_until_it_declines_more() -> None:
+async def test_a_request_with_many_answers_gets_each_until_it_declines_more() -> None:
     link = Link(NodeAddress("127.0.0.1", 1), SystemClock())
     reported: list[bytes] = []
 

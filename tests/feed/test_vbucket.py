@@ -55,9 +55,7 @@ def one_of_a_kind(codes: list[int], reaction: Callable[[int], Reaction]) -> list
 
 
 @pytest.mark.parametrize("reason", one_of_a_kind([*StreamEndReason, 42], on_stream_end))
-async def test_after_every_end_of_a_stream_it_is_requested_again_unless_people_must_act(
-    reason: int, tmp_path: Path
-) -> None:
+async def test_a_stream_is_requested_again_after_every_end_that_can_be_retried(reason: int, tmp_path: Path) -> None:
     ended = success(*snapshot(1, 3), ev.StreamEnd(VBID, reason))
     mirror = mirror_at(tmp_path)
     async with RecordedSource(script(ended, success(*snapshot(1, 3), *snapshot(4, 6)))) as source:
@@ -83,7 +81,7 @@ KNOWN = [status for status in Status if status not in (Status.SUCCESS, Status.RO
 
 
 @pytest.mark.parametrize("status", one_of_a_kind([*KNOWN, 0x7777], on_refusal))
-async def test_after_every_refusal_it_is_requested_again_unless_people_must_act(status: int, tmp_path: Path) -> None:
+async def test_a_stream_is_requested_again_after_every_refusal_that_can_be_retried(status: int, tmp_path: Path) -> None:
     """From 0, where nothing is held; the other vbucket of the same connection is not touched by it."""
     refused = Exchange(ANY, status, b"")
     mirror = mirror_at(tmp_path)
@@ -104,7 +102,7 @@ async def test_after_every_refusal_it_is_requested_again_unless_people_must_act(
     assert stored(mirror) == ([] if action is Action.STOP else [1, 2, 3])
 
 
-async def test_what_has_come_and_is_not_published_is_lag_whatever_the_source_was_last_said_to_have(
+async def test_staged_changes_above_the_known_high_seqno_count_as_lag(
     tmp_path: Path,
 ) -> None:
     """Found by the simulation: the high seqno of a filtered mirror knows nothing of the end of a collection, so such a
@@ -121,7 +119,7 @@ async def test_what_has_come_and_is_not_published_is_lag_whatever_the_source_was
         await mirror.stop()
 
 
-async def test_marker_that_asks_to_be_acked_is_answered_once_it_is_durable(tmp_path: Path) -> None:
+async def test_a_marker_with_ack_is_answered_once_it_is_durable(tmp_path: Path) -> None:
     wants_ack = int(SnapshotFlag.MEMORY | SnapshotFlag.ACK)
     mirror = mirror_at(tmp_path)
     async with RecordedSource(script(success(*snapshot(1, 3, wants_ack)))) as source:
@@ -132,7 +130,7 @@ async def test_marker_that_asks_to_be_acked_is_answered_once_it_is_durable(tmp_p
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on the disk"])
-async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_again_for_a_fault_of_the_next(
+async def test_a_complete_snapshot_survives_a_violation_in_the_next_one(
     on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repeated row in the next snapshot drops that one alone: the stream is requested from the complete end."""
@@ -168,7 +166,7 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
 
 
 @pytest.mark.parametrize("collections", [True, False])
-async def test_a_key_that_cannot_be_stored_stops_its_vbucket_alone(collections: bool, tmp_path: Path) -> None:
+async def test_a_key_that_cannot_be_stored_stops_only_its_vbucket(collections: bool, tmp_path: Path) -> None:
     """A key of 600 bytes once stopped every vbucket of its group until a restart, and the error named none."""
     key = b"\0" * collections + b"x" * 600
     bad = ev.Mutation(VBID, key, 4, 1, 4, value=b"{}")

@@ -40,7 +40,7 @@ def write(cluster: SandboxCluster, vbid: int, name: str) -> None:
     cluster.set(name, {"a": 1}, vbid=vbid)
 
 
-async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_costs_the_connection(
+async def test_a_stalled_stream_is_restarted_and_the_second_stall_ends_the_connection(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     """The node answers, its noops come, every other stream is well: only this one brings nothing."""
@@ -97,7 +97,7 @@ async def test_an_announced_end_that_never_comes_is_requested_again(
     assert [node["reconnects"] for node in mirror.status()["nodes"]] == [0]
 
 
-async def test_how_far_the_source_is_does_not_wait_for_the_next_poll(
+async def test_the_high_seqno_of_a_new_connection_does_not_wait_for_the_next_poll(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start, or a connection that is open again, would otherwise be "of unknown lag" for an interval."""
@@ -157,7 +157,7 @@ async def test_an_open_connection_has_its_node_polled_and_no_other(monkeypatch: 
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connection_still_stands(
+async def test_a_node_that_answers_nothing_is_not_in_contact(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mirror.feed.connection.node_session.SILENCE_MAX_S", 0.5)
@@ -262,7 +262,9 @@ def later(clock: ManualClock, watch: SourceWatch, seconds: float) -> None:
     watch.judge()
 
 
-def test_only_what_is_behind_and_silent_for_long_stands_still(watched: tuple[ManualClock, Stand, SourceWatch]) -> None:
+def test_a_vbucket_that_is_behind_and_silent_for_long_is_stalled(
+    watched: tuple[ManualClock, Stand, SourceWatch],
+) -> None:
     clock, stand, watch = watched
     later(clock, watch, 100)
     assert stand.done == []
@@ -275,7 +277,7 @@ def test_only_what_is_behind_and_silent_for_long_stands_still(watched: tuple[Man
     assert "answers and does not stream vb 0" in stand.done[1]
 
 
-def test_a_snapshot_without_its_end_is_requested_again_and_its_connection_is_not_to_blame(
+def test_a_snapshot_without_its_end_is_requested_again_on_its_connection(
     watched: tuple[ManualClock, Stand, SourceWatch],
 ) -> None:
     """A filter may leave out all the rest of a snapshot that was resumed: nothing comes, and nothing was published."""
@@ -300,7 +302,7 @@ def test_a_snapshot_without_its_end_is_requested_again_and_its_connection_is_not
         {"session": None},
     ],
 )
-def test_who_is_not_behind_or_has_no_stream_does_not(
+def test_a_vbucket_that_is_not_behind_or_has_no_stream_is_not_stalled(
     watched: tuple[ManualClock, Stand, SourceWatch], change: dict[str, Any]
 ) -> None:
     clock, stand, watch = watched
@@ -311,7 +313,7 @@ def test_who_is_not_behind_or_has_no_stream_does_not(
     assert (stand.done, stand.stalls) == ([], 0)
 
 
-def test_a_stream_that_waits_for_its_turn_behind_a_backfill_does_not(
+def test_a_stream_that_waits_behind_a_backfill_is_not_stalled(
     watched: tuple[ManualClock, Stand, SourceWatch],
 ) -> None:
     clock, stand, watch = watched
@@ -323,7 +325,7 @@ def test_a_stream_that_waits_for_its_turn_behind_a_backfill_does_not(
     assert stand.done == ["stalled"]
 
 
-def test_progress_in_between_restarts_the_count(watched: tuple[ManualClock, Stand, SourceWatch]) -> None:
+def test_progress_between_stalls_restarts_the_count(watched: tuple[ManualClock, Stand, SourceWatch]) -> None:
     clock, stand, watch = watched
     for _ in range(4):
         later(clock, watch, 101)
@@ -339,7 +341,7 @@ def test_progress_in_between_restarts_the_count(watched: tuple[ManualClock, Stan
         (HandshakeFailed("not initialised yet"), False, False),
     ],
 )
-async def test_a_node_that_does_not_say_how_far_it_is_counts_as_one_that_does_not_answer(
+async def test_a_node_that_does_not_send_its_high_seqnos_counts_as_not_answering(
     watched: tuple[ManualClock, Stand, SourceWatch],
     monkeypatch: pytest.MonkeyPatch,
     error: ClusterError,

@@ -126,13 +126,13 @@ def _short(instruction: Instruction) -> Any:
         (aborted(5), ("advance", 5)),
     ],
 )
-def test_whatever_carries_the_end_completes_the_snapshot(last: Message, staged: Any) -> None:
+def test_any_message_with_the_end_seqno_completes_the_snapshot(last: Message, staged: Any) -> None:
     assembler = assembler_at()
     assert said(assembler, marker(0, 5), rows(1, 4), last) == [("rows", 1, 4), staged, ("publish", 5)]
     assert assembler.boundary_seqno == assembler.position_seqno == 5
 
 
-def test_nothing_is_published_before_the_end() -> None:
+def test_a_snapshot_is_not_published_before_its_end() -> None:
     assembler = assembler_at()
     assert said(assembler, marker(0, 5), rows(1), rows(3, 4)) == [("rows", 1), ("rows", 3, 4)]
     assert (assembler.boundary_seqno, assembler.position_seqno) == (0, 4)
@@ -149,7 +149,7 @@ def test_an_advance_below_the_end_moves_the_position_and_closes_nothing() -> Non
     ]
 
 
-def test_an_advance_to_the_very_position_says_nothing_new() -> None:
+def test_an_advance_to_the_current_position_is_ignored() -> None:
     assert said(assembler_at(), marker(0, 9), rows(5), advanced(5)) == [("rows", 5)]
 
 
@@ -160,7 +160,7 @@ def test_the_start_of_a_marker_is_not_trusted(start: int) -> None:
 
 
 @pytest.mark.parametrize("continued", [[], [rows(9), marker(9, 10, purge_seqno=6)]])
-def test_a_publish_says_where_its_snapshot_began_and_what_was_purged(continued: list[Message]) -> None:
+def test_a_publish_names_the_start_of_its_snapshot_and_the_purge_seqno(continued: list[Message]) -> None:
     out: list[Instruction] = []
     assembler = assembler_at(7)
     for message in (marker(8, 10, purge_seqno=6), *continued, rows(10)):
@@ -168,7 +168,7 @@ def test_a_publish_says_where_its_snapshot_began_and_what_was_purged(continued: 
     assert out[-1] == PublishSnapshot(Seqno(10), Seqno(8), 6)
 
 
-def test_the_size_and_the_range_go_with_the_rows() -> None:
+def test_staged_rows_carry_their_size_and_snapshot_range() -> None:
     out: list[Instruction] = []
     assembler = assembler_at(7)
     marker(8, 10)(assembler, out)
@@ -204,7 +204,7 @@ def test_a_second_marker_that_overlaps_with_a_later_end_prolongs_the_snapshot(co
     ]
 
 
-def test_with_collections_a_following_marker_never_closes_an_open_snapshot() -> None:
+def test_a_following_marker_does_not_close_a_snapshot_with_collections() -> None:
     assembler = assembler_at()
     assert said(assembler, marker(0, 9), rows(3), marker(10, 12), rows(12)) == [
         ("rows", 3),
@@ -213,7 +213,7 @@ def test_with_collections_a_following_marker_never_closes_an_open_snapshot() -> 
     ]
 
 
-def test_without_collections_a_following_marker_closes_a_snapshot_whose_end_was_not_hit() -> None:
+def test_a_following_marker_closes_an_unfinished_snapshot_without_collections() -> None:
     assembler = assembler_at(collections=False)
     assert said(assembler, marker(0, 9), rows(3), marker(10, 12), rows(12)) == [
         ("rows", 3),
@@ -224,7 +224,7 @@ def test_without_collections_a_following_marker_closes_a_snapshot_whose_end_was_
     ]
 
 
-def test_with_collections_the_regular_end_of_the_stream_closes_nothing() -> None:
+def test_the_regular_end_of_a_stream_does_not_close_a_snapshot_with_collections() -> None:
     assert said(assembler_at(), marker(0, 9), rows(3), ended()) == [("rows", 3)]
 
 
@@ -233,12 +233,12 @@ def test_a_marker_that_ends_inside_the_open_snapshot_contradicts_it() -> None:
         said(assembler_at(), marker(0, 9), rows(3), marker(4, 8))
 
 
-def test_a_marker_that_ends_below_what_is_held_contradicts_it() -> None:
+def test_a_marker_that_ends_below_the_held_rows_contradicts_them() -> None:
     with pytest.raises(Violation, match="below 7"):
         said(assembler_at(7), marker(0, 6))
 
 
-def test_a_marker_of_which_nothing_is_missing_opens_nothing() -> None:
+def test_a_marker_of_a_snapshot_held_already_opens_nothing() -> None:
     assembler = assembler_at(7)
     assert said(assembler, marker(0, 7)) == []
     assert assembler.open_snapshot is None
@@ -270,7 +270,7 @@ def test_a_resumed_snapshot_is_not_complete_before_the_end_that_it_had(end: int)
 
 
 @pytest.mark.parametrize("early", [rows(7), advanced(7), scope(7), prepared(7)])
-def test_nothing_is_taken_before_the_first_marker_of_a_resumed_snapshot(early: Message) -> None:
+def test_rows_before_the_first_marker_of_a_resumed_snapshot_are_refused(early: Message) -> None:
     with pytest.raises(Violation, match=r"outside any snapshot|before the first marker"):
         said(assembler_at(4, 6, (4, 9)), early)
 
@@ -297,7 +297,7 @@ def test_a_marker_without_its_first_item_leaves_no_trace() -> None:
 # --- runs ---
 
 
-def test_a_run_is_handed_on_as_it_is() -> None:
+def test_a_run_is_passed_on_unchanged() -> None:
     """Constant work per run, whatever its length."""
     made = [row(seqno, b"k", b"v") for seqno in range(1, 1001)]
     out: list[Instruction] = []
@@ -355,7 +355,7 @@ def test_a_run_that_jumps_over_the_end_publishes_nothing() -> None:
         ([marker(0, 20), oso(2)], "not requested"),
     ],
 )
-def test_what_cannot_be_part_of_the_stream_is_a_violation(messages: list[Message], text: str) -> None:
+def test_a_message_that_cannot_be_part_of_the_stream_is_a_violation(messages: list[Message], text: str) -> None:
     with pytest.raises(Violation, match=text):
         said(assembler_at(7), *messages)
 
@@ -407,7 +407,7 @@ def created(seqno: int, collection_id: int, scope_id: int = 8) -> Message:
     return lambda assembler, out: assembler.system_event(event, out)
 
 
-def test_a_stream_of_one_collection_learns_its_scopes_name_from_elsewhere() -> None:
+def test_a_stream_of_one_collection_is_given_the_name_of_its_scope() -> None:
     assembler = assembler_at()
     only = StreamFilter(collection_ids=(9,))
     names = {8: "inventory", 0: "_default"}
@@ -418,7 +418,7 @@ def test_a_stream_of_one_collection_learns_its_scopes_name_from_elsewhere() -> N
 
 
 @pytest.mark.parametrize("shown", [None, StreamFilter(collection_ids=(0, 9)), StreamFilter(scope_id=0)])
-def test_where_the_default_collection_is_mirrored_it_is_in_the_manifest(shown: StreamFilter | None) -> None:
+def test_the_manifest_has_the_default_collection_if_it_is_mirrored(shown: StreamFilter | None) -> None:
     assembler = assembler_at()
     assembler.begin_stream(inside_snapshot=False, collections_granted=True, stream_filter=shown)
     said(assembler, marker(0, 9), created(4, 9, scope_id=0))
@@ -439,7 +439,7 @@ def test_where_the_default_collection_is_mirrored_it_is_in_the_manifest(shown: S
         (0, 9, (0, 12), True, True),
     ],
 )
-def test_what_a_stored_state_holds(
+def test_a_stored_state_is_resumable_if_it_holds_part_of_a_snapshot(
     boundary: int, staged: int, open_snapshot: tuple[int, int] | None, holds_part: bool, resumable: bool
 ) -> None:
     assembler = Assembler(lambda _out: None)

@@ -34,7 +34,7 @@ def test_a_collection_begins_at_its_events_seqno() -> None:
     assert manifest.collections[0] == Collection(0, 0, "_default", Seqno(0))
 
 
-def test_a_begin_of_a_known_collection_is_a_flush_and_hides_what_was_before() -> None:
+def test_a_begin_of_a_known_collection_is_a_flush_of_its_documents() -> None:
     assert after(HOTEL, HOTEL).collections[9].begin_seqno == 20
     assert after(CollectionCreated(1, 0, 0, "_default")).collections[0].begin_seqno == 10
 
@@ -74,7 +74,7 @@ CONTENTS = st.one_of(
 
 
 @given(st.lists(CONTENTS, max_size=8), CONTENTS)
-def test_any_event_makes_a_new_manifest_and_nothing_in_it_falls(
+def test_any_event_makes_a_new_manifest_whose_begin_seqnos_never_fall(
     before: list[SystemEventContent], content: SystemEventContent
 ) -> None:
     old = after(*before)

@@ -117,7 +117,7 @@ def requested(rig: Rig) -> tuple[int, int, int, int]:
 # --- asking ---
 
 
-def test_a_fresh_vbucket_asks_from_zero_of_no_history() -> None:
+def test_a_fresh_vbucket_requests_from_zero_without_a_vbuuid() -> None:
     rig = rig_at(failover_log=log())
     assert requested(rig) == (0, 0, 0, 0)
     request = rig.last(ins.RequestStream)
@@ -126,7 +126,7 @@ def test_a_fresh_vbucket_asks_from_zero_of_no_history() -> None:
 
 
 @pytest.mark.parametrize("how", ["break", "restart", "end"])
-def test_after_a_break_inside_a_snapshot_the_request_continues_it(how: str) -> None:
+def test_a_request_after_a_break_continues_the_open_snapshot(how: str) -> None:
     rig = streaming_at(100)
     marker(rig, 101, 120)
     rows(rig, 105)
@@ -139,7 +139,7 @@ def test_after_a_break_inside_a_snapshot_the_request_continues_it(how: str) -> N
     assert requested(rig) == (105, 100, 120, 0xA)
 
 
-def test_a_break_after_a_mere_marker_asks_at_the_boundary() -> None:
+def test_a_break_after_a_marker_without_rows_resumes_at_the_boundary() -> None:
     rig = streaming_at(100)
     marker(rig, 101, 120)
     rig.feed(ev.ConnectionLost())
@@ -147,13 +147,13 @@ def test_a_break_after_a_mere_marker_asks_at_the_boundary() -> None:
     assert requested(rig) == (100, 100, 100, 0xA)
 
 
-def test_staged_rows_that_cannot_be_continued_are_dropped_before_asking() -> None:
+def test_staged_rows_that_cannot_be_continued_are_dropped_before_the_request() -> None:
     rig = Rig(ToyStore().holding(0, LOG, 9, (0, 0)))
     assert kinds(rig.feed(ev.Start())) == [ins.AbandonStaged, ins.RequestStream]
     assert requested(rig) == (0, 0, 0, 0)
 
 
-def test_the_purge_seqno_goes_with_a_request_inside_a_snapshot_only() -> None:
+def test_the_purge_seqno_is_sent_only_with_a_request_inside_a_snapshot() -> None:
     rig = Rig(ToyStore().holding(0, LOG))
     rig.feed(ev.Start(sends_purge_seqno=True))
     rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
@@ -171,7 +171,7 @@ def test_the_purge_seqno_goes_with_a_request_inside_a_snapshot_only() -> None:
     assert rig.last(ins.RequestStream).purge_seqno is None
 
 
-def test_what_the_first_snapshot_lacks_stays_whatever_the_source_says_later() -> None:
+def test_the_tombstones_missing_from_the_first_snapshot_stay_missing() -> None:
     rig = Rig(ToyStore().holding(0, LOG))
     for purge_seqno, seqno in ((80, 30), (20, 120), (10, 121), (90, 122)):  # one node after the other
         rig.feed(ev.Start(sends_purge_seqno=True))
@@ -182,7 +182,7 @@ def test_what_the_first_snapshot_lacks_stays_whatever_the_source_says_later() ->
         rig.restart()
 
 
-def test_a_source_that_does_not_say_what_it_purged_may_lack_all_of_the_first_snapshot() -> None:
+def test_a_source_without_purge_seqnos_may_lack_any_tombstone_of_the_first_snapshot() -> None:
     """The marker decides: a node of 8.0 accepts V2.2 markers, and sends V1 if a setting says so."""
     rig = Rig(ToyStore().holding(0, LOG))
     for purge_seqno, expected in ((0, 0), (None, SEQNO_MAX), (7, SEQNO_MAX)):
@@ -200,7 +200,7 @@ def test_a_source_that_does_not_say_what_it_purged_may_lack_all_of_the_first_sna
 
 
 @pytest.mark.parametrize("reason", [StreamEndReason.STATE_CHANGED, StreamEndReason.ROLLBACK])
-def test_a_position_inside_a_snapshot_is_given_up_if_the_source_accepts_it_and_sends_nothing(reason: int) -> None:
+def test_a_position_inside_a_snapshot_is_given_up_if_its_streams_stay_empty(reason: int) -> None:
     """An ephemeral bucket of 8.0 did so for ever, because its backfill does not look at the request's purge seqno."""
     rig = Rig(ToyStore().holding(0, LOG))
     rig.feed(ev.Start(sends_purge_seqno=True))
@@ -219,7 +219,7 @@ def test_a_position_inside_a_snapshot_is_given_up_if_the_source_accepts_it_and_s
     assert rig.store.served.documents == {}
 
 
-def test_a_position_inside_a_snapshot_is_kept_while_streams_bring_rows_or_end_for_another_reason() -> None:
+def test_a_position_inside_a_snapshot_is_kept_while_streams_bring_rows() -> None:
     rig = Rig(ToyStore().holding(0, LOG))
     rig.feed(ev.Start())
     rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
@@ -233,7 +233,7 @@ def test_a_position_inside_a_snapshot_is_kept_while_streams_bring_rows_or_end_fo
             rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
 
 
-def test_a_mirror_that_is_behind_is_waited_for() -> None:
+def test_a_machine_waits_for_a_source_mirror_that_is_behind() -> None:
     held = log((0xB, 90), (0xA, 0))
     rig = rig_at(100, failover_log=held)
     rig.feed(ev.Start(by_mirror=True))
@@ -257,7 +257,7 @@ def test_a_marker_without_its_first_item_does_not_change_the_purge_seqno() -> No
     assert rig.store.purge_seqno == 0
 
 
-def test_a_stream_with_an_end_is_finished_there() -> None:
+def test_a_stream_with_an_end_finishes_at_the_end_of_its_snapshot() -> None:
     rig = Rig(ToyStore())
     rig.feed(ev.Start(end_seqno=5))
     assert rig.last(ins.RequestStream).end_seqno == 5
@@ -270,16 +270,14 @@ def test_a_stream_with_an_end_is_finished_there() -> None:
     assert kinds(rig.feed(ev.Start())) == [ins.RequestStream]
 
 
-def test_inside_a_snapshot_that_overruns_the_end_the_request_reaches_to_the_snapshots_end() -> None:
+def test_a_request_inside_a_snapshot_reaches_to_the_end_of_the_snapshot() -> None:
     rig = Rig(ToyStore().holding(0, LOG, 7, (0, 9)))
     rig.feed(ev.Start(end_seqno=5))
     assert rig.last(ins.RequestStream).end_seqno == 9
 
 
 @pytest.mark.parametrize(("purge_seqno", "passes"), [(0, True), (100, True), (101, False), (None, True)])
-def test_a_vbucket_is_fetched_again_if_the_source_let_it_on_below_the_purge_seqno(
-    purge_seqno: int | None, passes: bool
-) -> None:
+def test_a_vbucket_resumed_below_the_purge_seqno_is_fetched_again(purge_seqno: int | None, passes: bool) -> None:
     """A filtered mirror may lack deletions then (MB-71917)."""
     rig = streaming_at(100)
     done = marker(rig, 101, 150, DISK, purge_seqno)
@@ -292,7 +290,7 @@ def test_a_vbucket_is_fetched_again_if_the_source_let_it_on_below_the_purge_seqn
     assert "purged deletions up to 101 and let 100 pass" in rig.reports[-2].text
 
 
-def test_a_purge_seqno_above_a_position_inside_a_snapshot_is_no_sign_of_missing_deletions() -> None:
+def test_a_purge_seqno_above_a_position_inside_a_snapshot_causes_no_resync() -> None:
     rig = rig_at(100, staged=110, open_snapshot=(101, 120))
     rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
     assert kinds(marker(rig, 101, 120, DISK, 115)) == []
@@ -321,7 +319,7 @@ def streaming_from_zero() -> VbucketMachine:
     return machine
 
 
-def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and_not_before() -> None:
+def test_a_marker_with_ack_is_answered_once_its_snapshot_is_durable() -> None:
     machine = streaming_from_zero()
     machine.handle(SnapshotMarker(0, 0, 5, ACK | DISK, opaque=7))
     published = machine.handle_run(7, [row(5, b"k", b"v")], 50)
@@ -332,7 +330,7 @@ def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and
     assert machine.handle(ev.Published(5)) == []
 
 
-def test_a_marker_of_a_snapshot_that_is_on_its_way_to_the_disk_waits_for_it() -> None:
+def test_a_marker_with_ack_waits_for_a_snapshot_on_its_way_to_disk() -> None:
     machine = streaming_from_zero()
     machine.handle(SnapshotMarker(0, 0, 5, DISK, opaque=7))
     machine.handle_run(7, [row(5, b"k", b"v")], 50)
@@ -340,7 +338,7 @@ def test_a_marker_of_a_snapshot_that_is_on_its_way_to_the_disk_waits_for_it() ->
     assert kinds(machine.handle(ev.Published(5))) == [ins.AnswerMarker]
 
 
-def test_a_marker_of_a_snapshot_that_is_durable_already_is_answered_at_once() -> None:
+def test_a_marker_with_ack_of_a_durable_snapshot_is_answered_at_once() -> None:
     rig = streaming_at(100)
     assert kinds(marker(rig, 0, 100, ACK)) == [ins.AnswerMarker]
 
@@ -361,7 +359,7 @@ def test_messages_of_another_stream_are_ignored() -> None:
     assert rig.machine.phase is Phase.STREAMING
 
 
-def test_a_backfill_and_a_live_stream_are_distinguished_for_people() -> None:
+def test_a_backfill_and_a_live_stream_have_different_states() -> None:
     rig = streaming_at(100)
     marker(rig, 0, 120, DISK)
     assert status_of(rig) is ins.VbucketStatus.BACKFILLING
@@ -374,9 +372,7 @@ def test_a_backfill_and_a_live_stream_are_distinguished_for_people() -> None:
     [(1, True, True), (DISK, True, False), (1, False, False)],
     ids=["from memory", "from disk: it may take long", "without collections nothing may carry the end"],
 )
-def test_it_waits_for_the_end_of_a_snapshot_that_the_source_sends_at_once(
-    flags: int, collections: bool, waits: bool
-) -> None:
+def test_a_machine_waits_for_the_end_of_a_memory_snapshot(flags: int, collections: bool, waits: bool) -> None:
     rig = rig_at(100)
     rig.feed(ev.Start(collections=collections))
     rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
@@ -388,7 +384,7 @@ def test_it_waits_for_the_end_of_a_snapshot_that_the_source_sends_at_once(
     assert not rig.machine.waits_for_end
 
 
-def test_it_is_caught_up_when_the_sources_high_seqno_is_durable() -> None:
+def test_a_vbucket_is_caught_up_when_the_high_seqno_is_durable() -> None:
     rig = streaming_at(100)
     assert not rig.machine.caught_up
     rig.feed(ev.HighSeqno(102))
@@ -398,7 +394,7 @@ def test_it_is_caught_up_when_the_sources_high_seqno_is_durable() -> None:
     assert rig.machine.caught_up
 
 
-def test_prepares_and_aborts_are_skipped_and_a_commit_comes_as_a_mutation() -> None:
+def test_prepares_and_aborts_are_not_stored_as_documents() -> None:
     rig = streaming_at(100)
     marker(rig, 101, 106)
     rig.feed(Prepare(0, b"\0k", 101, 1, 5, value=b"kept", opaque=rig.opaque_counter))
@@ -443,7 +439,7 @@ def filtered_at(stream_filter: StreamFilter, *boundaries: int) -> Rig:
     return rig
 
 
-def test_what_a_stream_is_filtered_to_is_kept_before_its_rows() -> None:
+def test_the_filter_of_a_stream_is_saved_before_its_rows() -> None:
     rig = Rig(ToyStore())
     assert filtered(rig, AIRLINE) == [ins.RequestStream]
     done = kinds(rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG)))
@@ -452,13 +448,13 @@ def test_what_a_stream_is_filtered_to_is_kept_before_its_rows() -> None:
     assert rig.store.stream_filter == AIRLINE.text
 
 
-def test_the_same_filter_goes_on_where_it_was() -> None:
+def test_a_stream_with_the_same_filter_resumes_at_its_position() -> None:
     rig = filtered_at(BOTH, 50, 100)
     assert filtered(rig, BOTH) == [ins.CloseStream, ins.RequestStream]
     assert requested(rig) == (100, 100, 100, 0xA)
 
 
-def test_a_collection_that_was_left_out_till_now_is_fetched_from_the_start() -> None:
+def test_a_collection_that_was_left_out_before_is_fetched_from_the_start() -> None:
     """Its documents between its creation and our position would never come."""
     rig = filtered_at(AIRLINE, 100)
     assert filtered(rig, BOTH) == [ins.CloseStream, ins.BeginResync, ins.RequestStream]
@@ -481,14 +477,14 @@ def test_a_collection_whose_end_was_seen_may_be_left_out() -> None:
     assert requested(rig)[0] == 110
 
 
-def test_a_collection_that_is_gone_without_a_word_is_not_kept_for_ever() -> None:
+def test_a_collection_whose_end_was_not_seen_is_not_kept() -> None:
     """The source dropped it while no stream was open, and a stream without it never reports the drop."""
     rig = filtered_at(BOTH, 50, 100)
     assert filtered(rig, AIRLINE) == [ins.CloseStream, ins.BeginResync, ins.RequestStream]
 
 
 @pytest.mark.parametrize("stored", [None, "", "scope 8", "of a later version"])
-def test_what_is_not_known_to_have_been_shown_counts_as_left_out(stored: str | None) -> None:
+def test_an_unknown_stored_filter_counts_as_leaving_out_the_collection(stored: str | None) -> None:
     store = ToyStore().holding(100, LOG)
     store.stream_filter = stored
     rig = Rig(store)
@@ -513,7 +509,7 @@ def test_part_of_a_snapshot_is_not_continued_with_less_than_it_may_hold() -> Non
     assert requested(rig) == (0, 0, 0, 0)
 
 
-def test_when_all_that_is_mirrored_was_dropped_it_waits_for_another_of_that_name() -> None:
+def test_a_machine_waits_for_a_new_collection_after_the_last_was_dropped() -> None:
     rig = filtered_at(AIRLINE, 100)
     marker(rig, 101, 110)
     dropped(rig, 110, 8)
@@ -533,7 +529,7 @@ def test_a_rollback_goes_back_to_the_newest_kept_boundary_and_asks_there() -> No
     assert rig.store.failover_log == tuple(LOG)
 
 
-def test_rollbacks_may_follow_each_other_as_long_as_they_fall() -> None:
+def test_rollbacks_may_follow_each_other_as_long_as_they_are_lower() -> None:
     rig = rig_at(20, 50, 80, 100)
     rollback(rig, 85)
     rollback(rig, 60)
@@ -543,7 +539,7 @@ def test_rollbacks_may_follow_each_other_as_long_as_they_fall() -> None:
 
 
 @pytest.mark.parametrize("answer", [85, 100, 2**64 - 1])
-def test_a_rollback_that_does_not_fall_looks_for_common_history(answer: int) -> None:
+def test_a_rollback_that_is_not_lower_than_the_last_requests_the_failover_log(answer: int) -> None:
     rig = rig_at(50, 80, 100)
     if answer == 85:
         rollback(rig, 85)
@@ -578,7 +574,7 @@ def test_entries_that_share_a_seqno_are_tried_newest_first() -> None:
     assert requested(rig) == (100, 100, 100, 0xB)
 
 
-def test_below_an_entry_of_its_own_history_the_common_vbuuid_is_sent() -> None:
+def test_a_request_below_the_newest_entry_sends_the_common_vbuuid() -> None:
     """The source forgot the older entry, and knows the newer one: it is a descendant of what we hold."""
     rig = rig_at(50, failover_log=log((0xB, 70), (0xA, 0)))
     assert requested(rig) == (50, 50, 50, 0xA)
@@ -587,7 +583,7 @@ def test_below_an_entry_of_its_own_history_the_common_vbuuid_is_sent() -> None:
     assert requested(rig) == (50, 50, 50, 0xB)
 
 
-def test_after_the_retry_at_common_history_rollbacks_go_on_to_fall() -> None:
+def test_rollbacks_after_the_retry_at_common_history_continue_downwards() -> None:
     rig = rig_at(20, 50, 80, 100, failover_log=log((0xB, 70), (0xA, 0)))
     rollback(rig, 0)
     rig.feed(ev.FailoverLogReceived(log((0xC, 90), (0xA, 0))))
@@ -597,7 +593,7 @@ def test_after_the_retry_at_common_history_rollbacks_go_on_to_fall() -> None:
     assert kinds(rollback(rig, 30)) == [ins.BeginResync, ins.RequestStream]
 
 
-def test_only_after_common_history_was_tried_a_resync_begins_next_to_the_old_copy() -> None:
+def test_a_resync_begins_after_common_history_was_tried_in_vain() -> None:
     rig = rig_at(80, 100)
     rollback(rig, 0)
     rig.feed(ev.FailoverLogReceived(LOG))
@@ -610,7 +606,7 @@ def test_only_after_common_history_was_tried_a_resync_begins_next_to_the_old_cop
     assert not rig.machine.caught_up
 
 
-def test_without_common_history_a_resync_begins_at_once() -> None:
+def test_a_resync_without_common_history_begins_at_once() -> None:
     rig = rig_at(80, 100)
     rollback(rig, 0)
     assert kinds(rig.feed(ev.FailoverLogReceived(log((0xC, 0))))) == [ins.BeginResync, ins.RequestStream]
@@ -628,7 +624,7 @@ def test_a_resync_is_swapped_in_by_its_publish() -> None:
     assert status_of(rig) is ins.VbucketStatus.STREAMING
 
 
-def test_a_resync_that_broke_goes_on_after_a_restart() -> None:
+def test_a_broken_resync_continues_after_a_restart() -> None:
     rig = resyncing_at_100()
     marker(rig, 0, 30, DISK)
     rows(rig, 10)
@@ -652,7 +648,7 @@ def test_a_resync_from_an_empty_source_is_complete_at_zero(how: str) -> None:
     assert kinds(rig.feed(ev.HighSeqno(0))) == []
 
 
-def test_that_a_fresh_vbucket_is_empty_at_its_source_is_reported_once() -> None:
+def test_an_empty_vbucket_of_the_source_is_published_once() -> None:
     """Else a reader could not distinguish what is absent from what has yet to come."""
     rig = streaming_at(failover_log=log())
     assert kinds(rig.feed(ev.HighSeqno(0))) == [ins.PublishSnapshot]
@@ -660,12 +656,12 @@ def test_that_a_fresh_vbucket_is_empty_at_its_source_is_reported_once() -> None:
     assert rig.store.served.seqno == 0
 
 
-def test_a_source_that_has_lost_all_is_not_taken_for_complete_without_a_resync() -> None:
+def test_a_high_seqno_of_zero_does_not_publish_a_vbucket_with_data() -> None:
     rig = streaming_at(100)
     assert kinds(rig.feed(ev.HighSeqno(0))) == []
 
 
-def test_where_no_boundary_is_kept_that_far_back_common_history_is_looked_for_and_then_resynced() -> None:
+def test_a_rollback_below_every_boundary_ends_in_a_resync() -> None:
     rig = rig_at(80, 100)
     assert kinds(rollback(rig, 30)) == [ins.RollbackTo, ins.GetFailoverLog]
     assert rig.store.served.seqno == 100
@@ -704,7 +700,7 @@ def test_common_history_found_inside_a_snapshot_drops_the_open_snapshot_first() 
     assert requested(rig) == (100, 100, 100, 0xA)
 
 
-def test_a_rollback_of_a_request_from_zero_is_repeated_later() -> None:
+def test_a_request_from_zero_that_is_rolled_back_is_repeated_later() -> None:
     rig = rig_at(failover_log=log())
     assert kinds(rollback(rig, 0)) == [ins.RetryAfter]
     assert "this mirror holds no data" in rig.machine.shown.text
@@ -727,7 +723,7 @@ def test_the_rounds_are_counted_again_after_an_accepted_stream() -> None:
     assert kinds(rollback(rig, 79)) == [ins.RollbackTo, ins.RequestStream]
 
 
-def test_where_a_rollback_leaves_no_entry_of_the_log_the_common_vbuuid_is_sent() -> None:
+def test_a_rollback_below_every_entry_sends_the_common_vbuuid() -> None:
     """The newest kept boundary is older than every entry, and says of no history what it is."""
     rig = rig_at(80, 100, failover_log=log((0xB, 90)))
     rollback(rig, 0)
@@ -750,7 +746,7 @@ def test_a_resync_that_finds_no_space_keeps_the_old_copy_and_tries_again_later()
     assert kinds(machine.handle(ev.RetryDue())) == [ins.RequestStream]
 
 
-def test_a_failover_log_that_cannot_be_had_now_is_requested_again_by_a_whole_request() -> None:
+def test_a_refused_failover_log_is_followed_by_a_full_request_later() -> None:
     rig = rig_at(100)
     rollback(rig, 0)
     assert kinds(rig.feed(ev.FailoverLogRefused(Status.ETMPFAIL))) == [ins.RetryAfter]
@@ -766,7 +762,7 @@ def test_a_failover_log_that_cannot_be_had_now_is_requested_again_by_a_whole_req
 
 
 @pytest.mark.parametrize("reason", [*range(7), 9, 1000])
-def test_after_any_other_end_of_a_stream_a_full_request_is_made(reason: int) -> None:
+def test_any_other_end_of_a_stream_is_followed_by_a_full_request(reason: int) -> None:
     """Any of them may hide a rollback: the source rewrites that code before sending it."""
     rig = streaming_at(80, 100)
     done = ended(rig, reason)
@@ -785,7 +781,7 @@ def test_a_lost_privilege_is_shown_as_a_refusal_and_the_stream_is_requested_agai
     assert kinds(rig.feed(ev.RetryDue())) == [ins.RequestStream]
 
 
-def test_an_end_that_no_request_can_fix_stops_and_says_so() -> None:
+def test_a_stream_end_for_an_empty_filter_stops_the_vbucket_with_a_reason() -> None:
     rig = streaming_at(100)
     assert kinds(ended(rig, StreamEndReason.FILTER_EMPTY)) == [ins.RefreshCollections]
     assert rig.machine.phase is Phase.REFUSED
@@ -794,7 +790,7 @@ def test_an_end_that_no_request_can_fix_stops_and_says_so() -> None:
     assert kinds(rig.feed(ev.Start())) == [ins.RequestStream]
 
 
-def test_the_regular_end_closes_the_open_snapshot_where_ends_may_never_be_hit() -> None:
+def test_the_regular_end_closes_the_open_snapshot_without_collections() -> None:
     rig = Rig(ToyStore().holding(100, LOG))
     rig.feed(ev.Start(collections=False, end_seqno=120))
     rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
@@ -805,7 +801,7 @@ def test_the_regular_end_closes_the_open_snapshot_where_ends_may_never_be_hit() 
     assert rig.machine.phase is Phase.FINISHED
 
 
-def test_a_stream_without_end_is_not_at_its_end_when_the_source_says_so() -> None:
+def test_a_premature_stream_end_does_not_publish_half_a_snapshot() -> None:
     """Found by the simulation: END_STREAM with code OK in the middle of a snapshot published the half of it."""
     rig = Rig(ToyStore().holding(100, LOG))
     rig.feed(ev.Start(collections=False))
@@ -816,7 +812,7 @@ def test_a_stream_without_end_is_not_at_its_end_when_the_source_says_so() -> Non
     assert rig.store.served.seqno == 100
 
 
-def test_a_resync_that_is_published_just_before_the_source_breaks_the_protocol_is_no_longer_one() -> None:
+def test_a_resync_is_over_if_it_is_published_just_before_a_violation() -> None:
     """Found by the simulation: the run ended the snapshot and went on beyond it; the machine still said "resyncing"."""
     rig = resyncing_at_100()
     assert rig.machine.resyncing
@@ -848,20 +844,20 @@ def test_a_resync_that_is_published_just_before_the_source_breaks_the_protocol_i
         (Status.ROLLBACK, [ins.GetFailoverLog]),
     ],
 )
-def test_each_refusal_has_its_reaction_and_a_text(status: int, expected: list[type]) -> None:
+def test_each_refusal_has_a_reaction_and_a_text(status: int, expected: list[type]) -> None:
     rig = rig_at(100)
     assert kinds(refused(rig, status)) == expected
     assert len(rig.machine.shown.text.split()) >= 6
     assert (rig.machine.phase is Phase.REFUSED) == (expected == [])
 
 
-def test_the_map_in_a_refusal_is_handed_on() -> None:
+def test_the_map_in_a_refusal_is_passed_on() -> None:
     rig = rig_at(100)
     done = refused(rig, Status.NOT_MY_VBUCKET, b'{"rev": 8}')
     assert [instruction.config for instruction in done if isinstance(instruction, ins.RefreshMap)] == [b'{"rev": 8}']
 
 
-def test_out_of_range_inside_a_snapshot_drops_the_open_snapshot_before_anything_else() -> None:
+def test_a_range_error_inside_a_snapshot_drops_the_open_snapshot_first() -> None:
     rig = rig_at(staged=50, open_snapshot=(0, 120))
     assert kinds(refused(rig, Status.ERANGE)) == [ins.AbandonStaged, ins.RequestStream]
 
@@ -918,7 +914,7 @@ def test_a_source_that_breaks_the_protocol_loses_its_open_snapshot_and_is_reques
     assert requested(rig) == (100, 100, 100, 0xA)
 
 
-def test_rows_beyond_the_end_publish_what_was_complete_and_nothing_more() -> None:
+def test_rows_beyond_the_end_publish_only_the_complete_snapshot() -> None:
     rig = streaming_at(100)
     marker(rig, 101, 103)
     assert kinds(rows(rig, 101, 103, 104)) == [ins.StageRows, ins.PublishSnapshot, ins.CloseStream, ins.RetryAfter]
@@ -957,7 +953,7 @@ def test_markers_that_ask_for_an_answer_are_bounded() -> None:
 # --- connections ---
 
 
-def test_stopping_closes_the_stream_and_asks_for_nothing() -> None:
+def test_a_stop_closes_the_stream_and_requests_nothing() -> None:
     rig = streaming_at(100)
     opaque = rig.machine.opaque
     done = rig.feed(ev.Stop("moved to another node"))
@@ -983,7 +979,7 @@ def test_an_answer_to_a_request_of_a_lost_connection_is_ignored() -> None:
     assert rig.machine.phase is Phase.REQUESTING
 
 
-def test_without_an_active_node_it_says_so_and_waits_for_the_next_map() -> None:
+def test_a_vbucket_without_an_active_node_waits_for_the_next_map() -> None:
     rig = streaming_at(100)
     rig.feed(ev.NoActiveNode())
     assert status_of(rig) is ins.VbucketStatus.NO_ACTIVE_NODE
@@ -1027,7 +1023,7 @@ def test_a_connection_lost_while_the_store_is_at_work_waits_for_both(answer: str
     assert kinds(machine.handle(ev.Start())) == [ins.RequestStream]
 
 
-def test_a_connection_that_comes_back_while_the_store_is_at_work_is_used_when_it_is_done() -> None:
+def test_a_connection_that_returns_during_store_work_is_used_afterwards() -> None:
     rig = rig_at(80, 100)
     machine, store = rig.machine, rig.store
     done = machine.handle(ev.StreamRollback(rig.opaque_counter, 90))
@@ -1037,7 +1033,7 @@ def test_a_connection_that_comes_back_while_the_store_is_at_work_is_used_when_it
     assert kinds(machine.handle(store.perform(instruction))) == [ins.RequestStream]
 
 
-def test_a_publish_that_was_rolled_back_meanwhile_does_not_count() -> None:
+def test_a_publish_that_was_rolled_back_meanwhile_is_ignored() -> None:
     rig = rig_at(80, 100)
     rollback(rig, 90)
     rig.feed(ev.Published(100))
@@ -1055,7 +1051,7 @@ def test_a_publish_that_was_rolled_back_meanwhile_does_not_count() -> None:
         (Phase.OPENING_RESYNC, {ev.ResyncOpened, ev.ResyncRefused}),
     ],
 )
-def test_nothing_but_the_stores_answer_ends_a_phase_of_the_store(phase: Phase, answers: set[type]) -> None:
+def test_a_phase_of_the_store_ends_only_with_the_answer_of_the_store(phase: Phase, answers: set[type]) -> None:
     assert {kind for kind, move in TRANSITIONS[phase].items() if move.to != (phase,)} == answers
 
 

@@ -33,9 +33,7 @@ def test_an_offset_outside_its_snapshot_cannot_be_made(start: int, snap_start: i
 
 
 @given(SEQNOS, SEQNOS, st.none() | st.tuples(SEQNOS, SEQNOS))
-def test_whatever_a_state_says_an_offset_can_be_made_of_it(
-    boundary: int, staged: int, open_snapshot: tuple[int, int] | None
-) -> None:
+def test_an_offset_can_be_made_of_any_state(boundary: int, staged: int, open_snapshot: tuple[int, int] | None) -> None:
     made = offset(boundary, staged, open_snapshot)
     assert made.snap_start_seqno <= made.start_seqno <= made.snap_end_seqno
     assert made.inside_snapshot or made.start_seqno == made.snap_start_seqno == made.snap_end_seqno == boundary

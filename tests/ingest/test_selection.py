@@ -34,7 +34,7 @@ MANIFEST = {
 PARSED = SourceManifest.parse(json.dumps(MANIFEST).encode())
 
 
-def test_a_manifest_is_read() -> None:
+def test_a_manifest_is_parsed() -> None:
     assert PARSED.uid == 0x1F
     assert PARSED.scopes == {"_default": 0, "inventory": 8, "empty": 11}
     assert PARSED.collections[("inventory", "route")] == 0x1A
@@ -53,7 +53,7 @@ def test_a_manifest_is_read() -> None:
         b"\xff",
     ],
 )
-def test_a_manifest_that_makes_no_sense_is_one_error(body: bytes) -> None:
+def test_a_malformed_manifest_is_one_error(body: bytes) -> None:
     with pytest.raises(MalformedManifest):
         SourceManifest.parse(body)
 
@@ -67,7 +67,7 @@ def test_names_become_ids() -> None:
     assert found.streams
 
 
-def test_a_scope_is_requested_by_its_own_id_so_that_its_new_collections_come_by_themselves() -> None:
+def test_a_scope_is_requested_by_its_id_to_include_new_collections() -> None:
     found = Selection.of("inventory", None).resolve(PARSED)
     assert found.filter is not None
     assert found.filter.fields == {"scope": "8"}
@@ -76,7 +76,7 @@ def test_a_scope_is_requested_by_its_own_id_so_that_its_new_collections_come_by_
     assert not found.filter.shows_by_itself(0, 0)
 
 
-def test_what_does_not_exist_yet_is_said_and_not_requested() -> None:
+def test_a_collection_that_does_not_exist_yet_is_reported_and_not_requested() -> None:
     some = Selection.of(None, ["inventory.airline", "inventory.hotel"]).resolve(PARSED)
     assert (some.missing, some.filter) == (("inventory.hotel",), StreamFilter(collection_ids=(9,)))
     none = Selection.of(None, ["other.hotel"]).resolve(PARSED)
@@ -135,12 +135,12 @@ def test_a_filter_is_read_as_it_was_written(ids: tuple[int, ...], scope_id: int)
 
 
 @pytest.mark.parametrize("text", ["", "scope", "scope x", "collections", "collections 8,", "keys 8"])
-def test_a_filter_that_says_nothing_known_is_none(text: str) -> None:
+def test_an_unknown_filter_text_is_no_filter(text: str) -> None:
     assert StreamFilter.parse(text) is None
     assert not StreamFilter(collection_ids=(8,)).continues(text, ())
 
 
-def test_a_stream_goes_on_only_where_nothing_was_left_out() -> None:
+def test_a_stream_continues_only_if_no_collection_was_left_out() -> None:
     one, two = StreamFilter(collection_ids=(8,)), StreamFilter(collection_ids=(8, 9))
     assert not one.continues(None, ())
     assert not two.continues(one.text, (8,))
@@ -161,7 +161,7 @@ def test_a_manifest_of_a_million_collections_is_refused_before_it_is_parsed(monk
         SourceManifest.parse(body)
 
 
-def test_a_bucket_with_all_the_collections_that_there_can_be_is_taken() -> None:
+def test_a_manifest_with_the_maximum_of_collections_is_accepted() -> None:
     name = "n" * 251
     entries = [{"name": f"{each:04}" + name[4:], "uid": f"{each:x}"} for each in range(1_200)]
     scopes = [{"name": f"{each:04}" + name[4:], "uid": f"{each:x}", "collections": entries[each:each + 1]}

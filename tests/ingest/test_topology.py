@@ -59,13 +59,13 @@ def test_a_bucket_map_names_the_node_of_each_vbucket_in_the_order_of_the_server_
     assert cluster_map.vbids_of(B) == [0]
 
 
-def test_the_placeholder_is_the_host_of_the_request_also_when_that_is_an_ipv6_address() -> None:
+def test_the_placeholder_is_the_host_of_the_request_even_if_it_is_ipv6() -> None:
     text = json.dumps(config(vBucketServerMap={"serverList": ["$HOST:11210"], "vBucketMap": [[0]]}))
     assert parse_cluster_map(text, "::1").node_of(0) == Node("::1", 11210, 11207)
     assert parse_cluster_map(text, "::1").nodes[0].name == "[::1]:11210"
 
 
-def test_alternate_addresses_are_taken_for_the_nodes_that_have_them() -> None:
+def test_alternate_addresses_are_used_for_the_nodes_that_have_them() -> None:
     assert parsed("external").nodes == (Node("b.outside", 31210, None), A)
 
 
@@ -114,7 +114,7 @@ def test_nodes_that_offer_only_tls_are_found_by_host_and_order() -> None:
     ]
 
 
-def test_a_server_without_extended_information_is_reached_as_the_list_says() -> None:
+def test_a_map_without_extended_nodes_uses_its_server_list() -> None:
     assert parsed(nodesExt=[]).nodes == (Node("b.example", 11210), Node("a.example", 11210))
 
 
@@ -148,7 +148,7 @@ def test_servers_without_epochs_are_ordered_by_revision_and_are_older_than_any_w
     assert newest.judge(without(8)) is MapVerdict.OLDER
 
 
-def test_what_was_followed_before_a_restart_is_followed_again_and_nothing_older() -> None:
+def test_a_restarted_mirror_follows_the_same_map_and_no_older_one() -> None:
     newest = NewestMap("0123", (2, 7))
     assert newest.judge(parsed(rev=6)) is MapVerdict.OLDER
     assert newest.judge(parsed(revEpoch=1, rev=99)) is MapVerdict.OLDER
@@ -159,7 +159,7 @@ def test_what_was_followed_before_a_restart_is_followed_again_and_nothing_older(
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.sampled_from(["0123", "another"])), max_size=20))
-def test_whatever_order_maps_come_in_the_revision_followed_only_rises(
+def test_the_followed_revision_only_rises_in_any_order_of_maps(
     revisions: list[tuple[int, int, str]],
 ) -> None:
     newest = NewestMap("0123", (1, 2))
@@ -177,7 +177,7 @@ def test_whatever_order_maps_come_in_the_revision_followed_only_rises(
     assert followed[-1] == max([(1, 2), *ours])
 
 
-def test_a_map_of_equal_revision_is_followed_where_the_nodes_that_it_does_not_name_are_away() -> None:
+def test_a_map_of_equal_revision_is_followed_if_the_known_nodes_are_gone() -> None:
     newest = NewestMap("0123")
     assert newest.take(parsed())
     moved = parsed(nodesExt=[{"services": {"kv": 11210, "kvSSL": 11207, "mgmt": 8091}, "thisNode": True}])
@@ -201,7 +201,7 @@ def test_a_mirrors_map_is_not_compared_with_the_clusters() -> None:
     assert newest.judge(parsed(mirror=True, revEpoch=1, rev=1_800_000_000)) is MapVerdict.KNOWN
 
 
-def test_of_several_maps_the_newest_of_the_bucket_is_taken() -> None:
+def test_the_newest_map_of_the_bucket_is_chosen() -> None:
     old, new, foreign = parsed(rev=6), parsed(rev=9), parsed(rev=50, uuid="another")
     mirrors = parsed(mirror=True, rev=90), parsed(mirror=True, rev=91)
     assert newest_of([old, new, foreign, *mirrors]) == new
@@ -211,7 +211,7 @@ def test_of_several_maps_the_newest_of_the_bucket_is_taken() -> None:
     assert newest_of(mirrors) == mirrors[0]
 
 
-def test_a_map_comes_over_a_pipe_as_it_was() -> None:
+def test_a_map_is_unchanged_after_a_pipe() -> None:
     whole = parse_cluster_map(json.dumps(config()), "a.example", network="external")
     assert ClusterMap.from_wire(msgpack.unpackb(msgpack.packb(whole.to_wire()))) == whole
 
@@ -236,13 +236,13 @@ def test_a_map_comes_over_a_pipe_as_it_was() -> None:
         ({"vBucketServerMap": {"serverList": ["a:1"], "vBucketMap": [[]] * 65_537}}, "vBucketMap"),
     ],
 )
-def test_a_map_that_cannot_be_true_is_an_error_that_names_the_field(changes: dict[str, Any], field: str) -> None:
+def test_an_impossible_map_is_an_error_that_names_the_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(MalformedClusterMap, match=field):
         parsed(**changes)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"7"])
-def test_what_is_no_json_is_one_kind_of_error(text: bytes) -> None:
+def test_a_map_that_is_not_json_is_a_malformed_map(text: bytes) -> None:
     with pytest.raises(MalformedClusterMap, match="cluster map"):
         parse_cluster_map(text, "a.example")
 
@@ -271,7 +271,7 @@ BUCKET_FIELDS = ["serverList", "vBucketMap"]
     st.dictionaries(st.sampled_from(FIELDS), JSON),
     st.none() | st.dictionaries(st.sampled_from(BUCKET_FIELDS), JSON),
 )
-def test_any_json_is_a_map_whose_indices_hold_or_a_malformed_one(
+def test_any_json_is_a_map_with_valid_indices_or_a_malformed_one(
     whole: dict[str, Any], server_map: dict[str, Any] | None
 ) -> None:
     if server_map is not None:
@@ -326,7 +326,7 @@ def test_copies_are_the_active_node_and_the_replicas_that_have_one() -> None:
         ({"nodeLocator": "vbucket", "bucketCapabilities": ["dcp"], "bucketType": "ephemeral"}, True),
     ],
 )
-def test_a_bucket_is_ephemeral_by_its_type_or_where_that_is_not_said_by_having_no_views(
+def test_a_bucket_is_ephemeral_by_its_type_or_else_by_its_lack_of_views(
     more: dict[str, object], ephemeral: bool
 ) -> None:
     config = {"vBucketServerMap": {"serverList": ["h:1"], "vBucketMap": [[0]]}} | more

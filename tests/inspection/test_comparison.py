@@ -62,13 +62,13 @@ ALIVE, DEAD = version("k", 5), version("k", 5, deleted=True)
         (DEAD, None, side(9), side(9), Verdict.PURGED_THERE),
     ],
 )
-def test_two_versions_are_judged(
+def test_two_versions_of_a_key_have_a_verdict(
     here: Fingerprint | None, there: Fingerprint | None, mirror: Side, source: Side, verdict: Verdict
 ) -> None:
     assert judge(here, there, mirror, source) is verdict
 
 
-def test_a_collection_that_is_gone_moved_only_where_the_later_side_says_so() -> None:
+def test_a_dropped_collection_counts_as_moved_only_if_the_later_side_lacks_it() -> None:
     doc = version("k", 5, collection=8)
     assert judge(None, doc, side(9), side(7, c8=2)) is Verdict.MOVED
     assert judge(None, doc, side(9, c8=6), side(7, c8=2)) is Verdict.MOVED, "flushed since"
@@ -149,7 +149,7 @@ def test_copies_of_one_past_never_differ_and_a_planted_fault_below_both_always_d
     assert [(each.key, each.verdict) for each in found.differences] == [(ghost.key, Verdict.MISSING_THERE)]
 
 
-def test_more_moved_keys_than_are_remembered_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_moved_keys_are_counted_and_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "MOVED_MAX", 3)
     here = [version(f"key-{number}", 10 + number) for number in range(5)]
     assert compare(VbucketResult(0), here[:3], [], side(20), side(5)) == {each.key: None for each in here[:3]}
@@ -167,7 +167,7 @@ def test_only_the_first_differences_are_named_and_all_are_counted(monkeypatch: p
     assert (result.documents, result.source_documents) == (5, 0)
 
 
-def test_what_a_verdict_does_not_speak_of_is_said() -> None:
+def test_the_summary_names_the_seqnos_and_keys_that_were_not_compared() -> None:
     assert not_said([VbucketResult(0), VbucketResult(1)]) == ""
     found = [VbucketResult(0, behind_seqnos=1000, not_compared=4), VbucketResult(1, behind_seqnos=2)]
     assert not_said(found) == (
@@ -176,7 +176,7 @@ def test_what_a_verdict_does_not_speak_of_is_said() -> None:
     )
 
 
-def test_what_only_the_mirror_holds_is_excused_where_the_source_may_have_forgotten_its_deletion() -> None:
+def test_a_surplus_document_is_excused_if_its_tombstone_may_be_purged() -> None:
     def result(published_seqno: int, *verdicts: Verdict) -> VbucketResult:
         found = VbucketResult(0, published_seqno=published_seqno, source_seqno=9)
         for verdict in verdicts:

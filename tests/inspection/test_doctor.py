@@ -51,7 +51,7 @@ def assert_nothing_fetched(cluster: SandboxCluster, before: list[int]) -> None:
     assert {cluster.sent(vbid).bytes - before[vbid] for vbid in range(VBUCKETS)} <= {0, 28}
 
 
-async def test_a_sound_source_and_nothing_of_it_is_fetched(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_sound_source_passes_every_step_and_sends_no_document(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 200)
     sent = [cluster.sent(vbid).bytes for vbid in range(VBUCKETS)]
     steps = await examined(cluster.connection_string, tmp_path, tmp_path / "new")
@@ -64,7 +64,7 @@ async def test_a_sound_source_and_nothing_of_it_is_fetched(cluster: SandboxClust
     assert not (tmp_path / "new").exists()
 
 
-async def test_a_mirror_that_would_go_on(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_mirror_that_can_resume_is_reported_with_its_lag(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 200)
     mirror = await filled(cluster, tmp_path)
     write(cluster, 50, "later")
@@ -77,7 +77,7 @@ async def test_a_mirror_that_would_go_on(cluster: SandboxCluster, tmp_path: Path
         assert all(state.published_seqno < cluster.vbucket(state.vbid).high_seqno for state in view.states())
 
 
-async def test_what_resuming_would_cost_is_foretold(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_coming_rollback_and_a_coming_resync_are_reported(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 100)
     mirror = mirror_of(cluster, tmp_path)
     mirror.start(cluster.connection_string)
@@ -100,7 +100,7 @@ async def test_what_resuming_would_cost_is_foretold(cluster: SandboxCluster, tmp
     assert resynced.startswith("1 vbuckets would be resynced, the first is 1")
 
 
-async def test_another_bucket_is_said(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_another_bucket_is_a_failure(cluster: SandboxCluster, tmp_path: Path) -> None:
     mirror = await filled(cluster, tmp_path)
     async with SandboxCluster(vbuckets=8, seed=77) as other:
         steps = await examined(other.connection_string, tmp_path, Path(mirror.path))
@@ -132,7 +132,9 @@ async def test_each_refusal_is_a_finding_of_its_step(
     assert int(finding.exit_code) == code
 
 
-async def test_hosts_that_do_not_answer(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_hosts_that_do_not_answer_are_warnings_if_one_host_answers(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         dead = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -155,20 +157,20 @@ async def test_vbuckets_without_a_node_are_counted(cluster: SandboxCluster, tmp_
     assert (steps["map"][0].verdict, "1 have no active node" in steps["map"][0].text) == (StepVerdict.WARN, True)
 
 
-async def test_a_server_that_refuses_streams_for_now(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_server_that_refuses_streams_for_now_is_a_warning(cluster: SandboxCluster, tmp_path: Path) -> None:
     cluster.faults.streams.refuse(Status.ETMPFAIL)
     steps = await examined(cluster.connection_string, tmp_path)
     assert verdicts(steps)["streams"] == "warn"
     assert "warming up" in steps["streams"][0].text
 
 
-async def test_a_node_that_hangs_up_is_one_finding(tmp_path: Path) -> None:
+async def test_a_node_that_refuses_the_handshake_is_one_finding(tmp_path: Path) -> None:
     async with ScriptedNode({Opcode.SELECT_BUCKET: refuse(Status.ETMPFAIL)}) as node:
         steps = await examined(f"couchbase://demo@127.0.0.1:{node.port}/b", tmp_path, password=PASSWORD)
     assert verdicts(steps)["handshake"] == "fail"
 
 
-async def test_unreadable_data_is_said_and_the_source_examined(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_unreadable_data_is_a_failure_and_the_source_is_examined(cluster: SandboxCluster, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (data / "mirror.json").write_text("{}")
@@ -216,7 +218,7 @@ async def test_another_map_of_the_same_revision_is_named(tmp_path: Path) -> None
         assert "other ports" in steps["map"][1].remedy
 
 
-async def test_an_ephemeral_bucket_is_no_source_of_persisted_data(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_an_ephemeral_bucket_is_refused_with_publish_persisted(cluster: SandboxCluster, tmp_path: Path) -> None:
     cluster.bucket.map.ephemeral = True
     cluster.bucket.map.bump()
     steps = await examined(cluster.connection_string, tmp_path, publish="persisted")
@@ -225,7 +227,9 @@ async def test_an_ephemeral_bucket_is_no_source_of_persisted_data(cluster: Sandb
     assert len((await examined(cluster.connection_string, tmp_path))["bucket"]) == 1
 
 
-async def test_what_the_running_service_says_is_repeated_and_compared(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_the_status_of_a_running_service_is_shown_and_compared_with_the_map(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
     mirror = await filled(cluster, tmp_path)
     ports = [cluster.nodes[owner].port for owner in cluster.bucket.map.owners]
     rows = [{"vbid": vbid, "node": f"127.0.0.1:{port if vbid else 1}"} for vbid, port in enumerate(ports)]

@@ -62,7 +62,7 @@ def test_frames_of_all_connections_come_back_with_their_times_and_without_passwo
     assert [line["node"] for line in lines if "node" in line] == ["host:1", "host:2"]
 
 
-def test_it_ends_with_the_frame_that_makes_it_full(tmp_path: Path) -> None:
+def test_a_recording_ends_with_the_frame_that_makes_it_full(tmp_path: Path) -> None:
     made, clock = recorder(tmp_path / "file", bytes_max=100)
     one = link(clock)
     for _ in range(9):
@@ -72,7 +72,7 @@ def test_it_ends_with_the_frame_that_makes_it_full(tmp_path: Path) -> None:
     assert len(list(passed(tmp_path / "file"))) == 2
 
 
-def test_garbage_of_a_peer_ends_nothing_but_itself(tmp_path: Path) -> None:
+def test_garbage_of_one_peer_does_not_end_the_recording(tmp_path: Path) -> None:
     made, clock = recorder(tmp_path / "file")
     one = link(clock)
     made.passed(one, encode(HELLO), ours=False)
@@ -82,7 +82,7 @@ def test_garbage_of_a_peer_ends_nothing_but_itself(tmp_path: Path) -> None:
     assert [each.frame for each in passed(tmp_path / "file")] == [HELLO, STREAM]
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="exists already"):
         recorder(tmp_path / "file")
@@ -91,7 +91,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:
+def test_a_full_disk_ends_only_the_recording() -> None:
     made, clock = recorder(Path("/dev/shm") / "dcp-mirror-test-recording")
     try:
         made._file.close()

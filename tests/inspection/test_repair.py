@@ -24,7 +24,7 @@ def resync_now(path: str, source: str, settings: object, vbids: list[int], **opt
     resync(path, source, settings, vbids, **options)  # type: ignore[arg-type]
 
 
-async def test_vbuckets_are_whole_again_on_branches_of_their_own(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_resynced_vbuckets_are_complete_on_new_branches(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 200)
     mirror = await filled(cluster, tmp_path)
     write(cluster, 20, "later")
@@ -46,7 +46,7 @@ async def test_vbuckets_are_whole_again_on_branches_of_their_own(cluster: Sandbo
     assert check(mirror.path).problems == []
 
 
-async def test_a_group_that_somebody_owns_is_left_alone(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_group_with_an_owner_is_refused(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 20)
     mirror = mirror_of(cluster, tmp_path)
     mirror.start(cluster.connection_string)

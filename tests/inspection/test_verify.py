@@ -91,7 +91,7 @@ def states(results: list[VbucketResult]) -> list[str]:
 # -- nothing is wrong ---------------------------------------------------------------------------------------------
 
 
-async def test_a_mirror_that_stands_still_is_equal(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_an_idle_mirror_is_equal(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 200)
     cluster.delete("doc-7")
     mirror = await filled(cluster, tmp_path)
@@ -109,7 +109,9 @@ async def test_a_mirror_that_stands_still_is_equal(cluster: SandboxCluster, tmp_
     ], "however the source sends it"
 
 
-async def test_what_the_source_changed_since_is_not_compared(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_changes_of_the_source_above_the_published_seqno_are_not_compared(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
     write(cluster, 200)
     mirror = await filled(cluster, tmp_path)
     write(cluster, 30)
@@ -122,7 +124,7 @@ async def test_what_the_source_changed_since_is_not_compared(cluster: SandboxClu
     assert "no service runs" in results[0].detail
 
 
-async def test_a_mirror_of_nothing_is_equal_and_then_behind(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_an_empty_mirror_is_equal_and_after_writes_behind(cluster: SandboxCluster, tmp_path: Path) -> None:
     mirror = await filled(cluster, tmp_path)
     assert states(await verified(mirror, cluster, service=False)) == ["equal"] * VBUCKETS
     write(cluster, 50)
@@ -165,7 +167,7 @@ async def test_a_mirror_under_load_is_equal(cluster: SandboxCluster, tmp_path: P
     assert not any(result.behind_seqnos for result in results), "a running mirror is waited for"
 
 
-async def test_a_failover_in_between_is_followed(
+async def test_a_failover_during_the_comparison_is_followed(
     cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(cluster, 200)
@@ -196,7 +198,7 @@ async def test_a_failover_in_between_is_followed(
     await mirror.stop()
 
 
-async def test_a_rollback_that_is_due_is_said_if_nobody_can_follow(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_pending_rollback_is_reported_if_no_service_runs(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 200)
     mirror = await filled(cluster, tmp_path)
     cluster.failover(2, lose=3)
@@ -205,7 +207,7 @@ async def test_a_rollback_that_is_due_is_said_if_nobody_can_follow(cluster: Sand
     assert f"above seqno {cluster.vbucket(2).high_seqno}" in results[2].detail
 
 
-async def test_tombstones_that_a_side_has_forgotten_are_no_difference(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_tombstones_that_one_side_purged_are_not_differences(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 100)
     for number in range(40):
         cluster.delete(f"doc-{number}")
@@ -268,7 +270,7 @@ def rows_of(txn: Any, tree: Any) -> list[tuple[bytes, bytes]]:
     ]
 
 
-async def test_every_altered_byte_that_a_reader_could_see_is_found(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_every_altered_byte_that_a_reader_can_see_is_found(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 120)
     mirror = await filled(cluster, tmp_path)
     altered: set[bytes] = set()
@@ -290,7 +292,7 @@ async def test_every_altered_byte_that_a_reader_could_see_is_found(cluster: Sand
     assert results[1].digest != results[1].source_digest
 
 
-async def test_documents_that_are_missing_and_that_nobody_wrote(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_missing_documents_and_invented_documents_are_found(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 120)
     mirror = await filled(cluster, tmp_path)
 
@@ -311,7 +313,7 @@ async def test_documents_that_are_missing_and_that_nobody_wrote(cluster: Sandbox
     assert (result.state, result.missing_here, result.missing_there, result.different) == ("different", 2, 1, 0)
 
 
-async def test_a_row_that_cannot_be_read_costs_its_vbucket_alone(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_an_unreadable_row_affects_only_its_own_vbucket(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 120)
     mirror = await filled(cluster, tmp_path)
 

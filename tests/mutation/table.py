@@ -264,13 +264,13 @@ MUTATIONS = (
         _STORE_SINK,
         "        self.drop_held()\n        self.writer.begin_resync(",
         "        self.writer.begin_resync(",
-        f"{_OF_STORE_SINK} -k were_held",
+        f"{_OF_STORE_SINK} -k held_ends",
     ),
     Mutation(
         _STORE_SINK,
         "        self.drop_held()\n        if not self.writer.abandon(",
         "        if not self.writer.abandon(",
-        f"{_OF_STORE_SINK} -k were_held",
+        f"{_OF_STORE_SINK} -k held_ends",
     ),
     # --- the consumer core
     Mutation(
@@ -378,7 +378,7 @@ MUTATIONS = (
         _VBUCKET,
         "return seqno if session.answers else None",
         "return seqno",
-        "tests/feed/test_consumer.py -k is_gone_is_not_known",
+        "tests/feed/test_consumer.py -k lag_behind_a_lost_node",
     ),
     Mutation(
         "mirror/feed/follow/status.py",
@@ -390,7 +390,7 @@ MUTATIONS = (
         "mirror/feed/follow/status.py",
         "max(0, max(high_seqno, int(state.staged_seqno)) -",
         "max(0, high_seqno -",
-        "tests/feed/test_vbucket.py -k is_lag",
+        "tests/feed/test_vbucket.py -k count_as_lag",
     ),
     Mutation(
         _VBUCKET,
@@ -442,13 +442,13 @@ MUTATIONS = (
         _OWNER,
         "        except Exception as error:\n            raise storage_error(error, owner.path)",
         "        except OSError as error:\n            raise storage_error(error, owner.path)",
-        "tests/feed/test_group_commits.py -k stops_that_group",
+        "tests/feed/test_group_commits.py -k only_that_group",
     ),
     Mutation(
         "mirror/supervise/processes/quarantine.py",
         "if group is None or -status not in SIGNALS or group in self.groups:",
         "if group is None or group in self.groups:",
-        "tests/supervise/test_quarantine.py -k say_nothing",
+        "tests/supervise/test_quarantine.py -k do_not_accuse",
     ),
     Mutation(
         "mirror/feed/follow/group_commits.py",
@@ -460,7 +460,7 @@ MUTATIONS = (
         "mirror/feed/follow/group_commits.py",
         "self._retry_later(interval_s * min(2**self.reopen_count, REOPEN_FACTOR_MAX))",
         "pass",
-        "tests/feed/test_group_commits.py -k opened_at_once",
+        "tests/feed/test_group_commits.py -k device_failed",
     ),
     Mutation(
         _ENVIRONMENT,
@@ -648,7 +648,7 @@ MUTATIONS = (
         "mirror/feed/cluster/map_follower.py",
         "happens(self._wake, interval_s)",
         "happens(self._wake, None)",
-        "tests/feed/test_map_follower.py -k alone_that_gets",
+        "tests/feed/test_map_follower.py -k found_by_polling",
     ),
     # --- who may read an answer is judged when it is made
     Mutation(

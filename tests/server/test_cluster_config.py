@@ -41,7 +41,7 @@ def test_nodes_of_one_host_have_different_management_ports() -> None:
 
 @pytest.mark.parametrize("node", [ConfigNode(None, 1), ConfigNode("a", None, 2), ConfigNode("a", 3, 4)])
 @pytest.mark.parametrize("bucket", [None, ConfigBucket("demo", "ab", [[0]])])
-def test_a_node_satisfies_each_client_without_and_with_tls(node: ConfigNode, bucket: ConfigBucket | None) -> None:
+def test_a_node_is_usable_by_each_client_with_and_without_tls(node: ConfigNode, bucket: ConfigBucket | None) -> None:
     config = render(7, 1, [node], bucket)
     assert usable_by_gocbcore(config)
     assert identities(config)
@@ -60,6 +60,6 @@ async def test_nodes_of_the_embedded_source_are_distinguished(nodes: int, hosts:
     assert len(set(found)) == nodes
 
 
-def test_a_server_without_epochs_names_none() -> None:
+def test_a_map_of_a_server_without_epochs_has_none() -> None:
     assert "revEpoch" not in json.loads(render(7, None, [ConfigNode(None, 1)], None))
     assert json.loads(render(7, 3, [ConfigNode(None, 1)], None))["revEpoch"] == 3

@@ -163,7 +163,7 @@ CONTROLS = [
 ]
 
 
-async def test_controls(server: Server) -> None:
+async def test_a_control_has_the_same_answer_from_both_servers(server: Server) -> None:
     client = await server.client(noop=False)
     found = [(name, value, await client.control(name.encode(), value.encode())) for name, value, _ in CONTROLS]
     assert found == CONTROLS
@@ -180,14 +180,14 @@ DIFFERENCES = [
 """Name, value, and what the embedded source and the mirror answer, which knows more than 7.2 and can do less."""
 
 
-async def test_controls_that_differ(server: Server) -> None:
+async def test_a_control_with_another_answer_of_the_mirror_is_listed(server: Server) -> None:
     client = await server.client(noop=False)
     for name, value, *answers in DIFFERENCES:
         expected = answers[server.name == "mirror"]
         assert await client.control(name.encode(), value.encode()) == expected, name
 
 
-async def test_controls_that_need_features(server: Server) -> None:
+async def test_a_control_that_needs_a_feature_is_refused_without_it(server: Server) -> None:
     plain = await server.client(features=(Feature.XATTR, Feature.SELECT_BUCKET), noop=False)
     for name in (b"force_value_compression", b"enable_stream_id"):
         assert await plain.control(name, b"true") == Status.EINVAL
@@ -203,7 +203,7 @@ OPEN_FLAGS = [
 ]  # fmt: skip
 
 
-async def test_flags_of_open(server: Server) -> None:
+async def test_the_flags_of_an_open_request_are_checked(server: Server) -> None:
     found = []
     for flags, _ in OPEN_FLAGS:
         client = await server.connect()
@@ -214,7 +214,7 @@ async def test_flags_of_open(server: Server) -> None:
     assert found == OPEN_FLAGS
 
 
-async def test_requests_out_of_place(server: Server) -> None:
+async def test_a_request_in_the_wrong_order_is_refused(server: Server) -> None:
     client = await server.connect()
     await client.hello(*ALL)
     await client.login()
@@ -234,7 +234,7 @@ async def test_requests_out_of_place(server: Server) -> None:
 Answer = tuple[Status | int, int | None]
 
 
-async def test_stream_requests_are_judged_by_the_rule(server: Server) -> None:
+async def test_stream_requests_are_answered_by_the_rollback_rule(server: Server) -> None:
     """Start, snapshot, end, vbuuid, flags -> status, and where a client goes back to."""
     high, (newest, *_) = server.vbucket(0).high_seqno, server.vbucket(0).failover_log
     uuid = newest.vbuuid
@@ -273,7 +273,7 @@ async def test_stream_requests_are_judged_by_the_rule(server: Server) -> None:
     assert found == cases
 
 
-async def test_stream_requests_that_are_not_possible(server: Server) -> None:
+async def test_an_impossible_stream_request_is_refused(server: Server) -> None:
     client = await server.client()
     assert (await client.stream(VBUCKETS)).status == Status.NOT_MY_VBUCKET
     assert (await client.stream(0)).status == OK
@@ -309,7 +309,7 @@ FILTERS = [
 ]
 
 
-async def test_filters(server: Server) -> None:
+async def test_a_filter_is_accepted_or_refused_with_its_status(server: Server) -> None:
     found = []
     for value, _ in FILTERS:
         client = await server.client()
@@ -317,7 +317,7 @@ async def test_filters(server: Server) -> None:
     assert found == FILTERS
 
 
-async def test_stream_ids(server: Server) -> None:
+async def test_streams_of_one_vbucket_are_distinguished_by_stream_id(server: Server) -> None:
     client = await server.client(controls={b"enable_stream_id": b"true"})
     assert (await client.stream(0)).status == Status.DCP_STREAM_ID_INVALID
     for sid in (1, 2):
@@ -334,7 +334,7 @@ SANDBOX_ALONE = pytest.mark.parametrize("server", ["sandbox"], indirect=True)
 
 
 @SANDBOX_ALONE
-async def test_sync_writes_and_their_filters(server: Server) -> None:
+async def test_sync_writes_are_refused_with_a_filter_by_collection(server: Server) -> None:
     ids = await server.client(controls={b"enable_stream_id": b"true"})
     assert await ids.control(b"enable_sync_writes", b"true") == Status.NOT_SUPPORTED
     found = []
@@ -345,7 +345,7 @@ async def test_sync_writes_and_their_filters(server: Server) -> None:
 
 
 @SANDBOX_ALONE
-async def test_a_client_that_holds_a_prepare_learns_what_became_of_it(server: Server) -> None:
+async def test_a_resumed_client_learns_the_outcome_of_a_prepare(server: Server) -> None:
     """The client resumes behind the prepares and gets a mutation for the commit and an abort for the other."""
     vbucket = server.vbucket(2)
     high = vbucket.high_seqno
@@ -375,7 +375,7 @@ async def test_out_of_order_snapshots_are_permitted_and_not_promised(server: Ser
     assert held == {item.key: item.seqno for key, item in state_at(vbucket, high).items() if key[0] == 0}
 
 
-async def test_closing(server: Server) -> None:
+async def test_a_closed_stream_ends_as_negotiated(server: Server) -> None:
     old = await server.client()
     assert (await old.say(ev.CloseStream(0))).status == Status.KEY_ENOENT
     new = await server.client(
@@ -471,12 +471,12 @@ async def test_a_stream_ends_with_its_reason_and_is_requested_again(server: Serv
     assert (await client.stream(0, start, vbuuid=uuid, value=value)).status == again
 
 
-def test_every_reason_has_a_case_but_those_that_are_never_sent() -> None:
+def test_every_reason_that_is_sent_has_a_case() -> None:
     never = {StreamEndReason.DISCONNECTED, StreamEndReason.ROLLBACK}
     assert REASONS.keys() | {StreamEndReason.OK, StreamEndReason.CLOSED} | never == set(StreamEndReason)
 
 
-async def test_a_client_without_a_login_or_a_bucket_opens_nothing(server: Server) -> None:
+async def test_a_client_without_a_login_or_a_bucket_cannot_open_a_connection(server: Server) -> None:
     client = await server.connect()
     await client.hello(*ALL)
     nobody = Status.EACCESS if server.mirror is None else Status.NO_BUCKET  # a mirror without a users file knows nobody
@@ -490,7 +490,7 @@ ENDS: list[dict[str, Any]] = [{}, {"flags": 0x04}, {"flags": 0x02}]
 
 
 @pytest.mark.parametrize("request_", ENDS)
-async def test_a_bounded_stream_has_everything_and_ends(server: Server, request_: dict[str, Any]) -> None:
+async def test_a_bounded_stream_sends_every_document_and_ends(server: Server, request_: dict[str, Any]) -> None:
     client = await server.client()
     for vbid in range(VBUCKETS):
         vbucket = server.vbucket(vbid)
@@ -520,7 +520,7 @@ def held_after(events: list[ev.DcpEvent], held: dict[bytes, int] | None = None) 
     return found
 
 
-async def test_a_client_of_a_lost_history_goes_back_and_holds_the_same_in_the_end(server: Server) -> None:
+async def test_a_client_of_a_lost_history_rolls_back_and_ends_equal(server: Server) -> None:
     vbucket = server.vbucket(1)
     newest, first = vbucket.failover_log[:2]
     client = await server.client()
@@ -535,7 +535,7 @@ async def test_a_client_of_a_lost_history_goes_back_and_holds_the_same_in_the_en
     assert held == {item.key: item.seqno for item in state_at(vbucket, vbucket.high_seqno).values()}
 
 
-async def test_seqnos_and_failover_logs(server: Server) -> None:
+async def test_high_seqnos_and_failover_logs_equal_those_of_the_source(server: Server) -> None:
     highs = {vbid: server.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
     client = await server.client()
     plain = await server.client(features=(Feature.XATTR, Feature.SELECT_BUCKET), flags=1)
@@ -565,7 +565,7 @@ async def test_seqnos_and_failover_logs(server: Server) -> None:
     assert (await client.say(ev.GetFailoverLog(VBUCKETS))).status == Status.NOT_MY_VBUCKET
 
 
-async def test_the_newer_of_two_connections_of_one_name_stays(server: Server) -> None:
+async def test_the_newer_of_two_connections_with_one_name_stays(server: Server) -> None:
     old = await server.client(name="same")
     new = await server.client(name="same")
     assert await old.receive() is None

@@ -165,7 +165,7 @@ async def test_another_bucket_is_not_found(port: Port) -> None:
             assert (await port.ask(f"/pools/default/{path}/{name}", BY_GO, LOGIN)).status == 404
 
 
-async def test_the_paths_can_only_be_read(port: Port) -> None:
+async def test_the_paths_accept_only_get(port: Port) -> None:
     for path in ("/pools", "/whoami", f"/pools/default/buckets/{port.bucket}", f"/pools/default/bs/{port.bucket}"):
         for method in ("HEAD", "POST", "PUT", "DELETE"):
             streamed = await port.open(path, BY_GO, LOGIN, method=method)
@@ -173,7 +173,7 @@ async def test_the_paths_can_only_be_read(port: Port) -> None:
             assert b"Allow: GET" in await streamed.reader.read()
 
 
-async def test_managers_of_clients_fail_at_once(port: Port) -> None:
+async def test_requests_for_management_fail_at_once(port: Port) -> None:
     for path in ("/pools/default/buckets", "/pools/default/buckets/", f"/pools/default/buckets/{port.bucket}/scopes"):
         answer = await port.ask(path, BY_GO, LOGIN)
         assert (answer.status, answer.body.decode()) == (501, NO_MANAGEMENT + "\n")
@@ -197,7 +197,7 @@ async def test_a_client_of_http_1_0_gets_maps_without_chunks(port: Port) -> None
         (b"POST /pools HTTP/1.1\r\nContent-Length: 999999\r\n\r\n" + b"a" * 9999, 405),
     ],
 )
-async def test_nonsense_gets_one_answer_and_the_end(port: Port, sent: bytes, status: int) -> None:
+async def test_a_malformed_request_gets_one_answer_and_is_disconnected(port: Port, sent: bytes, status: int) -> None:
     streamed = await port.send(sent)
     assert (await asyncio.wait_for(streamed.reader.read(), WAIT_S)).startswith(b"HTTP/1.1 %d " % status)
 

@@ -92,7 +92,7 @@ ALWAYS = ("72_d3", "72_g1", "72_i1_", "72_k19", "72_k22", "72_k7")
 @pytest.mark.parametrize(
     "name", [name if name.startswith(ALWAYS) else pytest.param(name, marks=pytest.mark.ci) for name in SAME]
 )
-async def test_a_mirror_answers_what_a_server_was_recorded_answering(name: str, tmp_path: Path) -> None:
+async def test_a_mirror_gives_the_recorded_answers_of_a_server(name: str, tmp_path: Path) -> None:
     recording = frames(name)
     cluster, mirror = await mirrored(name, recording, tmp_path)
     readers = SourceUser("@admin", lambda: "password")

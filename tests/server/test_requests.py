@@ -62,7 +62,7 @@ async def sandbox_for_the_sdk() -> SandboxCluster:
 
 
 @pytest.mark.parametrize("recording", ["sdk_72_conn1", "sdk_72_conn2"])
-async def test_every_request_of_the_sdk_is_answered_as_the_engine_did(recording: str) -> None:
+async def test_every_request_of_the_sdk_is_answered_as_recorded(recording: str) -> None:
     cluster = await sandbox_for_the_sdk()
     client = await Client.connect(cluster)
     sent = 0
@@ -83,7 +83,7 @@ NEVER_SENT = {"30", "31", "32", "33", "34", "89", "d5", "d6", "d7"}
 """Limits of rates and sizes, no manifest, unknown macros as paths, and documents that a write revives."""
 
 
-async def test_the_error_map_is_the_recorded_one_without_the_statuses_that_are_never_sent() -> None:
+async def test_the_error_map_is_the_recorded_one_without_unused_statuses() -> None:
     recorded = next(
         json.loads(answer.value)
         for request, answer in answers(frames("sdk_72_conn1"))
@@ -97,7 +97,7 @@ async def test_the_error_map_is_the_recorded_one_without_the_statuses_that_are_n
         assert sorted(ours["errors"][code]["attrs"]) == sorted(recorded["errors"][code]["attrs"]), code
 
 
-async def test_seqnos_of_all_vbuckets_by_state() -> None:
+async def test_high_seqnos_are_answered_for_vbuckets_of_the_requested_state() -> None:
     async with SandboxCluster(nodes=2, vbuckets=4, replicas=1) as cluster:
         cluster.set("k", {}, vbid=2)
 
@@ -113,7 +113,7 @@ async def test_seqnos_of_all_vbuckets_by_state() -> None:
         assert await seqnos(None) == {0: 0, 1: 0, 2: 1, 3: 0}
 
 
-async def test_statistics_end_with_an_empty_one() -> None:
+async def test_statistics_end_with_an_empty_key() -> None:
     async with SandboxCluster(vbuckets=2) as cluster:
         cluster.set("k", {}, vbid=1)
         client = await Client.login(cluster)

@@ -43,7 +43,7 @@ def made(*features: Feature) -> SandboxSession:
     return session
 
 
-def test_with_tracing_answers_are_flexible_and_carry_their_duration() -> None:
+def test_answers_with_tracing_carry_their_duration() -> None:
     request = fr.request(Opcode.GET, opaque=7, key=b"k")
     answer, _ = fr.decode(made(Feature.TRACING).encode(request, Reply(value=b"v"), 100.0))
     assert (answer.magic, answer.opaque) == (Magic.FLEX_RESPONSE, 7)
@@ -67,7 +67,7 @@ def test_error_contexts_are_for_clients_that_negotiated_them() -> None:
     assert len(json.loads(session.refuse(Status.EACCESS, with_reference=True).value)["error"]["ref"]) == 36
 
 
-def test_a_bare_refusal_is_its_status_and_value() -> None:
+def test_a_bare_refusal_has_only_its_status_and_value() -> None:
     session = made(Feature.XERROR)
     assert session.refused(Refused(Status.NOT_MY_VBUCKET, value=b"as recorded")).value == b"as recorded"
     assert session.refused(Refused(Status.NOT_MY_VBUCKET, bare=True)).value == b""
@@ -107,7 +107,7 @@ MISSHAPEN = [
 
 
 @pytest.mark.parametrize("frame", MISSHAPEN, ids=lambda frame: f"{frame.opcode:02x}")
-def test_a_request_of_another_shape_is_refused_by_every_server(mirror_session: MirrorSession, frame: fr.Frame) -> None:
+def test_a_malformed_request_is_refused_by_every_server(mirror_session: MirrorSession, frame: fr.Frame) -> None:
     """A GET with extras and a value was answered with success by the mirror."""
     assert status(dispatch.answer(source_session(), node.OPERATIONS, frame)) == Status.EINVAL
     assert status(dispatch.answer(mirror_session, KvSession.operations, frame)) == Status.EINVAL

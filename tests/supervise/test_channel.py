@@ -23,7 +23,7 @@ async def ends() -> AsyncIterator[tuple[socket.socket, Channel]]:
     await channel.close()
 
 
-async def test_an_end_in_the_middle_of_a_message_is_an_end(ends: tuple[socket.socket, Channel]) -> None:
+async def test_an_end_in_the_middle_of_a_message_ends_the_channel(ends: tuple[socket.socket, Channel]) -> None:
     line, channel = ends
     line.sendall(struct.pack(">I", 100) + b"half")
     line.close()
@@ -40,14 +40,14 @@ async def test_an_end_in_the_middle_of_a_message_is_an_end(ends: tuple[socket.so
     ],
     ids=["too long", "no msgpack", "no object", "no op"],
 )
-async def test_garbage_is_an_error_by_name(ends: tuple[socket.socket, Channel], garbage: bytes) -> None:
+async def test_garbage_is_a_supervision_error(ends: tuple[socket.socket, Channel], garbage: bytes) -> None:
     line, channel = ends
     line.sendall(garbage)
     with pytest.raises(SupervisionError):
         await channel.receive()
 
 
-async def test_too_long_a_message_is_refused_before_it_is_sent(
+async def test_a_message_that_is_too_long_is_refused_before_it_is_sent(
     ends: tuple[socket.socket, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line, channel = ends

@@ -124,7 +124,7 @@ def fetched(url: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def test_the_documents_have_each_state_and_say_which_is_ready() -> None:
+def test_the_documents_list_each_state_and_whether_it_is_ready() -> None:
     operations, troubles = ((DOCS / name).read_text() for name in ("operations.md", "troubleshooting.md"))
     table = troubles[troubles.index("## States of the service") :].split("\n\n")[1]
     assert {row.split("`")[1] for row in table.splitlines()[2:]} == set(STATES)
@@ -134,7 +134,7 @@ def test_the_documents_have_each_state_and_say_which_is_ready() -> None:
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
-async def test_every_channel_says_the_same(
+async def test_every_channel_reports_the_same_state(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     situation = SITUATIONS[name]

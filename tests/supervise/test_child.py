@@ -59,7 +59,7 @@ def start_of(data: Path) -> StartWorker:
     return StartWorker(slot=0, groups=[0, 1], settings=to_wire(settings_for(data)))
 
 
-async def test_it_beats_answers_and_stops_on_command(worker: Ends, tmp_path: Path) -> None:
+async def test_a_worker_beats_answers_and_stops_on_command(worker: Ends, tmp_path: Path) -> None:
     channel, process = worker
     channel.send(start_of(tmp_path))
     await expect(channel, Ready)
@@ -75,7 +75,7 @@ async def test_it_beats_answers_and_stops_on_command(worker: Ends, tmp_path: Pat
     assert await process.wait() == 0
 
 
-async def test_the_end_of_the_pipe_is_the_end(worker: Ends, tmp_path: Path) -> None:
+async def test_a_worker_ends_with_its_pipe(worker: Ends, tmp_path: Path) -> None:
     channel, process = worker
     channel.send(start_of(tmp_path))
     await expect(channel, Ready)
@@ -83,14 +83,14 @@ async def test_the_end_of_the_pipe_is_the_end(worker: Ends, tmp_path: Path) -> N
     assert await process.wait() == 0
 
 
-async def test_without_a_first_word_it_goes_quietly(worker: Ends) -> None:
+async def test_a_worker_without_a_first_message_ends_quietly(worker: Ends) -> None:
     channel, process = worker
     await channel.close()
     assert await process.wait() == 0
 
 
 @pytest.mark.parametrize(("name", "ends"), [("INT", False), ("HUP", False), ("TERM", True)])
-async def test_a_terminals_signals_are_the_supervisors_to_handle(
+async def test_a_worker_ignores_the_signals_of_the_terminal(
     worker: Ends, tmp_path: Path, name: str, ends: bool
 ) -> None:
     channel, process = worker
@@ -107,7 +107,7 @@ async def test_a_terminals_signals_are_the_supervisors_to_handle(
 @pytest.mark.parametrize(
     "arguments", [[], ["garbage"], ["0"], ["999"]], ids=["none", "no number", "no socket", "closed"]
 )
-def test_nobody_starts_it_by_hand(arguments: Sequence[str]) -> None:
+def test_a_worker_started_by_hand_is_refused(arguments: Sequence[str]) -> None:
     command = [*worker_command(0)[:-1], *arguments]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert result.returncode == 2

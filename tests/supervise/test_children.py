@@ -48,7 +48,7 @@ async def until_gone(events: Events) -> ChildExited:
             return event
 
 
-async def test_its_death_is_the_last_event(tmp_path: Path) -> None:
+async def test_the_death_of_a_child_is_its_last_event(tmp_path: Path) -> None:
     child, events = await start(tmp_path)
     child.kill()
     assert (await until_gone(events)).status == -signal.SIGKILL
@@ -57,7 +57,7 @@ async def test_its_death_is_the_last_event(tmp_path: Path) -> None:
     child.kill()
 
 
-async def test_a_question_to_the_dead_fails_at_once(tmp_path: Path) -> None:
+async def test_a_request_to_a_dead_child_fails_at_once(tmp_path: Path) -> None:
     child, events = await start(tmp_path)
     os.kill(child.pid, signal.SIGSTOP)
     question = asyncio.create_task(child.request(Resync(1), timeout_s=3600))
@@ -68,7 +68,7 @@ async def test_a_question_to_the_dead_fails_at_once(tmp_path: Path) -> None:
         await question
 
 
-async def test_a_question_that_is_not_answered_in_time_fails(tmp_path: Path) -> None:
+async def test_a_request_that_is_not_answered_in_time_fails(tmp_path: Path) -> None:
     child, events = await start(tmp_path)
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(SupervisionError, match=r"^worker 0 did not answer within"):
@@ -77,7 +77,7 @@ async def test_a_question_that_is_not_answered_in_time_fails(tmp_path: Path) -> 
     await until_gone(events)
 
 
-async def test_a_child_that_talks_garbage_is_killed() -> None:
+async def test_a_child_that_sends_garbage_is_killed() -> None:
     code = "import os, sys, time; os.write(int(sys.argv[1]), b'\\xff' * 8); time.sleep(3600)"
     events: Events = asyncio.Queue()
     child = await spawn(0, (0,), Heartbeat(0), lambda descriptor: [sys.executable, "-c", code, str(descriptor)])
@@ -86,7 +86,7 @@ async def test_a_child_that_talks_garbage_is_killed() -> None:
     assert "limit" in str(child.exit_report)
 
 
-async def test_what_cannot_be_started_is_an_error_and_leaves_nothing_open() -> None:
+async def test_a_program_that_cannot_be_started_is_an_error() -> None:
     with pytest.raises(FileNotFoundError):
         await spawn(0, (0,), Heartbeat(0), lambda descriptor: ["/nonexistent/python"])
 
@@ -110,7 +110,7 @@ def test_a_living_process_has_figures() -> None:
     assert figures["open_files"] >= 3
 
 
-def test_private_memory_counts_what_the_process_holds_and_not_what_is_mapped(tmp_path: Path) -> None:
+def test_private_memory_does_not_count_mapped_files(tmp_path: Path) -> None:
     before = private_bytes(os.getpid())
     held = bytearray(os.urandom(32 * 1024 * 1024))
     after = private_bytes(os.getpid())
@@ -127,7 +127,7 @@ def test_private_memory_counts_what_the_process_holds_and_not_what_is_mapped(tmp
     assert mapped_too - after < 16 * 1024 * 1024
 
 
-def test_a_process_that_is_gone_has_none() -> None:
+def test_a_process_that_has_ended_has_no_figures() -> None:
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
         gauge = Gauge(process.pid)
         process.wait()
@@ -136,7 +136,7 @@ def test_a_process_that_is_gone_has_none() -> None:
     assert Gauge(process.pid).read() == UNKNOWN
 
 
-def test_without_a_descriptor_to_look_with_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_unknown_when_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A status command failed when the limit of open files was reached."""
     gauge = Gauge(os.getpid())
 

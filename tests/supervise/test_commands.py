@@ -33,9 +33,7 @@ async def test_new_limits_of_leases_take_effect_without_a_restart_of_workers(tmp
         assert pids(service) == before
 
 
-async def test_the_end_of_a_lease_does_not_wait_for_a_worker_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_release_does_not_wait_for_a_worker_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused grant waited for the worker twice: longer than the control socket waits for an answer."""
     grant = {"op": "lease", "id": "a", "name": "job", "seconds": 30, "positions": [[0, 1, 5], [1, 1, 5]]}
     async with serving(service_of(tmp_path)) as service:
@@ -55,7 +53,7 @@ async def test_the_end_of_a_lease_does_not_wait_for_a_worker_that_hangs(
             os.kill(stopped, signal.SIGCONT)
 
 
-async def test_a_worker_that_stands_still_is_replaced_and_a_lease_outlives_it_until_one_refuses_it(
+async def test_a_lease_outlives_a_stopped_worker_until_a_new_one_refuses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_for(tmp_path, worker_heartbeat_timeout_s=1.2)

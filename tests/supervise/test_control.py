@@ -52,7 +52,7 @@ async def ask(directory: Path, *lines: bytes) -> list[dict[str, Any]]:
     return answers
 
 
-async def test_one_line_in_and_one_line_out_for_its_owner_alone(tmp_path: Path) -> None:
+async def test_a_request_is_a_line_and_only_the_owner_may_send_one(tmp_path: Path) -> None:
     (tmp_path / SOCKET_NAME).touch()  # of a dead service
     async with serving(tmp_path):
         assert stat.S_IMODE((tmp_path / SOCKET_NAME).stat().st_mode) == 0o600
@@ -75,21 +75,21 @@ async def test_a_client_that_leaves_without_its_answer_leaves_no_traceback(
     assert not untaken_errors
 
 
-async def test_garbage_and_failures_get_a_line_each(tmp_path: Path) -> None:
+async def test_garbage_and_failures_are_answered_by_a_line_each(tmp_path: Path) -> None:
     async with serving(tmp_path):
         answers = await ask(tmp_path, b"garbage", b"[1]", b'{"no": "op"}', b'{"op": "fail"}', b'{"op": "ok"}')
         assert [answer["ok"] for answer in answers] == [False, False, False, False, True]
         assert answers[3] == {"ok": False, "error": "that is wrong (do it right)", "exit_code": 2, "retryable": False}
 
 
-async def test_a_request_without_end_harms_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_without_end_does_not_harm_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "REQUEST_LENGTH_MAX", 1000)
     async with serving(tmp_path):
         assert await ask(tmp_path, b"x" * 100_000) == [{"ok": False, "error": "the request is too long"}]
         assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
 
 
-async def test_a_command_that_hangs_is_answered_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_that_hangs_is_answered_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "ANSWER_TIMEOUT_S", 0.05)
     async with serving(tmp_path):
         (answer,) = await ask(tmp_path, b'{"op": "sleep"}')
@@ -124,9 +124,7 @@ async def test_a_missing_directory_for_a_socket_is_named(tmp_path: Path) -> None
         await ControlServer(tmp_path / "missing", echo).start()
 
 
-async def test_a_client_that_takes_nothing_is_hung_up_on_with_one_answer_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of them once kept the operator out for ever."""
     monkeypatch.setattr(control, "SEND_TIMEOUT_S", 0.05)
     monkeypatch.setattr(control, "CLIENTS_MAX", 1)
@@ -156,7 +154,7 @@ async def test_a_client_that_takes_nothing_is_hung_up_on_with_one_answer_kept(
 
 
 @pytest.mark.parametrize("said", [b"", b'{"op": ', b'{"op": "one"}\n'])
-async def test_a_client_that_asks_nothing_does_not_keep_its_place(
+async def test_a_client_that_sends_nothing_is_disconnected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)

@@ -17,7 +17,7 @@ from tests.supervise.conftest import eventually
 from tests.supervise.in_process import vbids_of, vbucket
 
 
-async def test_exhausted_descriptors_are_one_line_and_commands_wait(
+async def test_exhausted_descriptors_are_one_line_of_log_and_commands_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})

@@ -29,7 +29,7 @@ from mirror.supervise.events.log import EVENTS_FILE, EVENTS_KEPT, EventLog, read
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
-def test_one_vbucket_is_said_with_its_seqnos_and_many_with_their_number() -> None:
+def test_an_event_has_the_seqnos_of_one_vbucket_or_the_number_of_many() -> None:
     one = VbucketsRolledBack(vbuckets=1, vbids=(3,), seqnos=168, from_seqno=568, to_seqno=400)
     assert one.text == "1 vbucket rolled back from seqno 568 to 400, 168 seqnos retracted"
     many = VbucketsRolledBack(vbuckets=33, vbids=(0, 2), seqnos=640, from_seqno=None, to_seqno=None)
@@ -38,7 +38,7 @@ def test_one_vbucket_is_said_with_its_seqnos_and_many_with_their_number() -> Non
     assert alone.text == "new cluster map: revision 1.3, 1 node"
 
 
-def test_a_source_that_was_never_reached_is_not_said_to_be_lost() -> None:
+def test_a_source_that_was_never_reached_is_not_reported_as_lost() -> None:
     never = SourceUnreachable(why="nobody there")
     assert never.text == "the source has not been reached since the service started: nobody there"
     assert SourceReached(after_s=2.5).text == "the source has answered after 2.5 s"
@@ -113,7 +113,7 @@ def test_the_files_are_bounded_and_the_newest_events_stay(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("cut", [b'{"number": 3, "time_', b"\x00\x00", b'{"number": "x"}\n', b"[]\n"])
-def test_what_a_crash_cut_is_left_out(tmp_path: Path, cut: bytes) -> None:
+def test_an_event_truncated_by_a_crash_is_left_out(tmp_path: Path, cut: bytes) -> None:
     log = log_of(tmp_path)
     log.add(change(1))
     with (tmp_path / EVENTS_FILE).open("ab") as file:

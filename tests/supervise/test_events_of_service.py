@@ -31,7 +31,7 @@ def has_events(service: Supervisor, count: int) -> bool:
     return len(service.status_document()["events"]) == count
 
 
-async def test_what_happens_is_logged_shown_handed_on_and_kept(
+async def test_events_are_logged_shown_passed_to_the_hook_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rolled_back: dict[str, Any] = {}
@@ -80,7 +80,7 @@ async def test_an_event_of_the_last_second_runs_the_command_too(
     assert {json.loads(line)["event"] for line in hooked.read_text().splitlines()} == {"first-fill-done", "rollback"}
 
 
-async def test_a_source_that_is_away_at_the_start_is_one_event_and_its_answer_another(
+async def test_a_source_that_is_away_at_the_start_is_one_event_until_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
@@ -98,9 +98,7 @@ async def test_a_source_that_is_away_at_the_start_is_one_event_and_its_answer_an
         assert ("nobody there" in document["events"][2]["text"], document["source_error"]) == (True, None)
 
 
-async def test_settings_that_are_read_again_are_said_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reload_reports_each_changed_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
     found: list[Settings | ConfigError] = [
         settings_for(
@@ -162,7 +160,7 @@ async def test_a_reload_refuses_what_the_next_start_would_refuse(
         await Supervisor(fresh, scripted.look_up, clock=SystemClock(), required_groups=groups).run()
 
 
-async def test_a_lease_that_nobody_renews_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expired_lease_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
     command = {"op": "lease", "id": "a", "name": "nightly job", "seconds": 1, "positions": [[0, 1, 5]]}
     async with in_process.serving(tmp_path) as service:

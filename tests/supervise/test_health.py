@@ -133,13 +133,13 @@ def test_a_damaged_vbucket_is_named_once() -> None:
     assert found.reasons == ["1 of 2 vbuckets damaged: 1 (page not found)"]
 
 
-def test_a_source_that_cannot_be_reached_is_the_first_thing_said() -> None:
+def test_an_unreachable_source_is_the_first_reason() -> None:
     found = assess([], None, lag_limit_s=30, source_error="nobody there")
     assert (found.state, found.reasons) == ("source unreachable", ["the source cannot be reached: nobody there"])
     assert assess([], None, lag_limit_s=30).reasons == ["the source has not answered yet"]
 
 
-def test_a_group_that_cannot_be_written_is_no_lost_contact() -> None:
+def test_a_full_disk_is_not_a_lost_contact() -> None:
     """Its vbuckets have no streams meanwhile; with one group the mirror said that its source was away."""
     waiting = [away(0, 2.0, last_error="no space left"), away(4, 2.0, last_error="no space left")]
     cannot = "cannot be written, the disk is full"
@@ -168,13 +168,13 @@ def test_a_group_that_cannot_be_written_is_no_lost_contact() -> None:
         (range(0, 62, 3), ": 0, 3, 6, 9, 12, 15, 18, 21, 24, 27, ..."),
     ],
 )
-def test_the_vbuckets_of_a_trouble_are_groups_or_ranges(late: Sequence[int], where: str) -> None:
+def test_the_vbuckets_of_a_trouble_are_shown_as_groups_or_ranges(late: Sequence[int], where: str) -> None:
     rows = [row(vbid, 5, 9, 99.0 if vbid in late else 0.5) for vbid in range(64)]
     found = assess(rows, 64, lag_limit_s=30)
     assert found.reasons == [f"{len(late)} of 64 vbuckets more than 30 s behind{where}"]
 
 
-def test_a_vbucket_has_its_worst_trouble_alone() -> None:
+def test_a_vbucket_is_reported_only_under_its_worst_trouble() -> None:
     """The same error stood in four bold lines: once for the failed store, once for the lag that follows."""
     rows = [row(0), row(1, 5, 9, 99.0, state="damaged", detail="page 7"), row(2, 5, 9, 99.0)]
     found = assess(rows, 3, lag_limit_s=30)
@@ -201,7 +201,7 @@ def test_a_silent_worker_is_named_once_with_its_share() -> None:
     assert found.reasons == ["2 of 4 vbuckets of worker 1, silent for 7 s: 1, 3"]
 
 
-def test_an_error_of_a_silent_worker_is_that_of_its_reports() -> None:
+def test_the_error_of_a_silent_worker_is_that_of_its_reports() -> None:
     rows = [row(vbid, report_age_s=7.2, state="waiting", last_error="not my vbucket") for vbid in range(2)]
     found = assess(rows, 2, lag_limit_s=30, process_errors={1: "page 7"})
     assert found.reasons == [
@@ -210,7 +210,7 @@ def test_an_error_of_a_silent_worker_is_that_of_its_reports() -> None:
     ]
 
 
-def test_servers_that_are_silent_are_one_trouble_of_the_whole() -> None:
+def test_silent_servers_are_one_trouble_of_the_service() -> None:
     found = assess([GOOD], 1, lag_limit_s=30, servers=["kv 0, silent for 4 s", "dcp 1, silent for 5 s"])
     assert (found.state, found.ready) == ("degraded", False)
     assert found.reasons == ["servers do not report: kv 0, silent for 4 s, dcp 1, silent for 5 s"]
@@ -233,7 +233,7 @@ def test_a_listener_that_is_configured_and_not_open_is_not_ready(
     assert (found.state, found.ready, found.reasons) == (state, not reasons, reasons)
 
 
-def test_a_mirror_that_does_not_hold_what_is_named_for_it_is_a_trouble_of_the_whole() -> None:
+def test_a_mirror_that_lacks_vbuckets_named_for_it_degrades_the_service() -> None:
     found = assess([GOOD], 1, lag_limit_s=30, mirrors=["db2:11410 does not hold vbucket 7"])
     assert (found.state, found.ready) == ("degraded", False)
     assert found.reasons == [f"{MISLED}: db2:11410 does not hold vbucket 7"]

@@ -48,7 +48,7 @@ async def test_each_event_is_one_run_with_its_json_on_stdin_and_no_password(
     assert (tmp_path / "password").read_text() == "\n"
 
 
-async def test_without_a_command_nothing_is_kept(tmp_path: Path) -> None:
+async def test_a_hook_without_a_command_keeps_no_event(tmp_path: Path) -> None:
     """An event of before the command was set is not given to it; one of after it is."""
     hook = Hook(SystemClock(), None)
     hook.put({"number": 1})
@@ -90,7 +90,7 @@ async def test_a_failure_is_logged_once_and_again_after_a_success(
     await hook.close()
 
 
-async def test_the_end_runs_the_command_for_all_waiting_events(tmp_path: Path) -> None:
+async def test_a_closing_hook_runs_the_command_for_all_waiting_events(tmp_path: Path) -> None:
     hook = Hook(SystemClock(), script(tmp_path, 'cat > "$1/$$.json"'))
     for number in range(RUNNING_MAX + 3):
         hook.put({"number": number})
@@ -98,7 +98,7 @@ async def test_the_end_runs_the_command_for_all_waiting_events(tmp_path: Path) -
     assert len(texts(tmp_path, "*.json")) == RUNNING_MAX + 3
 
 
-async def test_runs_waiting_events_and_the_wait_at_the_end_are_bounded(
+async def test_a_hook_bounds_its_runs_its_waiting_events_and_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hook = Hook(SystemClock(), script(tmp_path, 'echo $$ > "$1/$$.pid"; exec sleep 600'))
@@ -116,6 +116,6 @@ async def test_runs_waiting_events_and_the_wait_at_the_end_are_bounded(
 
 
 @pytest.mark.parametrize("command", ["", "notify 'open"])
-def test_a_command_that_cannot_be_read_is_refused(command: str) -> None:
+def test_a_malformed_command_is_refused(command: str) -> None:
     with pytest.raises(ConfigError, match="on_event"):
         Hook(SystemClock(), command)

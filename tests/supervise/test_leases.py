@@ -26,7 +26,7 @@ def asking(**values: Any) -> GrantLease:
     return replace(ASKING, **values)
 
 
-def test_what_is_granted_is_found_again_by_the_next_service(tmp_path: Path) -> None:
+def test_a_granted_lease_is_found_by_the_next_service(tmp_path: Path) -> None:
     first = book(tmp_path)
     first.enter(first.requested(asking(), 8, 1_000))
     second = book(tmp_path)
@@ -35,7 +35,7 @@ def test_what_is_granted_is_found_again_by_the_next_service(tmp_path: Path) -> N
     assert second.active(31_000) == []
 
 
-def test_the_book_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_the_book_is_readable_only_by_its_user(tmp_path: Path) -> None:
     kept = book(tmp_path)
     before = os.umask(0)
     try:
@@ -45,7 +45,7 @@ def test_the_book_is_for_its_user_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "leases.json").stat().st_mode) == 0o600
 
 
-def test_each_worker_gets_those_of_its_own_groups_alone(tmp_path: Path) -> None:
+def test_each_worker_gets_the_positions_of_its_own_groups(tmp_path: Path) -> None:
     record = book(tmp_path).requested(asking(), 8, 1_000)
     assert record.order((0,), 4) == HoldPositions("a", 31_000, [[0, 1, 5]])
     assert record.order((1, 2), 4) is None
@@ -62,7 +62,7 @@ def test_a_renewal_ends_with_the_age_of_the_first_grant(tmp_path: Path) -> None:
         leases.requested(asking(), 8, 100_000)
 
 
-def test_what_ended_is_requested_again_and_not_renewed(tmp_path: Path) -> None:
+def test_an_expired_lease_is_not_renewed(tmp_path: Path) -> None:
     leases = book(tmp_path)
     leases.enter(leases.requested(asking(), 8, 0))
     assert not leases.known(leases.requested(asking(), 8, 30_000), 30_000)
@@ -95,14 +95,14 @@ def test_a_lease_keeps_its_positions(tmp_path: Path) -> None:
         ({"positions": [0, 1, 1]}, "positions of a lease"),
     ],
 )
-def test_nonsense_is_refused_and_nothing_is_entered(tmp_path: Path, values: dict[str, Any], words: str) -> None:
+def test_an_invalid_lease_is_refused_and_not_entered(tmp_path: Path, values: dict[str, Any], words: str) -> None:
     leases = book(tmp_path)
     with pytest.raises(ConfigError, match=words):
         leases.requested(asking(**values), 8, 0)
     assert leases.active(0) == []
 
 
-def test_what_is_released_is_removed(tmp_path: Path) -> None:
+def test_a_released_lease_is_removed(tmp_path: Path) -> None:
     leases = book(tmp_path)
     leases.enter(leases.requested(asking(), 8, 0))
     assert leases.remove("b") is None
@@ -111,7 +111,7 @@ def test_what_is_released_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '[{"positions": [[1]]}]', '[{"id": "a", "positions": []}]', "\0"])
-def test_a_book_that_cannot_be_read_begins_again_empty(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_book_begins_empty(tmp_path: Path, text: str) -> None:
     (tmp_path / BOOK_NAME).write_text(text)
     leases = book(tmp_path)
     assert leases.active(0) == []

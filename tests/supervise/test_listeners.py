@@ -46,7 +46,7 @@ def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
     assert not (tmp_path / "kv.sock").exists()
 
 
-def test_what_a_process_cannot_open_is_refused_before_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_connections_than_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (1024, 1024))
     Listeners(Settings(), 1)
     with pytest.raises(ConfigError, match="needs 1176 open files") as caught:
@@ -55,14 +55,14 @@ def test_what_a_process_cannot_open_is_refused_before_one_starts(monkeypatch: py
     Listeners(Settings(http="0", reader_connections_max=800), 1)
 
 
-def test_without_addresses_there_are_no_servers() -> None:
+def test_a_service_without_addresses_has_no_servers() -> None:
     listeners = Listeners(Settings(), 1)
     listeners.reserve()
     assert (listeners.desired(Settings()), listeners.urls()) == ({}, {})
     listeners.release()
 
 
-def test_an_address_that_is_taken_lets_the_others_go() -> None:
+def test_an_address_in_use_releases_the_others() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
@@ -84,7 +84,7 @@ def test_an_address_that_is_taken_lets_the_others_go() -> None:
         ({"kv": "unix:/tmp/a", "dcp": "unix:/tmp/a"}, "dcp"),
     ],
 )
-def test_bad_settings_are_found_before_anything_starts(values: dict[str, str], setting: str) -> None:
+def test_bad_addresses_are_refused_before_a_server_starts(values: dict[str, str], setting: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Listeners(validated(values), 1)
     assert caught.value.setting == setting
@@ -110,7 +110,9 @@ def test_a_map_that_changed_has_a_later_revision() -> None:
         (set(), False, False),
     ],
 )
-def test_a_setting_restarts_only_those_whom_it_concerns(changed: set[str], worker: bool, server: bool) -> None:
+def test_a_changed_setting_restarts_only_the_processes_that_use_it(
+    changed: set[str], worker: bool, server: bool
+) -> None:
     assert (outdated_by(0, changed), outdated_by(1000, changed)) == (worker, server)
 
 
@@ -119,7 +121,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def test_a_changed_address_is_taken_and_the_old_one_let_go(tmp_path: Path) -> None:
+def test_a_changed_address_is_bound_and_the_old_one_released(tmp_path: Path) -> None:
     first, second = free_port(), free_port()
     settings = Settings(kv=f"{first},unix:{tmp_path}/kv.sock", http="0")
     listeners = Listeners(settings, 1)
@@ -141,7 +143,7 @@ def test_a_changed_address_is_taken_and_the_old_one_let_go(tmp_path: Path) -> No
     listeners.release()
 
 
-def test_an_address_that_cannot_be_had_changes_none(tmp_path: Path) -> None:
+def test_an_unavailable_address_changes_no_listener(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free = free_port()
         settings = Settings(kv=f"unix:{tmp_path}/kv.sock")

@@ -29,14 +29,14 @@ def test_the_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
     ServiceLock(tmp_path).release()
 
 
-def test_somebody_elses_directory_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"thesis\.tex"):
         ServiceLock(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_traces_of_an_interrupted_start_are_ours(tmp_path: Path) -> None:
+def test_a_directory_of_an_interrupted_start_is_taken(tmp_path: Path) -> None:
     (tmp_path / "group-0000").mkdir()
     (tmp_path / "mirror.json.new").touch()
     lock = ServiceLock(tmp_path)
@@ -52,7 +52,7 @@ def test_a_mirror_may_hold_any_files(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="not a directory"):
         ServiceLock(tmp_path / "file")
@@ -104,7 +104,7 @@ def test_a_directory_that_is_no_longer_at_its_path_is_noticed(tmp_path: Path, ho
     lock.release()
 
 
-def test_a_full_disk_refuses_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_prevent_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The restart of a sound mirror on a full disk ended with "No space left on device", without a path."""
 
     def no_space(*_: object) -> int:

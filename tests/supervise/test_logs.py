@@ -29,14 +29,14 @@ def test_logs_go_to_stderr_and_leave_stdout_to_data(capsys: pytest.CaptureFixtur
     assert "not shown" not in streams.err
 
 
-def test_as_json_each_line_is_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_of_json_is_an_object(capsys: pytest.CaptureFixture[str]) -> None:
     logs.set_up_logs("debug", json=True, process="worker 3")
     structlog.get_logger().debug("shown", bucket="demo")
     line = json.loads(capsys.readouterr().err)
     assert (line["event"], line["bucket"], line["process"], line["level"]) == ("shown", "demo", "worker 3", "debug")
 
 
-def test_a_line_leaves_out_what_is_not_known_and_json_says_null(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_leaves_out_unknown_values_and_json_has_null(capsys: pytest.CaptureFixture[str]) -> None:
     logs.set_up_logs("info")
     get_logger("test").info("rollback", vbuckets=32, from_seqno=None)
     line = capsys.readouterr().err
@@ -47,7 +47,7 @@ def test_a_line_leaves_out_what_is_not_known_and_json_says_null(capsys: pytest.C
     assert json.loads(capsys.readouterr().err)["from_seqno"] is None
 
 
-def test_a_text_of_a_client_neither_ends_the_line_nor_reaches_the_terminal_as_control(
+def test_control_characters_of_a_client_are_escaped_in_the_log(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A failed login logged the user's name as it came, and cleared the screen of whoever read the log."""

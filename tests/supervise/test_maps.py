@@ -23,7 +23,7 @@ def recorded(data: Path) -> tuple[int, int] | None:
     return None if found is None else found.revision
 
 
-def test_a_newer_map_is_recorded_and_an_older_one_refused_also_after_a_restart(tmp_path: Path) -> None:
+def test_a_newer_map_is_recorded_and_an_older_one_refused_after_a_restart(tmp_path: Path) -> None:
     book = MapBook(str(tmp_path), "b1")
     assert book.take(MAP)
     assert recorded(tmp_path) == (1, 7)
@@ -38,7 +38,7 @@ def test_a_newer_map_is_recorded_and_an_older_one_refused_also_after_a_restart(t
     assert recorded(tmp_path) == (1, 9)
 
 
-def test_hosts_that_are_new_in_a_map_are_an_event(tmp_path: Path) -> None:
+def test_new_hosts_in_a_map_are_logged(tmp_path: Path) -> None:
     book = MapBook(str(tmp_path), "b1")
     with capture_logs() as logged:
         book.take(MAP)
@@ -48,7 +48,7 @@ def test_hosts_that_are_new_in_a_map_are_an_event(tmp_path: Path) -> None:
     assert [(each["hosts"], each["rev"]) for each in logged] == [("h", 7), ("evil.example", 9)]
 
 
-def test_the_map_of_before_a_restart_is_followed_again(tmp_path: Path) -> None:
+def test_the_recorded_map_is_followed_again_after_a_restart(tmp_path: Path) -> None:
     MapBook(str(tmp_path), "b1").take(MAP)
     again = MapBook(str(tmp_path), "b1")
     assert again.current is None
@@ -57,7 +57,7 @@ def test_the_map_of_before_a_restart_is_followed_again(tmp_path: Path) -> None:
     assert again.current == MAP
 
 
-def test_an_older_map_that_is_accepted_takes_the_place_of_the_record(tmp_path: Path) -> None:
+def test_an_older_map_that_is_accepted_replaces_the_record(tmp_path: Path) -> None:
     MapBook(str(tmp_path), "b1").take(MAP)
     book = MapBook(str(tmp_path), "b1", accept_older=True)
     assert book.take(replace(MAP, rev=2))
@@ -86,7 +86,7 @@ def test_a_full_disk_does_not_keep_the_service_on_a_stale_node(tmp_path: Path, m
     assert recorded(tmp_path) == (1, 7)
 
 
-def test_a_damaged_record_is_said_and_not_guessed(tmp_path: Path) -> None:
+def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text("{")
     with pytest.raises(CorruptedError, match="remove the file"):
         MapBook(str(tmp_path), "b1")

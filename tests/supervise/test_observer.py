@@ -65,7 +65,7 @@ def settled(**more: Any) -> Mirror:
     return mirror
 
 
-def test_a_failover_is_one_event_however_many_vbuckets_it_rolls_back_and_whenever_they_do() -> None:
+def test_a_failover_is_one_event_for_all_vbuckets_that_it_rolls_back() -> None:
     mirror = settled()
     mirror.change(range(20), rollback_count=1, last_rollback=[100, 80])
     assert mirror.look(100) == []
@@ -76,14 +76,14 @@ def test_a_failover_is_one_event_however_many_vbuckets_it_rolls_back_and_wheneve
     assert mirror.news() == []
 
 
-def test_a_rollback_of_one_vbucket_is_said_with_its_seqnos() -> None:
+def test_a_rollback_of_one_vbucket_is_reported_with_its_seqnos() -> None:
     mirror = settled(rollback_count=4)
     mirror.change(range(3, 4), rollback_count=5, last_rollback=[568, 400])
     assert mirror.news() == [VbucketsRolledBack(vbuckets=1, vbids=(3,), seqnos=168, from_seqno=568, to_seqno=400)]
 
 
 @pytest.mark.parametrize("change", [{"rollback_count": 6, "last_rollback": [90, 80]}, {"rollback_count": 5}])
-def test_rollbacks_of_unknown_seqnos_are_said_without_them(change: dict[str, Any]) -> None:
+def test_rollbacks_of_unknown_seqnos_are_reported_without_them(change: dict[str, Any]) -> None:
     """Two since the last report, or one of a worker that has ended since: only a worker's last one is reported."""
     mirror = settled(rollback_count=4)
     mirror.change(range(3, 4), **change)
@@ -92,7 +92,7 @@ def test_rollbacks_of_unknown_seqnos_are_said_without_them(change: dict[str, Any
     assert event.text == "1 vbucket rolled back"
 
 
-def test_a_resync_is_said_when_it_begins_and_when_it_is_done() -> None:
+def test_a_resync_is_reported_when_it_begins_and_when_it_ends() -> None:
     mirror = settled()
     mirror.change(range(VBUCKETS), resyncs_begun=1, resync_why="no common history with the source")
     begun = ResyncBegun(vbuckets=VBUCKETS, vbids=tuple(range(10)), why="no common history with the source")
@@ -101,13 +101,13 @@ def test_a_resync_is_said_when_it_begins_and_when_it_is_done() -> None:
     assert mirror.news() == [ResyncDone(vbuckets=VBUCKETS, vbids=tuple(range(10)))]
 
 
-def test_a_resync_between_two_reports_is_said_whole() -> None:
+def test_a_resync_between_two_reports_gives_both_events() -> None:
     mirror = settled()
     mirror.change(range(1), resyncs_begun=1, resync_why="purged", resync_count=1)
     assert [type(event) for event in mirror.news()] == [ResyncBegun, ResyncDone]
 
 
-def test_a_group_that_opens_again_is_no_news() -> None:
+def test_a_group_that_opens_again_does_not_repeat_old_events() -> None:
     """Its rollbacks of days ago once were "rolled back from seqno 0 to 0", and a done resync."""
     known = {"rollback_count": 3, "resync_count": 2, "state": "streaming", "published_seqno": 5}
     unknown = dict.fromkeys(known) | {"state": "damaged", "detail": "permission denied"}
@@ -121,7 +121,7 @@ def test_a_group_that_opens_again_is_no_news() -> None:
         assert [type(event) for event in mirror.news()] == [VbucketsRolledBack]
 
 
-def test_a_replaced_worker_is_no_news_but_what_it_begins_is() -> None:
+def test_a_replaced_worker_repeats_no_old_event_and_reports_new_ones() -> None:
     mirror = settled(resyncs_begun=2, resync_count=2)
     mirror.observer.forget([0], mirror.rows)
     mirror.change(range(0, VBUCKETS, 4), state="starting", node=None, source_high_seqno=None, lag_seqnos=None)
@@ -133,7 +133,7 @@ def test_a_replaced_worker_is_no_news_but_what_it_begins_is() -> None:
     assert mirror.news() == [ResyncBegun(vbuckets=1, vbids=(0,), why="purged")]
 
 
-def test_a_source_that_goes_and_comes_is_said_once_each_time() -> None:
+def test_a_source_that_is_lost_and_found_is_reported_once_each_time() -> None:
     mirror = settled()
     mirror.change(range(VBUCKETS), node=None, state="waiting", last_error="connection refused")
     found = mirror.look() + mirror.look(CONTACT_LOST_MS) + mirror.look() + mirror.look(60_000)
@@ -143,7 +143,7 @@ def test_a_source_that_goes_and_comes_is_said_once_each_time() -> None:
     assert mirror.news() == [SourceBack(vbuckets=64, vbids=tuple(range(10)), away_s=away_s)]
 
 
-def test_a_vbucket_that_moves_to_another_node_is_no_lost_source() -> None:
+def test_a_vbucket_that_moves_to_another_node_is_not_a_lost_source() -> None:
     """A move of more than a second was the error event `source-lost`, and ran the command of the operator."""
     mirror = settled()
     mirror.change(range(8), node=None, state="no-active-node", silent_ms=500)
@@ -154,7 +154,7 @@ def test_a_vbucket_that_moves_to_another_node_is_no_lost_source() -> None:
     assert mirror.news() == []
 
 
-def test_a_source_that_is_not_reached_at_the_start_is_said_once() -> None:
+def test_an_unreachable_source_at_the_start_is_reported_once() -> None:
     observer = Observer()
     assert observer.source_answers("nobody there", 0) == [SourceUnreachable(why="nobody there")]
     assert observer.source_answers("still nobody", 500) == []
@@ -162,14 +162,14 @@ def test_a_source_that_is_not_reached_at_the_start_is_said_once() -> None:
     assert observer.source_answers(None, 3_000) == []
 
 
-def test_damage_is_said_also_when_it_is_there_at_the_start() -> None:
+def test_damage_at_the_start_is_reported() -> None:
     mirror = Mirror()
     mirror.change(range(8), state="damaged", detail="page 7 is torn")
     assert mirror.news() == [DamageFound(vbuckets=8, vbids=tuple(range(8)), why="page 7 is torn")]
     assert mirror.news() == []
 
 
-def test_a_full_disk_and_space_again_are_said_of_all_groups_together() -> None:
+def test_a_full_disk_and_its_end_are_one_event_each_for_all_groups() -> None:
     mirror = settled()
     mirror.groups = [{"group": group, "error": "no space left", "full": group < 3} for group in range(4)]
     assert mirror.look() == [DiskFull(groups=(0, 1, 2), why="no space left")]
@@ -180,7 +180,7 @@ def test_a_full_disk_and_space_again_are_said_of_all_groups_together() -> None:
     assert mirror.look() == [DiskFree(groups=(0, 1, 2))]
 
 
-def test_the_first_fill_is_said_once_however_short_it_was() -> None:
+def test_the_first_fill_is_reported_once_even_if_it_is_short() -> None:
     filled = Mirror()
     filled.observer.fill_begins()
     assert filled.look() == [FirstFillDone(vbuckets=VBUCKETS, seqnos=320)]
@@ -188,7 +188,7 @@ def test_the_first_fill_is_said_once_however_short_it_was() -> None:
     assert filled.news() == []
 
 
-def test_a_fill_that_an_earlier_service_began_is_said_when_it_is_done() -> None:
+def test_a_fill_begun_by_an_earlier_service_is_reported_when_done() -> None:
     mirror = Mirror()
     mirror.change(range(8), published_seqno=0, lag_seqnos=9)
     assert mirror.news() == []
@@ -257,7 +257,7 @@ EVERY_BAD_STATE = {
 
 @pytest.mark.parametrize("begin", ["from the start", "later", "after its worker was replaced"])
 @pytest.mark.parametrize("name", EVERY_BAD_STATE)
-def test_each_state_that_needs_attention_has_its_event_whatever_came_before(name: str, begin: str) -> None:
+def test_each_state_that_needs_attention_has_its_event(name: str, begin: str) -> None:
     """A node that was down at the start left the mirror degraded for ever, without an event."""
     bad = EVERY_BAD_STATE[name]
     mirror = Mirror(lag_s=0.0, worker=0, report_age_s=0.1)

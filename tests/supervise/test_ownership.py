@@ -41,13 +41,13 @@ def test_a_file_that_others_may_write_is_refused_by_name(file: Path, setting: st
 
 
 @pytest.mark.parametrize("setting", ["listen_tls_cert_file", "tls_client_cert_file"])
-def test_a_certificate_that_holds_its_key_is_judged_as_one(file: Path, setting: str) -> None:
+def test_a_certificate_file_with_a_key_is_checked_like_a_key(file: Path, setting: str) -> None:
     file.chmod(0o666)
     with pytest.raises(ConfigError, match="can be written"):
         refuse_files_of_others(validated({setting: file}), None)
 
 
-def test_a_file_of_another_user_is_refused_and_roots_is_not(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_refused_unless_it_is_of_root(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 4711)
     if file.stat().st_uid:
         with pytest.raises(ConfigError, match="belongs to user"):
@@ -69,7 +69,7 @@ def test_a_new_file_takes_no_mode_of_another_users_file(file: Path, monkeypatch:
         assert (stat.S_IMODE(file.stat().st_mode), file.read_bytes()) == (mode, b"new")
 
 
-def test_a_link_of_another_user_leads_nowhere(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_of_another_user_is_not_followed(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.symlink_to("second")
     second.symlink_to(file)
@@ -92,7 +92,7 @@ def test_a_link_of_another_user_leads_nowhere(file: Path, tmp_path: Path, monkey
         behind_links(str(first))
 
 
-def test_a_service_does_not_start_with_such_a_file(tmp_path: Path, file: Path) -> None:
+def test_a_service_does_not_start_with_a_file_that_others_may_write(tmp_path: Path, file: Path) -> None:
     file.chmod(0o666)
     source = "couchbase://demo@127.0.0.1:1/orders"
     for flags in (("--config", file), ("--set", f"users_file={file}"), ("--set", f"password_file={file}")):

@@ -49,7 +49,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_a_reader_that_stays_is_named_with_its_age_and_what_it_costs(tmp_path: Path, kill: bool) -> None:
+def test_a_reader_that_stays_is_named_with_its_age_and_pinned_bytes(tmp_path: Path, kill: bool) -> None:
     store = Store(tmp_path, vbuckets=1)
     store.put(b"a", b"x", 1)
     now_s = 0.0

@@ -85,7 +85,7 @@ def situations(draw: st.DrawFn) -> tuple[int, int, list[WorkerFacts], bool]:
 
 
 @given(situations())
-def test_no_group_is_ever_given_to_two(situation: tuple[int, int, list[WorkerFacts], bool]) -> None:
+def test_a_group_is_never_given_to_two_workers(situation: tuple[int, int, list[WorkerFacts], bool]) -> None:
     """The groups of living and started workers never overlap, and no slot gets two orders."""
     group_count, worker_count, actual, stopping = situation
     actions = decide(assign(group_count, worker_count), actual, 5_000, stopping=stopping)
@@ -97,7 +97,7 @@ def test_no_group_is_ever_given_to_two(situation: tuple[int, int, list[WorkerFac
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
-def test_doing_what_is_said_arrives_where_it_should(group_count: int, before: int, after: int) -> None:
+def test_the_actions_lead_to_the_desired_state(group_count: int, before: int, after: int) -> None:
     """Perform every action at once, over and over: the desired state is reached, and then nothing is requested."""
     actual = {
         slot: WorkerFacts(slot, groups, ProcessPhase.RUNNING) for slot, groups in assign(group_count, before).items()
@@ -120,7 +120,7 @@ def test_the_pause_doubles_up_to_its_limit() -> None:
     assert pauses[-1] == RESTART_LIMIT_MS
 
 
-def test_a_crash_loop_is_counted_and_a_long_life_forgives() -> None:
+def test_a_crash_loop_is_counted_until_a_long_life() -> None:
     assert failures_after(0, lived_ms=5) == 1
     assert failures_after(3, lived_ms=PROVEN_MS - 1) == 4
     assert failures_after(3, lived_ms=PROVEN_MS) == 1
@@ -136,7 +136,7 @@ def test_silence_is_measured_from_the_last_beat() -> None:
     assert not heartbeat.overdue(2_300, 100)
 
 
-def test_starting_may_take_longer_than_running() -> None:
+def test_a_start_may_take_longer_than_a_beat() -> None:
     heartbeat = Heartbeat(1_000)
     assert not heartbeat.overdue(1_000 + START_DEADLINE_MS, 100)
     assert heartbeat.overdue(1_001 + START_DEADLINE_MS, 100)

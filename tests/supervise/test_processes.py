@@ -31,7 +31,7 @@ async def test_a_crash_loop_is_slowed_down_and_the_others_go_on(
         await eventually(running(service))
 
 
-async def test_what_a_worker_says_before_it_dies_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_error_of_a_dead_worker_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRIPT", "bug")
     async with serving(service_of(tmp_path)) as service:
         await eventually(lambda: any(worker["last_exit"] for worker in service.status_document()["workers"]))
@@ -39,9 +39,7 @@ async def test_what_a_worker_says_before_it_dies_is_shown(tmp_path: Path, monkey
         assert ended["exit 1"].startswith("internal error: ZeroDivisionError: a bug")
 
 
-async def test_a_worker_that_will_not_stop_is_killed_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRIPT", "stubborn")
     service = service_of(tmp_path, settings=settings_for(tmp_path, stop_timeout_s=0.5))
     async with serving(service):
@@ -63,5 +61,5 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) ->
         assert len(tries) == 4
 
 
-def test_how_it_ended_is_said_in_words() -> None:
+def test_the_exit_status_is_shown_in_words() -> None:
     assert [exit_words(status) for status in (3, -9, -200)] == ["exit 3", "SIGKILL", "signal 200"]

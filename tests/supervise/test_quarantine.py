@@ -43,7 +43,7 @@ def dying_command(descriptor: int) -> Sequence[str]:
 @pytest.mark.parametrize(
     "name", ["SIGBUS", *(pytest.param(each, marks=pytest.mark.ci) for each in ("SIGSEGV", "SIGABRT"))]
 )
-async def test_a_group_in_which_its_worker_dies_again_and_again_is_named_and_the_others_go_on(
+async def test_a_group_that_kills_its_workers_is_quarantined_and_the_others_go_on(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIES_OF", name)
@@ -76,7 +76,7 @@ async def test_a_group_in_which_its_worker_dies_again_and_again_is_named_and_the
     assert any("group 1 is quarantined" in text for text in document["warnings"])
 
 
-def test_deaths_that_say_nothing_of_a_group_do_not_count() -> None:
+def test_deaths_that_do_not_accuse_a_group_do_not_count() -> None:
     book = Quarantine()
     for status in (-signal.SIGKILL, -signal.SIGTERM, 1, 0):
         for _ in range(DEATHS):
@@ -94,7 +94,7 @@ def test_deaths_count_for_an_hour_and_each_for_its_group() -> None:
     assert book.groups.keys() == {1}
 
 
-def test_what_a_worker_notes_is_read_by_others() -> None:
+def test_the_group_that_a_worker_marks_is_read_by_others() -> None:
     descriptor = GroupMark.descriptor()
     ours, theirs = GroupMark(os.dup(descriptor)), GroupMark(descriptor)
     assert ours.group is None

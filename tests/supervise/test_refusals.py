@@ -60,7 +60,7 @@ async def test_a_service_without_data_ends_with_a_permanent_error(kind: type[Mir
 
 
 @pytest.mark.parametrize("kind", PERMANENT)
-async def test_a_service_that_serves_nothing_yet_ends_with_a_permanent_error(
+async def test_a_service_that_serves_no_reader_yet_ends_with_a_permanent_error(
     kind: type[MirrorError], tmp_path: Path
 ) -> None:
     """The first answer of the source, before readers are served, may show that the wrong settings were given."""

@@ -26,7 +26,7 @@ from tests.supervise.in_process import Report, vbids_of, vbucket
 from tests.supervise.service import ask, phases, pids, service_of, serving
 
 
-async def test_groups_are_shared_out_and_everyone_reports(tmp_path: Path) -> None:
+async def test_groups_are_divided_among_workers_and_each_worker_reports(tmp_path: Path) -> None:
     async with serving(service_of(tmp_path)) as service:
         await eventually(lambda: len(service.status_document()["vbuckets"]) == 8)
         document = service.status_document()
@@ -40,7 +40,7 @@ async def test_groups_are_shared_out_and_everyone_reports(tmp_path: Path) -> Non
     assert not (tmp_path / SOCKET_NAME).exists()
 
 
-async def test_news_of_a_worker_is_not_kept_until_the_next_regular_report(
+async def test_news_of_a_worker_does_not_wait_for_the_next_regular_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reports, "REPORT_INTERVAL_S", 3600.0)
@@ -57,7 +57,7 @@ async def test_news_of_a_worker_is_not_kept_until_the_next_regular_report(
         await eventually(lambda: service.status_document()["state"] == "following")
 
 
-async def test_until_caught_up_fails_with_what_the_source_refused(
+async def test_a_run_until_caught_up_fails_with_the_refusal_of_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCRIPT", "refused")
@@ -66,7 +66,7 @@ async def test_until_caught_up_fails_with_what_the_source_refused(
     assert caught.value.exit_code is ExitCode.REFUSED
 
 
-async def test_a_stopped_worker_is_neither_ready_nor_waited_for(tmp_path: Path) -> None:
+async def test_a_stopped_worker_is_not_ready_and_delays_no_status(tmp_path: Path) -> None:
     """Its rows stayed `caught up` until its heartbeat was overdue, and each status waited for its report."""
     service = service_of(tmp_path)
     async with serving(service):
@@ -135,7 +135,7 @@ async def test_the_end_of_the_only_worker_is_not_reported_as_a_lost_source(
         )
 
 
-async def test_state_and_figures_of_an_answer_are_of_one_moment(
+async def test_the_state_and_figures_of_an_answer_are_of_one_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One answer said `following` and `lag unknown`: figures of now with the judgement of the report before."""

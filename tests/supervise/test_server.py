@@ -121,7 +121,7 @@ KINDS: dict[str, tuple[str, Callable[[Streams], Awaitable[bytes]]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_processes_share_a_port_and_a_killed_one_takes_only_its_own_along(kind: str, data: Path) -> None:
+async def test_processes_share_a_port_and_a_killed_one_ends_only_its_own_clients(kind: str, data: Path) -> None:
     addresses, read = KINDS[kind]
     settings: dict[str, Any] = {kind: addresses.format(data=data), f"{kind}_processes": 2}
     async with service(data, **settings) as (supervisor, lines):
@@ -216,7 +216,7 @@ async def ask(streams: Streams, frame: Frame) -> Frame:
     return await receive(streams)
 
 
-async def test_a_changed_list_of_mirrors_reaches_connected_clients_and_drops_nobody(data: Path) -> None:
+async def test_a_changed_list_of_mirrors_reaches_clients_that_stay_connected(data: Path) -> None:
     settings = [served(data, kv="0")]
     async with service(data, lambda: settings[0], kv="0") as (supervisor, lines):
         client = await connect(lines[0])
@@ -237,7 +237,7 @@ async def test_a_changed_list_of_mirrors_reaches_connected_clients_and_drops_nob
         client[1].close()
 
 
-async def test_a_server_reports_what_it_did(data: Path) -> None:
+async def test_a_server_reports_its_counters(data: Path) -> None:
     async with service(data, kv="0") as (supervisor, lines):
         client = await connect(lines[0])
         await value_of(client)
@@ -246,7 +246,7 @@ async def test_a_server_reports_what_it_did(data: Path) -> None:
         client[1].close()
 
 
-async def test_dcp_processes_serve_streams_and_say_what_they_sent(data: Path) -> None:
+async def test_dcp_processes_serve_streams_and_count_the_documents_sent(data: Path) -> None:
     async with service(data, dcp="0", dcp_processes=2) as (supervisor, lines):
         assert [line.partition("://")[0] for line in lines] == ["dcp couchbase"]
         vbid = keys.vbid_of(KEY, 8)
@@ -267,7 +267,7 @@ async def test_dcp_processes_serve_streams_and_say_what_they_sent(data: Path) ->
         await until(lambda: sent() == 6)
 
 
-async def test_a_server_without_data_or_with_a_taken_address_says_so(tmp_path: Path, data: Path) -> None:
+async def test_a_server_without_data_or_with_an_address_in_use_is_an_error(tmp_path: Path, data: Path) -> None:
     settings = to_wire(served(data))
     start = StartServer(slot=1000, settings=settings, kind="kv", revision=1, listeners=[], login_secret="00")
     with pytest.raises(ConfigError, match="no data directory is given"):

@@ -27,7 +27,7 @@ def digest(group: str) -> bytes:
     return hashlib.sha256((Path(group) / "data.mdb").read_bytes()).digest()
 
 
-async def test_known_data_is_worked_on_while_the_source_is_away(tmp_path: Path) -> None:
+async def test_workers_start_on_known_data_while_the_source_is_away(tmp_path: Path) -> None:
     directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
 
     async def away(settings: Settings, bucket_uuid: str | None = None) -> Source:
@@ -56,7 +56,7 @@ async def test_known_data_is_served_while_the_source_is_silent(tmp_path: Path) -
     [Identity("c1", "demo", "another", 8, 4), Identity("c1", "demo", "b1", 16, 4)],
     ids=["bucket", "vbuckets"],
 )
-async def test_another_buckets_data_is_left_as_it_is(tmp_path: Path, identity: Identity) -> None:
+async def test_data_of_another_bucket_is_left_unchanged(tmp_path: Path, identity: Identity) -> None:
     directory.create(str(tmp_path), identity)
     with pytest.raises(BucketChanged) as caught:
         await service_of(tmp_path).run()
@@ -64,7 +64,7 @@ async def test_another_buckets_data_is_left_as_it_is(tmp_path: Path, identity: I
     assert directory.load(str(tmp_path)) == identity
 
 
-async def test_a_directory_whose_description_is_missing_is_left_as_it_is(tmp_path: Path) -> None:
+async def test_a_directory_whose_description_is_missing_is_left_unchanged(tmp_path: Path) -> None:
     identity = Identity("c1", "demo", "b1", 8, 4)
     directory.create(str(tmp_path), identity)
     group = directory.group_path(str(tmp_path), 2)
@@ -126,7 +126,7 @@ def names_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
-async def test_another_bucket_moves_the_old_data_whole(data: Path) -> None:
+async def test_data_of_another_bucket_is_moved_as_a_whole(data: Path) -> None:
     before = names_in(data)
     target = await set_aside_another_bucket(settings_for(data), source_of("new-uuid"))
     assert target == f"{data}.old-uuid"
@@ -138,11 +138,11 @@ async def test_another_bucket_moves_the_old_data_whole(data: Path) -> None:
     assert directory.load(f"{data}.old-uuid") == directory.load(f"{data}.old-uuid.2") == OLD
 
 
-async def test_another_number_of_vbuckets_is_another_bucket(data: Path) -> None:
+async def test_a_bucket_with_another_number_of_vbuckets_is_another_bucket(data: Path) -> None:
     assert await set_aside_another_bucket(settings_for(data), source_of("old-uuid", 16)) == f"{data}.old-uuid"
 
 
-async def test_the_same_bucket_and_an_empty_directory_stay(data: Path, tmp_path: Path) -> None:
+async def test_data_of_the_same_bucket_and_an_empty_directory_stay(data: Path, tmp_path: Path) -> None:
     assert await set_aside_another_bucket(settings_for(data), source_of("old-uuid")) is None
     assert directory.load(str(data)) == OLD
     assert await set_aside_another_bucket(settings_for(tmp_path / "none"), source_of("new-uuid")) is None
@@ -150,7 +150,7 @@ async def test_the_same_bucket_and_an_empty_directory_stay(data: Path, tmp_path:
         await set_aside_another_bucket(replace(settings_for(data), data=None), source_of("x"))
 
 
-async def test_nothing_is_touched_while_a_service_runs_or_the_source_is_silent(data: Path) -> None:
+async def test_data_is_not_moved_while_a_service_runs_or_the_source_is_silent(data: Path) -> None:
     async def silent(settings: object, bucket_uuid: str | None = None) -> Source:
         raise ConnectFailed("nobody answers")
 

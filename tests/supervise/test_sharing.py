@@ -29,7 +29,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_group_that_cannot_be_used_is_a_wrong_setting() -> None:
+def test_an_unknown_readers_group_is_a_config_error() -> None:
     assert readers_gid(Settings()) is None
     assert readers_gid(Settings(readers_group=GROUP)) == int(GROUP)
     with pytest.raises(ConfigError, match="no group 'absent group'") as caught:
@@ -37,7 +37,7 @@ def test_a_group_that_cannot_be_used_is_a_wrong_setting() -> None:
     assert caught.value.setting == "readers_group"
 
 
-async def test_the_service_lets_the_group_in_at_start_and_after_a_reload(
+async def test_the_service_gives_the_group_access_at_start_and_after_a_reload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
@@ -61,14 +61,16 @@ async def test_the_service_lets_the_group_in_at_start_and_after_a_reload(
     assert said.count("readers-group-locked-out") == (1 if ROOT else said.count("readers-group-locked-out"))
 
 
-async def test_a_new_mirror_is_made_for_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_mirror_is_readable_by_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
     async with in_process.serving(tmp_path, settings_for(tmp_path, workers=1, readers_group=GROUP)) as service:
         await eventually(lambda: service.status_document()["events"])
         assert mode_of(tmp_path / directory.FILE) == 0o640
 
 
-def test_a_group_that_cannot_be_let_in_works_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_change_of_group_is_logged_and_the_service_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = str(tmp_path / "data")
     directory.create(data, Identity("c", "b", "u", 4, 2))
     folder = directory.group_path(data, 0)

@@ -50,7 +50,7 @@ def test_a_stored_row_and_a_reported_row_have_the_same_shape() -> None:
     assert stored["lag_seqnos"] is None
 
 
-def test_what_is_not_known_is_not_zero() -> None:
+def test_an_unknown_figure_is_not_zero() -> None:
     rows = [row(published=5, high=5), row(published=5, high=None)]
     Trend().fill(rows, 0)
     sums = totals(rows)
@@ -106,7 +106,7 @@ def test_a_replaced_worker_counts_from_zero_and_the_rate_stays_true() -> None:
     assert trend.counter_rate("rows") == round(200 / 3, 1)
 
 
-def test_caught_up_is_where_the_source_stood_at_first_sight() -> None:
+def test_the_mark_for_caught_up_is_the_first_seen_high_seqno() -> None:
     catch_up = CatchUp(2)
     catch_up.observe([row(0, 0, 5), row(1, 0, 0)])
     assert (catch_up.done, catch_up.vbuckets_done) == (False, 1)
@@ -135,7 +135,7 @@ def test_a_vbucket_that_is_not_streaming_yet_is_not_done_even_when_empty() -> No
     assert catch_up.done
 
 
-def test_a_rollback_takes_the_mark_away_and_the_next_report_sets_it_again() -> None:
+def test_a_rollback_clears_the_mark_and_the_next_report_sets_it() -> None:
     catch_up = CatchUp(1)
     catch_up.observe([row(0, 50, 100)])
     catch_up.observe([row(0, 40, None, rollback_count=1)])
@@ -146,14 +146,14 @@ def test_a_rollback_takes_the_mark_away_and_the_next_report_sets_it_again() -> N
     assert catch_up.done
 
 
-def test_a_source_that_lost_its_tail_lowers_the_mark() -> None:
+def test_a_source_that_lost_its_newest_seqnos_lowers_the_mark() -> None:
     catch_up = CatchUp(1)
     catch_up.observe([row(0, 50, 100)])
     catch_up.observe([row(0, 50, 50)])
     assert catch_up.done
 
 
-def test_without_contact_the_lag_counts_from_the_last_one() -> None:
+def test_the_lag_without_contact_counts_from_the_last_contact() -> None:
     seconds = functools.partial(lag_s, Trend())
     assert seconds(0, 5, None) is None, "there was none yet"
     assert seconds(1_000, 5, 5) == 0.0

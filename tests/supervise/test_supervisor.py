@@ -19,7 +19,7 @@ from tests.supervise.scripted import settings_for
 from tests.supervise.service import SCRIPTED, ask, ask_now, children_of, phases, pids, running, service_of, serving
 
 
-async def test_a_second_interrupt_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRIPT", "stubborn")
     service = service_of(tmp_path, settings=settings_for(tmp_path, stop_timeout_s=3600))
     task = asyncio.create_task(service.run())
@@ -40,7 +40,7 @@ async def test_fewer_workers_after_a_reload_take_over_the_groups(tmp_path: Path)
         assert service.status_document()["workers"][1]["last_exit"] == "exit 0"
 
 
-async def test_changed_settings_reach_the_workers_by_a_restart_of_each(tmp_path: Path) -> None:
+async def test_changed_settings_restart_the_workers(tmp_path: Path) -> None:
     fresh = settings_for(tmp_path, commit_interval_ms=50)
     async with serving(service_of(tmp_path, reload=lambda: (fresh, None))) as service:
         await eventually(running(service))
@@ -50,7 +50,7 @@ async def test_changed_settings_reach_the_workers_by_a_restart_of_each(tmp_path:
         assert {worker["last_exit"] for worker in service.status_document()["workers"]} == {"exit 0"}
 
 
-async def test_a_new_heartbeat_timeout_is_in_force_without_a_restart(tmp_path: Path) -> None:
+async def test_a_new_heartbeat_timeout_applies_without_a_restart(tmp_path: Path) -> None:
     """Servers kept the old one until they were replaced."""
     settings = settings_for(tmp_path, worker_heartbeat_timeout_s=3600)
     fresh = settings_for(tmp_path, worker_heartbeat_timeout_s=2)
@@ -73,7 +73,7 @@ def started(data: Path) -> ProcessGroup:
     return ProcessGroup(command, stderr=subprocess.DEVNULL, text=True, process_group=0)
 
 
-def test_the_children_of_a_killed_supervisor_are_gone(tmp_path: Path) -> None:
+def test_the_children_of_a_killed_supervisor_end(tmp_path: Path) -> None:
     """The kernel ends both a running child and a stopped one, which cannot notice anything."""
     with started(tmp_path) as service:
         children = eventually_now(lambda: len(children_of(service)) == 2 and children_of(service))
@@ -89,7 +89,7 @@ def test_the_children_of_a_killed_supervisor_are_gone(tmp_path: Path) -> None:
         assert again.wait() == 0
 
 
-def test_closing_the_terminal_stops_what_was_started_in_it(tmp_path: Path) -> None:
+def test_a_service_stops_when_its_terminal_closes(tmp_path: Path) -> None:
     """The terminal's SIGHUP is no order to read the settings again: nobody would be left to stop the service."""
     pid, terminal = pty.fork()
     if pid == 0:

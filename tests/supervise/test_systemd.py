@@ -19,7 +19,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
         yield end
 
 
-def test_the_words_are_those_systemd_knows(manager: socket.socket) -> None:
+def test_the_messages_follow_the_protocol_of_systemd(manager: socket.socket) -> None:
     notifier = Notifier()
     notifier.ready()
     notifier.status("mirroring:  3 seqnos\nbehind")
@@ -50,7 +50,7 @@ def test_a_manager_may_have_an_abstract_name() -> None:
         notifier.close()
 
 
-def test_a_manager_that_is_gone_harms_nothing(manager: socket.socket) -> None:
+def test_a_manager_that_has_ended_is_ignored(manager: socket.socket) -> None:
     notifier = Notifier()
     os.unlink(os.environ["NOTIFY_SOCKET"])
     notifier.ready()
@@ -58,7 +58,7 @@ def test_a_manager_that_is_gone_harms_nothing(manager: socket.socket) -> None:
     notifier.stopping()
 
 
-def test_without_a_manager_nothing_happens() -> None:
+def test_a_notifier_without_a_manager_does_nothing() -> None:
     notifier = Notifier()
     notifier.ready()
     notifier.close()

@@ -33,7 +33,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["worker", "server"])
-def test_it_starts_without_libraries_that_it_does_not_use(name: str) -> None:
+def test_a_process_loads_no_library_that_it_does_not_use(name: str) -> None:
     """Modules that check settings or draw would double the start time; a worker's are a fourth of a server's."""
     loaded = loaded_by(f"mirror.supervise.processes.{name}")
     assert "structlog" in loaded
@@ -42,7 +42,7 @@ def test_it_starts_without_libraries_that_it_does_not_use(name: str) -> None:
     assert loaded & of_workers == (of_workers if name == "worker" else set())
 
 
-def test_the_report_is_news_when_streams_open_or_end_and_after_a_while_behind() -> None:
+def test_a_report_is_news_when_streams_open_end_or_have_caught_up() -> None:
     news = News()
     assert not news.turned((False, False), 0.0)
     assert news.turned((True, False), 1.0)
@@ -114,14 +114,14 @@ def collections_of(count: int) -> int:
     return collections() - before
 
 
-def test_rows_of_a_batch_cause_no_collection() -> None:
+def test_rows_of_a_batch_cause_no_garbage_collection() -> None:
     assert collections_of(20_000) > 20
     settle_collector()
     assert gc.get_freeze_count() > 0
     assert collections_of(20_000) == 0
 
 
-def test_cycles_are_found_before_they_are_more_than_the_policy_says() -> None:
+def test_cycles_are_collected_within_the_policy() -> None:
     settle_collector()
     first, second = Node(), Node()
     first.other, second.other = second, first
