@@ -15,20 +15,18 @@ that it visits, but notices a missing row only in key order.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Set
-from contextlib import contextmanager
 from itertools import islice, takewhile
-from operator import lt
 from typing import NamedTuple
 
 from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
 from storage.format import keys, seal
-from storage.format.records import BRANCH, KIND, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT
+from storage.format.records import MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT
 from storage.format.tokens import Pin
 from storage.history.chain import check_place, not_in_order
 from storage.read import validity
-from storage.read.scan import CHUNK_BYTES
-from storage.read.vbucket_reader import KINDS, VbucketReader
+from storage.read.scan import CHUNK_BYTES, WireRange, references
+from storage.read.vbucket_reader import VbucketReader
 
 ROWS_MAX = 2_000
 """Approximate number of rows in a chunk. Larger chunks are slower, because of the processor's caches."""
@@ -39,7 +37,6 @@ REMEMBERED_MAX = 500_000
 ROWS_PER_DOCUMENT = 3
 """With at most about this many rows per document, a walk over rows is faster than a look-up of each document."""
 _FOREVER = b"\xff"
-_NO_SEQNO = bytes(8)
 _MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"
 """Bounds of the rows of mutations (first <= row < second). A row begins with magic, opcode and the upper byte of the
 key's length, which is 0 because no key has 256 bytes.
@@ -117,10 +114,6 @@ class _Read:
         )
         self._key_range = key_range
         self._rows_max = rows_max
-        self._limits = {
-            keys.PREFIX.pack(each.branch): keys.ROW.pack(each.branch, each.cut) + _FOREVER
-            for each in self._served.links
-        }
 
     def in_order_of_rows(self, after_seqno: int) -> Iterator[Chunk]:
         """Walk the rows, newest first. Continue in key order once there are too many keys to remember, or too many rows
@@ -134,7 +127,8 @@ class _Read:
             while position and position >= first:
                 taken: list[list[bytes]] = [[] for _ in self._collections]
                 byte_counts = [0 for _ in self._collections]
-                with self._transaction() as txn:
+                with self._environment.read() as txn:
+                    validity.check(self._reader, txn, self._served)
                     for _ in range(0, self._rows_max, GET_ROWS):
                         frames, position = self._run(txn, position, first)
                         row_count += len(frames)
@@ -242,83 +236,32 @@ class _Read:
         for collection_prefix, collection_id, begin_seqno in self._collections:
             prefix = collection_prefix + self._key_range.prefix
             end = None if self._key_range.end is None else collection_prefix + self._key_range.end
-            position = collection_prefix + max(self._key_range.prefix, self._key_range.start)
-            while position:
-                with self._transaction() as txn:
-                    versions, following = self._versions(txn, position, prefix, end)
-                    found = [key for key, dup in versions.items() if dup[KIND] == MUTATION]
-                    if begin_seqno > _NO_SEQNO:
-                        found = [key for key in found if versions[key][SEQNO] > begin_seqno]
+            start = collection_prefix + max(self._key_range.prefix, self._key_range.start)
+            left = WireRange(start, prefix, end, int.from_bytes(begin_seqno), len(collection_prefix))
+            while left.start:
+                with self._environment.read() as txn:
+                    found, following = references(
+                        self._reader, txn, self._served, left, deletions=False, rows_max=self._rows_max
+                    )
                     if done:
-                        found = [key for key in found if key not in done]
-                    if len(found) < len(versions):
-                        self._check_kinds(versions)
+                        found = [pair for pair in found if pair[0] not in done]
                     frames: list[bytes] = []
                     byte_count = 0
                     rows = txn.raw.cursor(self._reader.rows)
                     while len(frames) < len(found):
                         run = found[len(frames) : len(frames) + GET_ROWS]
-                        got = rows.getmulti([versions[key][ROW_KEY] for key in run])
+                        got = rows.getmulti([dup[ROW_KEY] for _, dup in run])
                         if len(got) != len(run):
                             raise self._damaged("a key points to a row that is missing")
                         stored = [frame for _, frame in got]
                         self._check(stored)
-                        if [frame[_KEYS[frame[3]]] for frame in stored] != run:
+                        if [frame[_KEYS[frame[3]]] for frame in stored] != [key for key, _ in run]:
                             raise self._damaged("a key points to another document's row")
                         frames += stored
                         byte_count += sum(map(len, stored))
                         if byte_count > CHUNK_BYTES and len(frames) < len(found):
-                            following = found[len(frames)]
+                            following = found[len(frames)][0]
                             break
-                position = following
+                left = left._replace(start=following)
                 if frames:
                     yield Chunk(collection_id, frames, byte_count)
-
-    def _check_kinds(self, versions: dict[bytes, bytes]) -> None:
-        for key, dup in versions.items():
-            if dup[KIND] not in KINDS:
-                raise self._reader.mismatch(key)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[Transaction]:
-        with self._environment.read() as txn:
-            validity.check(self._reader, txn, self._served)
-            yield txn
-
-    def _versions(
-        self, txn: Transaction, position: bytes, prefix: bytes, end: bytes | None
-    ) -> tuple[dict[bytes, bytes], bytes]:
-        """Return references to the newest visible versions of some keys from `position` on, by key. Return also the
-        next key (empty: the end).
-        """
-        cursor = txn.raw.cursor(self._reader.keys)
-        if not cursor.set_range(position):
-            return {}, b""
-        entries = cursor.iternext()
-        pairs: list[tuple[bytes, bytes]] = list(islice(entries, self._rows_max))
-        following = b""
-        if len(pairs) == self._rows_max:  # add the other versions of the last key
-            last = pairs[-1][0]
-            for pair in entries:
-                if pair[0] != last:
-                    following = pair[0]
-                    break
-                pairs.append(pair)
-        if not (pairs[-1][0].startswith(prefix) and (end is None or pairs[-1][0] < end)):
-            self._reader.check_named(txn.raw, *pairs[-1])
-            pairs = [each for each in pairs if each[0].startswith(prefix) and (end is None or each[0] < end)]
-            following = b""
-        if not all(map(lt, pairs, islice(pairs, 1, None))):
-            raise self._reader.mismatch(pairs[0][0])
-        # The versions of a key rise along the chain, so the last visible one is the newest.
-        limits = self._limits
-        if len(limits) == 1:
-            ((first, last),) = limits.items()
-            newest = {key: dup for key, dup in pairs if first <= dup <= last}
-        else:
-            newest = {key: dup for key, dup in pairs if dup <= limits.get(dup[BRANCH], b"")}
-        if len(newest) < len(pairs):
-            for key, dup in pairs:
-                if dup > limits.get(dup[BRANCH], b""):
-                    self._reader.check_named(txn.raw, key, dup)
-        return newest, following

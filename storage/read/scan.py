@@ -9,17 +9,21 @@ Knows the key tree (a named database of LMDB) and the visible rows. Invariants:
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import islice
+from operator import lt
+from typing import Any, NamedTuple
 
 from storage.env.transaction import Transaction
 from storage.format import keys
-from storage.format.records import KIND, MUTATION
+from storage.format.records import BRANCH, KIND, MUTATION, SEQNO
 from storage.format.tokens import AsOf, CollectionName, Pin, collection_id_of
-from storage.model import SEQNO_MAX, Document, Manifest
+from storage.history import chain
+from storage.model import Document, Manifest
 from storage.read import validity
 from storage.read.point_reads import bytes_above
-from storage.read.vbucket_reader import KINDS, Served, VbucketReader
+from storage.read.vbucket_reader import Served, VbucketReader, end_of_references
 
 CHUNK_ROWS = 2_000
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -56,6 +60,10 @@ class WireRange(NamedTuple):
     end: bytes | None
     begin_seqno: int
     skip: int
+
+    def has(self, wire_key: bytes) -> bool:
+        """Return True if a wire key from `start` on is within the range."""
+        return wire_key.startswith(self.prefix) and (self.end is None or wire_key < self.end)
 
 
 def documents(
@@ -171,60 +179,86 @@ def chunk(
 def references(
     reader: VbucketReader, txn: Transaction, served: Served, wire_range: WireRange, *, deletions: bool, rows_max: int
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Return the newest visible versions (wire key, reference) of the next `rows_max` keys, and the key to continue
-    from (empty: the end). Raises ViewInvalidated.
+    """Return the newest visible versions (wire key, reference) of at most `rows_max` of the next keys, and the key to
+    continue from (empty: the end). Raises ViewInvalidated.
+
+    Skips the older versions of a key that has very many. If most keys have several versions, looks at more references
+    than `rows_max`, but returns fewer keys rather than look at many more than `CHUNK_ROWS`.
     """
     validity.check(reader, txn, served)
-    links = served.links
-    branch, cut = links[0].branch, links[0].cut
-    start, prefix, end, begin_seqno, _ = wire_range
-    prefix_length = len(prefix)
-    found: list[tuple[bytes, bytes]] = []
     cursor = txn.raw.cursor(reader.keys)
-    if not cursor.set_range(start):
+    if not cursor.set_range(wire_range.start):
         return [], b""
-    dup: bytes | None
-    previous = b""
-    for seen, wire_key in enumerate(cursor.iternext_nodup()):
-        if wire_key <= previous or wire_key < start:
-            raise reader.mismatch(wire_key)
-        previous = wire_key
-        if wire_key[:prefix_length] != prefix or (end is not None and wire_key >= end):
-            reader.check_named(txn.raw, wire_key, cursor.value())
-            break
-        if seen >= rows_max:
-            return found, wire_key
-        dup = cursor.value()
-        if cursor.count() > 1:  # go to the last version at once: a key may have many versions
-            dup = reader.newest(cursor, wire_key)
-        dup_branch, seqno, kind = keys.DUP.unpack(dup)
-        if dup_branch != branch or seqno > cut:
-            dup = reader.newest_visible(txn.raw, cursor, wire_key, dup, links)
-            cursor.set_key(wire_key)
-            if dup is not None:
-                _, seqno, kind = keys.DUP.unpack(dup)
-        if kind != MUTATION and kind not in KINDS:
-            raise reader.mismatch(wire_key)
-        if dup is not None and seqno > begin_seqno and (kind == MUTATION or deletions):
-            found.append((wire_key, dup))
-    return found, b""
+    entries = cursor.iternext()
+    looks = rows_max + 1
+    pairs: list[tuple[bytes, bytes]] = list(islice(entries, looks))
+    while len(pairs) == looks <= CHUNK_ROWS and (missing := rows_max + 1 - len(dict(pairs))) > 0:
+        more = max(missing, looks // 4)
+        pairs += islice(entries, more)
+        looks += more
+    if pairs[0][0] < wire_range.start or not all(map(lt, pairs, islice(pairs, 1, None))):
+        raise reader.mismatch(pairs[0][0])
+    following = b""
+    if len(pairs) == looks:
+        following = pairs[-1][0]  # there may be more versions of this key
+        if pairs[0][0] == following:  # skip the others: there may be many
+            pairs, following = _of_one_key(reader, txn, cursor, following, served.links)
+        else:
+            del pairs[bisect_left(pairs, (following,)) :]
+    if pairs and not wire_range.has(pairs[-1][0]):
+        end = next(number for number, pair in enumerate(pairs) if pairs and not wire_range.has(pair[0]))
+        reader.check_named(txn.raw, *pairs[end])
+        following = b""
+        del pairs[end:]
+    # The versions of a key rise along the chain, so the last visible one is the newest.
+    limits = {keys.PREFIX.pack(each.branch): end_of_references(each.branch, each.cut) for each in served.links}
+    if len(limits) == 1:
+        ((first, last),) = limits.items()
+        visible = [pair for pair in pairs if first <= pair[1] <= last]
+    else:
+        visible = [pair for pair in pairs if pair[1] <= limits.get(pair[1][BRANCH], b"")]
+    if len(visible) < len(pairs):
+        for wire_key, dup in set(pairs).difference(visible):
+            reader.check_named(txn.raw, wire_key, dup)
+    newest = list(dict(visible).items())
+    found = [pair for pair in newest if pair[1][KIND] == MUTATION]
+    if len(found) < len(newest):
+        for pair in newest:
+            reader.check_kind(*pair)
+        if deletions:
+            found = newest
+    if wire_range.begin_seqno:
+        begin = wire_range.begin_seqno.to_bytes(8)
+        found = [pair for pair in found if pair[1][SEQNO] > begin]
+    if len(found) > rows_max:
+        following = found[rows_max][0]
+        del found[rows_max:]
+    return found, following
+
+
+def _of_one_key(
+    reader: VbucketReader, txn: Transaction, cursor: Any, wire_key: bytes, links: chain.Chain
+) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Return the newest visible version of a key with several versions, and the next key (empty: the end)."""
+    cursor.set_key(wire_key)
+    newest = reader.newest(cursor, wire_key)
+    found: bytes | None = newest
+    if not chain.sees(links, *keys.DUP.unpack(newest)[:2]):
+        found = reader.newest_visible(txn.raw, cursor, wire_key, newest, links)
+    cursor.set_key(wire_key)
+    following = cursor.key() if cursor.next_nodup() else b""
+    return [] if found is None else [(wire_key, found)], following
 
 
 def count(reader: VbucketReader) -> int:
+    total = 0
     with reader.environment.read() as txn:
         served = reader.readable(txn)
         manifest = reader.manifest(txn, served.pub.manifest_key)
-        begin = {cid: entry.begin_seqno for cid, entry in manifest.collections.items()}
-        cuts = {link.branch: link.cut for link in served.links}
-        total = is_there = 0
-        current = b""
-        for wire_key, dup in txn.raw.cursor(reader.keys).iternext():
-            if wire_key != current:
-                total += is_there
-                is_there, current = 0, wire_key
-                collection_id = wire_key[0] if wire_key[0] < 0x80 else keys.split_key(wire_key)[0]
-                begin_seqno = begin.get(collection_id, SEQNO_MAX)
-            branch, seqno, kind = keys.DUP.unpack(dup)
-            if seqno <= cuts.get(branch, -1):
-                is_there = 1 if kind == MUTATION and seqno > begin_seqno else 0
-        return total + is_there
+        for collection_id in manifest.collections:
+            left = KeySelection().within(manifest, collection_id)
+            while left is not None and left.start:
+                found, following = references(reader, txn, served, left, deletions=False, rows_max=CHUNK_ROWS)
+                left = left._replace(start=following)
+                total += len(found)
+    return total

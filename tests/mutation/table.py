@@ -715,7 +715,8 @@ MUTATIONS = (
         _READER, "if stored[start : start + (stored[2] << 8 | stored[3])] != wire_key:", "if False:", _OF_BIT_FLIPS
     ),
     Mutation("storage/read/bulk.py", "        self._check(rows)\n", "", _OF_BIT_FLIPS),
-    Mutation("storage/read/bulk.py", "if not all(map(lt, pairs, islice(pairs, 1, None))):", "if False:", _OF_BIT_FLIPS),
+    Mutation("storage/read/scan.py", " or not all(map(lt, pairs, islice(pairs, 1, None))):", ":", _OF_BIT_FLIPS),
+    Mutation("storage/read/scan.py", "    if pairs and not wire_range", "    if not wire_range", f"{_OF_SCAN} -k once"),
     Mutation("storage/history/chain.py", "                check_place(txn, vbid, *row)\n", "", _OF_BIT_FLIPS),
     Mutation("storage/env/environment.py", "lmdb.BadTxnError,", "lmdb.CorruptedError,", _OF_ENVIRONMENT),
     # --- forks, overlays, read-only mounts

@@ -139,3 +139,31 @@ def test_keys_are_counted_without_documents(writer: GroupWriter, view: View, mon
     assert before + scan.count_keys(view.reader(0), pin, 0, start=third, keys_max=2)[0] == 3
     assert scan.count_keys(view.reader(0), pin, 9, start=b"", keys_max=10) == (0, b"")
     assert scan.count_keys(view.reader(0), view.pin(0), 0, start=b"", keys_max=4) == (4, b"")
+
+
+@pytest.mark.parametrize("looks_max", [1, 4, 16, 2_000])
+def test_pages_hold_each_document_once_however_many_versions_its_key_has(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch, looks_max: int
+) -> None:
+    monkeypatch.setattr(scan, "CHUNK_ROWS", looks_max)
+    names = keys_of(0, 8)
+    for seqno, number in enumerate([0] * 20 + [1, 2] + [3, 4] * 6, 1):
+        put(writer, names[number], seqno)
+    commit(writer, 34)
+    pin = view.pin(0)
+    hidden = [names[1], sorted(names)[-1], *names[5:]]  # newer versions of some keys, and keys that `pin` does not see
+    for seqno, key in enumerate(hidden * 10, 35):
+        put(writer, key, seqno)
+    commit(writer, 34 + 10 * len(hidden))
+    for limit in range(1, 9):
+        found: list[bytes] = []
+        start = b""
+        while True:
+            page, start = scan_page(view, pin, start=start, limit=limit)
+            assert len(page) <= limit
+            found += [document.key for document in page]
+            if not start:
+                break
+        assert found == sorted(names[:5])
+    assert [document.key for document in view.scan(0)] == sorted(names)
+    assert view.count(0) == 8
