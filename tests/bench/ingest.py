@@ -31,6 +31,7 @@ from storage.write.writer import GroupWriter, WriterOptions
 from tests.bench import limits, stores
 from tests.bench.children import Child, child, wait_closed
 from tests.bench.limits import Timing
+from tests.feed.harness import source_high_seqnos, streams_from
 
 SAMPLE_INTERVAL_S = 0.02
 GROUPS = 8
@@ -94,8 +95,8 @@ def _fill(connection_string: str, path: str, sync: str, workers: int) -> tuple[T
 
 def _consume(pipe: Connection, connection_string: str, path: str, sync: str, groups: Sequence[int]) -> None:
     def caught_up(consumer: Consumer) -> bool:
-        highs = consumer.source_high_seqnos()
-        return len(highs) == len(consumer.vbuckets) and consumer.caught_up(highs)
+        highs = source_high_seqnos(consumer)
+        return len(highs) == len(consumer.vbuckets) and streams_from(consumer, highs)
 
     async def consume() -> None:
         async with consuming(connection_string, path, sync, groups) as (consumer, writers):
@@ -108,7 +109,7 @@ def _consume(pipe: Connection, connection_string: str, path: str, sync: str, gro
             for writer in writers:
                 writer.environment.env.sync(True)
             end, cpu_s = time.monotonic(), time.process_time() - cpu_start
-            count = sum(consumer.source_high_seqnos().values())  # not known any more once the sessions are closed
+            count = sum(source_high_seqnos(consumer).values())  # not known any more once the sessions are closed
             await consumer.stop()
             await running
         pipe.send((count, start, end, cpu_s))

@@ -23,6 +23,7 @@ from mirror.sandbox import SandboxCluster
 from tests.bench.children import child
 from tests.bench.ingest import consuming
 from tests.bench.limits import BareStore
+from tests.feed.harness import source_high_seqnos, streams_from
 
 VALUE = b'{"note":"' + b"x" * 256 + b'"}'
 MESSAGE_BYTES = 340
@@ -115,11 +116,11 @@ def _follow(pipe: Connection, connection_string: str, path: str, sync: str) -> N
             visible: list[Write] = []
             _note_visible(consumer, visible)
             running = asyncio.create_task(consumer.run())
-            while len(consumer.source_high_seqnos()) < VBUCKETS:  # noqa: ASYNC110 - looks on from outside
+            while len(source_high_seqnos(consumer)) < VBUCKETS:  # noqa: ASYNC110 - looks on from outside
                 await asyncio.sleep(0.02)
             pipe.send("ready")
             while newest := await asyncio.to_thread(_received, pipe):
-                while not consumer.caught_up(newest):  # noqa: ASYNC110 - the same
+                while not streams_from(consumer, newest):  # noqa: ASYNC110 - the same
                     await asyncio.sleep(0.02)
                 pipe.send(visible)
                 visible.clear()

@@ -12,6 +12,7 @@ from mirror.config_reader import validated
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow import commands
 from mirror.feed.follow.consumer import Consumer
+from mirror.feed.follow.mirrored_vbucket import MirroredVbucket
 from mirror.feed.follow.status import ConsumerStatus
 from mirror.ingest.selection import Selection
 from mirror.messages import ProcessReport, Resync, RollBack
@@ -154,13 +155,31 @@ class Mirror:
         assert self.cluster is not None
         vbuckets = self.cluster.vbuckets
         targets = {vbid: vbuckets[vbid].high_seqno for writer in self.writers for vbid in writer.vbids}
-        await self.until(lambda: self.consumer.caught_up(targets), "caught up")
+        await self.until(lambda: streams_from(self.consumer, targets), "caught up")
 
         def is_there(row: dict[str, Any]) -> bool:
             vbuuid = vbuckets[row["vbid"]].vbuuid if row["published_seqno"] else row["vbuuid"]
             return (row["published_seqno"], row["vbuuid"]) == (targets[row["vbid"]], vbuuid)
 
         await self.until(lambda: all(map(is_there, self.status()["vbuckets"])), "exactly there")
+
+
+def source_high_seqnos(consumer: Consumer) -> dict[int, int]:
+    """Return the last polled high seqno of each vbucket, if known."""
+    polled = {vbid: vbucket.source_high_seqno for vbid, vbucket in consumer.vbuckets.items()}
+    return {vbid: seqno for vbid, seqno in polled.items() if seqno is not None}
+
+
+def has_published(vbucket: MirroredVbucket, seqno: int) -> bool:
+    """Return True if readers see the streamed history, at least up to `seqno`."""
+    state = vbucket.writer.base
+    return state.staging_branch == state.branch and state.published_seqno >= seqno
+
+
+def streams_from(consumer: Consumer, seqnos: Mapping[int, int]) -> bool:
+    """Return True if each vbucket streams, and has published its seqno."""
+    targets = {vbucket: seqnos[vbid] for vbid, vbucket in consumer.vbuckets.items() if vbid in seqnos}
+    return all(vbucket.host.streaming and has_published(vbucket, seqno) for vbucket, seqno in targets.items())
 
 
 class Mirrors:

@@ -22,7 +22,7 @@ from mirror.server.session import ALL_PRIVILEGES, SYSTEM_COLLECTIONS
 from mirror.wire.constants import Status, StreamEndReason
 from storage.errors import UnknownCollection
 from storage.read.view import open_view
-from tests.feed.harness import Mirror, Mirrors
+from tests.feed.harness import Mirror, Mirrors, source_high_seqnos
 
 VBUCKETS = 4
 AIRLINE = Selection.of(None, ["inventory.airline"])
@@ -132,10 +132,10 @@ async def test_a_scope_without_collections_is_caught_up(cluster: SandboxCluster,
     cluster.bucket.create_collection("bare", "one")
     write(cluster, 7, "doc", "bare.one")
     await until_holds(mirror, "bare.one", keys(7))
-    await mirror.until(lambda: all(mirror.consumer.source_high_seqnos().values()), "the collection's seqnos polled")
+    await mirror.until(lambda: all(source_high_seqnos(mirror.consumer).values()), "the collection's seqnos polled")
     cluster.bucket.drop_collection("bare.one")
     await mirror.until(lambda: gone(mirror, "bare.one"), "the dropped collection gone")
-    await mirror.until(lambda: not any(mirror.consumer.source_high_seqnos().values()), "nothing left to wait for")
+    await mirror.until(lambda: not any(source_high_seqnos(mirror.consumer).values()), "nothing left to wait for")
     for node in cluster.nodes:
         for connection in list(node.connections):
             connection.link.cut()

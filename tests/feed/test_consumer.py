@@ -22,7 +22,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.server.cluster_config import NOWHERE
 from storage.admin.check import check
 from storage.read.view import open_view
-from tests.feed.harness import VBUCKETS, Mirrors, write
+from tests.feed.harness import VBUCKETS, Mirrors, source_high_seqnos, write
 from tests.feed.test_errors import every_error
 
 
@@ -247,9 +247,12 @@ async def test_a_service_goes_on_once_a_privilege_is_granted_again(cluster: Sand
     await mirror.follow()
 
 
+STEPS = {"map": "cluster.map_follower.discover", "session": "connection.negotiation.enter"}
+
+
 @pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize("kind", [*every_error(ClusterError), ConfigError])
-@pytest.mark.parametrize("step", ["cluster.map_follower.discover", "connection.session.enter"], ids=["map", "session"])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 async def test_a_service_shows_any_error_of_a_step_and_goes_on_after_it(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, step: str, kind: type[MirrorError]
 ) -> None:
@@ -356,7 +359,7 @@ async def test_the_lag_behind_a_lost_node_is_unknown(cluster: SandboxCluster, mi
         return mirror.row(vbid)["source_high_seqno"], mirror.row(vbid)["lag_seqnos"]
 
     await mirror.until(lambda: all(figures(vbid) == (None, None) for vbid in theirs), "unknown figures")
-    assert set(mirror.consumer.source_high_seqnos()) == set(range(VBUCKETS)) - set(theirs)
+    assert set(source_high_seqnos(mirror.consumer)) == set(range(VBUCKETS)) - set(theirs)
     # A vbucket that has no node any more is not as far as its last node said, either.
     cluster.bucket.map.owners[0] = NOWHERE
     cluster.bucket.map_changed(0)

@@ -45,7 +45,7 @@ class Polling(MapFollower):
         raise error
 
     async def __aenter__(self) -> Polling:
-        self.task = asyncio.create_task(self.run())
+        self.task = asyncio.create_task(self.queries.run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -98,7 +98,7 @@ async def test_repeated_requests_for_a_newer_map_are_served_with_growing_pauses(
             async def woken_until(holds: Callable[[], bool]) -> None:
                 async with asyncio.timeout(30):
                     while not holds():
-                        polling.wake()
+                        polling.queries.wake()
                         await asyncio.sleep(0.001)
 
             await woken_until(lambda: polling.maps.floor == (2, 7))
@@ -123,7 +123,7 @@ async def test_a_node_that_refuses_the_login_is_reported_and_retried_with_pauses
     ):
         await polling.until(lambda: polling.error is not None)
         for _ in range(3):
-            polling.wake()
+            polling.queries.wake()
             await asyncio.sleep(0.1)
         assert node.connections == 1
         assert "wrong user or password" in str(polling.error)
@@ -134,7 +134,7 @@ async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> N
         node.features |= {Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF}
         node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
         async with Polling(tmp_path, node, map_poll_interval_s=600) as polling:
-            polling.wake()
+            polling.queries.wake()
             await polling.until(lambda: polling.maps.floor == (2, 7))
             node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(9, node)
             node.send(fr.encode(codec_kv.clustermap_notification(2, 6, b"")))

@@ -21,7 +21,7 @@ from mirror.errors import (
     PrivilegeMissing,
     SourceTimeout,
 )
-from mirror.feed.cluster.map_follower import MapFollower
+from mirror.feed.cluster.map_queries import MapQueries
 from mirror.feed.read.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
@@ -408,7 +408,7 @@ def test_a_bucket_that_was_recreated_is_refused_before_a_stream_is_requested(
     """Its uuid is compared before anything else (docs/protocol.md 2.5). The reader requested the streams, and took the
     answers of the other bucket for rollbacks.
     """
-    monkeypatch.setattr(MapFollower, "wake", lambda _follower: None)
+    monkeypatch.setattr(MapQueries, "wake", lambda _follower: None)
     write(source, 20)
     with reader_of(source, settings={"map_poll_interval_s": 600}) as reader:
         copy = Copy()

@@ -266,7 +266,7 @@ async def test_a_stream_is_accepted_rolled_back_or_refused_with_its_context(tmp_
             StreamRefused(third, Status.EACCESS, b"context"),
         ]
         assert len({first, second, third}) == 3
-        assert (session.stream_count, session.ready) == (1, True)
+        assert (len(session.streams), session.ready) == (1, True)
 
 
 @pytest.mark.parametrize("body", [b"x", bytes(15)])
@@ -290,7 +290,7 @@ async def test_the_end_of_a_stream_reaches_its_owner_and_ends_its_opaque(tmp_pat
         await owner.until(lambda: session.dropped_bytes > 0)
         assert [event.reason for event in owner.events if isinstance(event, ev.StreamEnd)] == [reason]
         assert len(owner.rows) == 1
-        assert session.stream_count == 0
+        assert len(session.streams) == 0
 
 
 async def test_rows_arrive_with_prefix_and_seqno_in_stored_form(tmp_path: Path) -> None:
@@ -504,7 +504,7 @@ async def test_a_lost_connection_is_reported_once_and_closes_its_streams(tmp_pat
         session.close()
         assert len(owner.lost) == 1
         assert owner.answers == []
-        assert session.stream_count == 0
+        assert len(session.streams) == 0
         assert (await session.closed) is owner.lost[0]
 
 
@@ -558,7 +558,7 @@ class SlowNode:
         with self.loop.running():
             for vbid in range(1024):
                 self.session.request_stream(vbid, stream_request(), PREFIX, self.owner)
-            while self.session.awaits_answers and (due_s := self.loop.next_due_in()) is not None:
+            while self.session.requests.unanswered and (due_s := self.loop.next_due_in()) is not None:
                 self.clock.advance(due_s)
                 self.loop.run_due()
         return self.clock.monotonic() - began_s
@@ -581,4 +581,4 @@ def test_a_node_that_leaves_a_request_unanswered_is_left(
     node = SlowNode(tmp_path, 1 / 25, skipped)
     assert node.request_all() == pytest.approx(after_s)
     assert "did not answer the stream request of vb" in node.owner.lost[0].what
-    assert node.session.stream_count == 0
+    assert len(node.session.streams) == 0

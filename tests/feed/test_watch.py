@@ -19,7 +19,7 @@ from mirror.ingest.selection import Selection
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.dcp.producer_stream import ProducerStream
 from mirror.supervise.status import reported_row
-from tests.feed.harness import Mirrors
+from tests.feed.harness import Mirrors, source_high_seqnos
 from tests.manual_clock import ManualClock
 
 VBUCKETS = 4
@@ -104,13 +104,13 @@ async def test_the_high_seqno_of_a_new_connection_does_not_wait_for_the_next_pol
     monkeypatch.setattr("mirror.feed.follow.watch.POLL_INTERVAL_S", 600)
     write(cluster, 2, "first")
     mirror = mirrors.start()
-    await mirror.until(lambda: mirror.consumer.source_high_seqnos() == {0: 0, 1: 0, 2: 1, 3: 0}, "known at the start")
+    await mirror.until(lambda: source_high_seqnos(mirror.consumer) == {0: 0, 1: 0, 2: 1, 3: 0}, "known at the start")
     await mirror.follow()
     write(cluster, 2, "second")
     for connection in list(cluster.nodes[0].connections):
         connection.link.cut()
     await mirror.until(
-        lambda: mirror.consumer.source_high_seqnos() == {0: 0, 1: 0, 2: 2, 3: 0}, "known of the new connection"
+        lambda: source_high_seqnos(mirror.consumer) == {0: 0, 1: 0, 2: 2, 3: 0}, "known of the new connection"
     )
 
 
@@ -334,18 +334,18 @@ def test_progress_between_stalls_restarts_the_count(watched: tuple[ManualClock, 
 
 
 @pytest.mark.parametrize(
-    ("error", "awaits_answers", "closed"),
+    ("error", "unanswered", "closed"),
     [
-        (SourceTimeout("no answer"), False, True),
-        (SourceTimeout("the streams of 1,024 vbuckets come first"), True, False),
-        (HandshakeFailed("not initialised yet"), False, False),
+        (SourceTimeout("no answer"), {}, True),
+        (SourceTimeout("the streams of 1,024 vbuckets come first"), {7: "the stream request"}, False),
+        (HandshakeFailed("not initialised yet"), {}, False),
     ],
 )
 async def test_a_node_that_does_not_send_its_high_seqnos_counts_as_not_answering(
     watched: tuple[ManualClock, Stand, SourceWatch],
     monkeypatch: pytest.MonkeyPatch,
     error: ClusterError,
-    awaits_answers: bool,
+    unanswered: dict[int, str],
     closed: bool,
 ) -> None:
     _, stand, watch = watched
@@ -354,7 +354,7 @@ async def test_a_node_that_does_not_send_its_high_seqnos_counts_as_not_answering
         raise error
 
     monkeypatch.setattr("mirror.feed.follow.watch.fetch_high_seqnos", fetch)
-    session = SimpleNamespace(ready=True, link=None, close=stand.close, awaits_answers=awaits_answers)
+    session = SimpleNamespace(ready=True, link=None, close=stand.close, requests=SimpleNamespace(unanswered=unanswered))
     keeper = SimpleNamespace(session=session, address="node")
     await watch._poll(keeper)  # type: ignore[arg-type]
     assert stand.done == ([str(error)] if closed else [])

@@ -392,12 +392,6 @@ MUTATIONS = (
         "max(0, high_seqno -",
         "tests/feed/test_vbucket.py -k count_as_lag",
     ),
-    Mutation(
-        _VBUCKET,
-        "return state.staging_branch == state.branch and state.published_seqno >= seqno",
-        "return state.published_seqno >= seqno and not state.rollback_deferred",
-        "tests/feed/test_commands.py -k old_copy",
-    ),
     Mutation(_OWNER, "        self._begin_history(txn)", "        pass", "tests/storage/test_branches.py"),
     Mutation(
         _BRANCHES,
@@ -645,7 +639,7 @@ MUTATIONS = (
     Mutation(_VALIDITY, "    check(reader, txn, pinned)\n    return pinned", "    return pinned", _OF_SCAN),
     # --- a vbucket without a node gets one as soon as there is one
     Mutation(
-        "mirror/feed/cluster/map_follower.py",
+        "mirror/feed/cluster/map_queries.py",
         "happens(self._wake, interval_s)",
         "happens(self._wake, None)",
         "tests/feed/test_map_follower.py -k found_by_polling",

@@ -16,20 +16,19 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 from mirror.clock import Clock, happens
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, OlderMap
-from mirror.feed.cluster.connections import FailureCount, QueriedNode
-from mirror.feed.cluster.discovery import discover, first_addresses
-from mirror.feed.connection.bootstrap import Access, Handshake, fetch_map, fetch_newer_config, read_map
+from mirror.feed.cluster.connections import FailureCount
+from mirror.feed.cluster.discovery import discover
+from mirror.feed.cluster.map_queries import MapQueries
+from mirror.feed.connection.bootstrap import Access, fetch_map, read_map
 from mirror.feed.connection.connection_string import NodeAddress
-from mirror.feed.connection.node_session import NodeSession
 from mirror.feed.connection.transport import Link
-from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Node
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from mirror.log import get_logger
 from mirror.wire.codec_kv import decode_clustermap_notification
 from mirror.wire.constants import ServerOpcode
@@ -40,13 +39,6 @@ log = get_logger("feed")
 
 SHARED_MAP_S = 5.0
 """Time for the `MapUser` to follow the first map. After that time the search starts again."""
-ROUND_PAUSE_S = 0.05
-"""Shortest pause between two rounds, so a thousand vbuckets that ask for a newer map cause only one round."""
-ROUND_PAUSE_MAX_S = 1.0
-"""The pause doubles up to this while no newer map appears. A mirror as the source, for example, refuses vbuckets during
-its first fill, and each refusal requests a map.
-"""
-MAP_TIMEOUT_S = 2.0
 
 
 class MapUser(Protocol):
@@ -65,13 +57,6 @@ class MapUser(Protocol):
         ...
 
 
-class _Node(QueriedNode):
-    task: asyncio.Task[None] | None = None
-    config = b""
-    """The node's last answer, to skip an equal answer: servers before 7.6 send the whole map each time."""
-    error: str | None = "not queried yet"
-
-
 class MapFollower:
     """Follows the cluster map of one bucket. Call `begin` or `find_first`, then `run`."""
 
@@ -84,15 +69,12 @@ class MapFollower:
     ) -> None:
         """`maps` has the bucket's uuid, and the floor: maps with an older revision are not followed."""
         self.maps = maps
-        self.session_at: Callable[[NodeAddress], NodeSession | None] = lambda _address: None
+        self.queries = MapQueries(access, clock, maps, self)
         self._access = access
         self._clock = clock
         self._user = user
         self._search_error: str | None = None
         self._has_map = asyncio.Event()
-        self._nodes: dict[NodeAddress, _Node] = {}
-        self._hosts: tuple[NodeAddress, ...] = ()
-        self._wake = asyncio.Event()
 
     @property
     def current(self) -> ClusterMap | None:
@@ -111,8 +93,7 @@ class MapFollower:
     @property
     def error(self) -> str | None:
         """The reason why no node sends a map; None if a node does, or if no node was queried yet."""
-        errors = [node.error for node in self._nodes.values() if node.failures.count or node.error is None]
-        return self._search_error or (None if None in errors or not errors else errors[-1])
+        return self._search_error or self.queries.error
 
     def address_of(self, vbid: int) -> NodeAddress | None:
         """Return the address of the vbucket's node; None without a node, or without the required kind of port."""
@@ -189,13 +170,13 @@ class MapFollower:
         """Use the map that came with a node's refusal of the vbucket. If that map is not newer, query all nodes."""
         address = self.address_of(vbid)
         if not config or address is None or not self._on_sent(config, address):
-            self.wake()
+            self.queries.wake()
 
     # -- maps of nodes and sessions -------------------------------------------------------------------------------
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
         """Offer a node's map, which may be older than the followed map, or of another bucket."""
-        found = self.maps.instead(found, self._is_away)
+        found = self.maps.instead(found, self.queries.is_away)
         member = self.current is None or address in map(self._access.address_of, self.current.nodes)
         if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
             # Ignore the map: a host that left the cluster may serve another bucket of the same name.
@@ -206,14 +187,9 @@ class MapFollower:
         except MirrorError as error:
             self._user.on_map_refused(error)
 
-    def _is_away(self, node: Node) -> bool:
-        address = self._access.address_of(node)
-        known = None if address is None else self._nodes.get(address)
-        return known is not None and known.failures.count > 0
-
     async def check_node(self, link: Link) -> None:
         """Offer a node's map while its session opens, before any stream is requested."""
-        link.on_push = partial(self._on_notice, link.address)
+        link.on_push = partial(self.on_notice, link.address)
         found = await fetch_map(link, self._access.settings, network=self.network)
         try:
             self.offer(found)
@@ -221,7 +197,7 @@ class MapFollower:
             self._user.on_map_refused(error)
             raise
 
-    def _on_notice(self, address: NodeAddress, frame: Frame) -> None:
+    def on_notice(self, address: NodeAddress, frame: Frame) -> None:
         """Handle a node's announcement of a map, which may contain the map (SDK RFC 75)."""
         if frame.opcode != ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION:
             return
@@ -235,12 +211,12 @@ class MapFollower:
         if config:
             self._on_sent(config, address)
         elif self.current is None or (epoch, rev) > self.current.revision:
-            self.wake()
+            self.queries.wake()
 
     def _on_sent(self, config: bytes, address: NodeAddress) -> bool:
         """Offer a map that a node sent without a request. Return False if the map is invalid or not newer."""
         try:
-            found = self._read(config, address)
+            found = self.read(config, address)
         except HandshakeFailed as error:
             log.warning("map-invalid", node=str(address), error=str(error))
             return False
@@ -250,79 +226,5 @@ class MapFollower:
         asyncio.get_running_loop().call_soon(self.on_map, address, found)
         return True
 
-    def _read(self, config: bytes, address: NodeAddress) -> ClusterMap:
+    def read(self, config: bytes, address: NodeAddress) -> ClusterMap:
         return read_map(config, address, self._access.settings, network=self.network)
-
-    # -- querying all nodes ---------------------------------------------------------------------------------------
-
-    def wake(self) -> None:
-        """Begin a round now, instead of at the end of the interval."""
-        self._wake.set()
-
-    async def run(self) -> None:
-        """Query all nodes every `map_poll_interval_s`, and after `wake`."""
-        interval_s = self._access.settings.map_poll_interval_s
-        pause_s, known = ROUND_PAUSE_S, self.current
-        try:
-            async with asyncio.TaskGroup() as queries:
-                while True:
-                    if not await happens(self._wake, interval_s):
-                        pause_s = ROUND_PAUSE_S
-                    self._wake.clear()
-                    await self._find_hosts()
-                    self._begin_round(queries)
-                    if self.current is not known:
-                        pause_s, known = ROUND_PAUSE_S, self.current
-                    await self._clock.sleep(pause_s)
-                    pause_s = min(pause_s * 2, max(min(ROUND_PAUSE_MAX_S, interval_s), ROUND_PAUSE_S))
-        finally:
-            for node in self._nodes.values():
-                node.close()
-
-    async def _find_hosts(self) -> None:
-        """Look the source's name up again while no node answers, because its hosts may have changed."""
-        if not self._hosts or all(node.error is not None for node in self._nodes.values()):
-            with contextlib.suppress(ConfigError):
-                self._hosts = await first_addresses(self._access.source, self._access.settings.dns_server)
-
-    def _begin_round(self, queries: asyncio.TaskGroup) -> None:
-        followed = self.current
-        members = map(self._access.address_of, followed.nodes) if followed is not None else ()
-        targets = {address for address in (*members, *self._hosts) if address is not None}
-        gone = [self._nodes.pop(address) for address in self._nodes.keys() - targets]
-        for node in gone:
-            node.close()
-            if node.task is not None:
-                node.task.cancel()
-        for address in targets:
-            node = self._nodes.setdefault(address, _Node(address, self._access, self._clock))
-            if (node.task is None or node.task.done()) and not node.pausing:
-                node.task = queries.create_task(self._ask(node), name=f"map of {address}")
-
-    async def _ask(self, node: _Node) -> None:
-        try:
-            link, handshake = await self._connection(node)
-            some_away = any(each.failures.count for each in self._nodes.values())
-            known = None if some_away else self.current  # None: fetch even a map of equal revision, for `instead`
-            config = await fetch_newer_config(link, handshake, known, timeout_s=MAP_TIMEOUT_S)
-            found = self._read(config, node.address) if config and (some_away or config != node.config) else None
-        except (ClusterError, ConfigError) as error:
-            log.debug("no-map", node=str(node.address), error=str(error))
-            node.failed(error)
-            node.error = str(error)
-            return
-        node.error = None
-        node.failures.clear()
-        if found is not None:
-            node.config = config
-            self.on_map(node.address, found)
-
-    async def _connection(self, node: _Node) -> tuple[Link, Handshake]:
-        """Return the connection of the node's session or, without one, a separate connection."""
-        session = self.session_at(node.address)
-        if session is not None:
-            node.close()
-            return session.link, session.handshake
-        if node.link is None or node.link.closed:
-            node.config = b""
-        return await node.open(partial(self._on_notice, node.address)), node.handshake

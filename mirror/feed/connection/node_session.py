@@ -1,7 +1,7 @@
 """A DCP connection to one node and all our streams over it, from login to the end.
 
-Knows negotiation, the stream of each opaque (the number of the stream's request), flow control and signs of life; must
-never know the meaning of a stream's messages, nor the store. Invariants:
+Knows the stream of each opaque (the number of the stream's request), flow control and signs of life; must never know
+the meaning of a stream's messages, nor the store. Invariants:
 - a message of no open stream is dropped, but its bytes are acked, that is acknowledged (docs/protocol.md 2.1, 2.8);
 - every byte that flow control counts is acked once, so the window never stays full;
 - a noop is answered before any other message of the same batch (`Link.on_batch`) is handled;
@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
 from mirror.clock import Clock
-from mirror.errors import ClusterError, HandshakeFailed, NotSupported, PrivilegeMissing, SourceTimeout
-from mirror.feed.connection.bootstrap import Access, Handshake, enter
+from mirror.errors import ClusterError, HandshakeFailed, SourceTimeout
+from mirror.feed.connection.bootstrap import Access, Handshake
 from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.negotiation import open_dcp
 from mirror.feed.connection.transport import Link, OnAnswer, Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
@@ -33,13 +33,10 @@ from mirror.wire import events as ev
 from mirror.wire.codec_dcp import DECODED, decode, encode, to_frame
 from mirror.wire.constants import (
     ControlKey,
-    DcpOpenFlag,
-    Feature,
     Magic,
     Opcode,
     Status,
     StreamRequestFlag,
-    status_name,
 )
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.flow_control import FlowControlLedger, counted_size
@@ -55,18 +52,12 @@ SILENCE_MAX_S = 3.0
 """A node that sends nothing for longer while a request waits is out of contact. Its connection is closed later."""
 ACK_INTERVAL_S = 5.0
 """After this time we ack received bytes even below the ledger's threshold, as the server's own consumer does."""
-PLAIN_FLAGS = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS
-FLAGS_WITH_TIMES = PLAIN_FLAGS | DcpOpenFlag.INCLUDE_DELETE_TIMES
-OPEN_FLAGS = (FLAGS_WITH_TIMES | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS, FLAGS_WITH_TIMES, PLAIN_FLAGS)
-"""The flags to try in turn: a server answers EINVAL to a flag that it does not know, and may then hang up."""
 STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
 """Active vbuckets only, because a replica's snapshots may overlap, and mix disk and memory."""
-REQUIRED, OPTIONAL = True, False
 DEFAULT_COLLECTION_PREFIX = b"\0"
 """The first byte of a stored key in the default collection; connections without collections leave it out."""
 
 StreamAnswer = StreamAccepted | StreamRollback | StreamRefused
-Accepted = bool
 
 
 class StreamOwner(Protocol):
@@ -89,6 +80,43 @@ class SessionOwner(Protocol):
 
 CheckNode = Callable[[Link], Awaitable[None]]
 """Checks a node's cluster map before any stream is requested. Raises MirrorError for an unusable map."""
+
+
+class StreamRequests:
+    """The requests about streams. The connection is closed if the oldest one gets no answer in time.
+
+    Its time begins with the answer before: a node that answers 25 requests a second needs 41 s for those of 1,024
+    vbuckets. With 30 s for each from the start, all began again and again.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.unanswered: dict[int, str] = {}
+        """Opaque -> words for an error, oldest first."""
+        self._overdue: asyncio.TimerHandle | None = None
+
+    def ask(self, link: Link, frame: Frame, on_answer: OnAnswer, what: str) -> None:
+        opaque = frame.opaque
+        self.unanswered[opaque] = what
+        if len(self.unanswered) == 1:
+            self._await_oldest(link)
+
+        def settle(outcome: Frame | ClusterError) -> None:
+            is_oldest = opaque == next(iter(self.unanswered))
+            del self.unanswered[opaque]
+            if is_oldest:
+                self._await_oldest(link)
+            on_answer(outcome)
+
+        link.ask(frame, settle)
+
+    def _await_oldest(self, link: Link) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+        self._overdue = None
+        if self.unanswered:
+            error = SourceTimeout(f"{link.address} did not answer {next(iter(self.unanswered.values()))}")
+            self._overdue = asyncio.get_running_loop().call_later(self._timeout_s, link.close, error)
 
 
 class NodeSession:
@@ -114,8 +142,10 @@ class NodeSession:
         """The controls (connection options) that were sent, by name: True if the server accepted the control."""
         self.handshake = Handshake(frozenset())
         self.ready = False
+        self.streams: dict[int, StreamOwner] = {}  # by opaque
         self.acks_held = False
         """While True, nothing is acked, and the source pauses once the window is full. See `release_acks`."""
+        self.requests = StreamRequests(access.settings.request_timeout_s)
         self.seqnos_at = self.seqnos_until = clock.monotonic()
         """Time of the request that brought the last high seqnos, and the time until which they count as known."""
         self._access = access
@@ -124,13 +154,8 @@ class NodeSession:
         self._clock = clock
         self._opaques = opaques
         self._link: Link | None = None
-        self._streams: dict[int, StreamOwner] = {}  # by opaque
-        self._unanswered: dict[int, str] = {}
-        """The unanswered requests about streams: opaque -> words for an error, oldest first."""
-        self._overdue: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
         self._acked_at = clock.monotonic()
-        self._open_flags_taken = DcpOpenFlag(0)
         self.backfill_at = self.received_at = self._acked_at
         """The times of the last rows of a disk snapshot or a resync (`backfill_at`), and of the last batch."""
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
@@ -139,111 +164,21 @@ class NodeSession:
 
     async def open(self) -> None:
         """Log in, open DCP and negotiate. Raises ClusterError or ConfigError, and leaves nothing open."""
-        for flags in OPEN_FLAGS:
-            link, self.handshake = await enter(
-                self._access, self.address, self._clock, name=self.name, opaques=self._opaques
-            )
+        opened = await open_dcp(self._access, self.address, self._clock, name=self.name, opaques=self._opaques)
+        link = opened.link
+        self.handshake, self.controls, self.noop_interval_s = opened.handshake, opened.controls, opened.noop_interval_s
+        if self._check is not None:
             try:
-                self._open_flags_taken = self._flags_granted(flags)
-                if not await self._dcp_open(link, self._open_flags_taken):
-                    link.close()
-                    continue
-                await self._negotiate(link)
-                if self._check is not None:
-                    await self._check(link)
+                await self._check(link)
             except BaseException:
                 link.close()
                 raise
-            self._link = link
-            link.on_batch, link.on_lost = self.on_batch, self.on_lost
-            if link.closed:
-                raise HandshakeFailed(f"{self.address} hung up after the negotiation")
-            self.ready = True
-            self._watch = asyncio.create_task(self._keep_watch(link))
-            return
-        raise NotSupported(
-            f"{self.address} refused to open a DCP connection: EINVAL",
-            hint="Couchbase Server 5.5 or newer is needed",
-        )
-
-    def _flags_granted(self, flags: DcpOpenFlag) -> DcpOpenFlag:
-        if Feature.XATTR not in self.handshake.features:
-            flags &= ~(DcpOpenFlag.INCLUDE_XATTRS | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS)
-        if not self.handshake.collections:  # a server without collections may not know this flag
-            flags &= ~DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
-        return flags
-
-    async def _dcp_open(self, link: Link, flags: DcpOpenFlag) -> bool:
-        request = to_frame(ev.DcpOpen(self.name.encode(), int(flags)))
-        answer = await link.request(
-            Opcode.DCP_OPEN,
-            extras=request.extras,
-            key=request.key,
-            value=request.value,
-            timeout_s=self._access.settings.request_timeout_s,
-        )
-        if answer.status == Status.EINVAL:
-            return False
-        if answer.status == Status.EACCESS:
-            raise self._privilege_missing()
-        if answer.status != Status.SUCCESS:
-            raise HandshakeFailed(
-                f"{self.address} refused to open DCP: {status_name(answer.status)}",
-                hint="the bucket may still be warming up",
-            )
-        return True
-
-    async def _negotiate(self, link: Link) -> None:
-        """Send the controls, one at a time (docs/protocol.md 2.3). The server may refuse optional controls."""
-        settings = self._access.settings
-        await self._control(link, ControlKey.ENABLE_NOOP, b"true", REQUIRED)
-        await self._set_noop_interval(link)
-        window = str(settings.connection_buffer_size).encode()
-        await self._control(link, ControlKey.CONNECTION_BUFFER_SIZE, window, REQUIRED)
-        await self._control(link, ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN, b"true", OPTIONAL)
-        await self._control(link, ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM, b"true", OPTIONAL)
-        await self._control(link, ControlKey.ENABLE_EXPIRY_OPCODE, b"true", OPTIONAL)
-        if self._open_flags_taken & DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS:
-            await self._control(link, ControlKey.INCLUDE_DELETED_USER_XATTRS, b"true", OPTIONAL)
-        await self._control(link, ControlKey.V7_DCP_STATUS_CODES, b"true", OPTIONAL)
-        if settings.compression == "forced" and Feature.SNAPPY in self.handshake.features:
-            await self._control(link, ControlKey.FORCE_VALUE_COMPRESSION, b"true", OPTIONAL)
-        if not self.handshake.collections:
-            return
-        await self._control(link, ControlKey.FLATBUFFERS_SYSTEM_EVENTS, b"true", OPTIONAL)
-        if settings.change_streams:
-            await self._control(link, ControlKey.CHANGE_STREAMS, b"true", OPTIONAL)
-        await self._control(link, ControlKey.MAX_MARKER_VERSION, b"2.2", OPTIONAL)
-
-    async def _set_noop_interval(self, link: Link) -> None:
-        interval_s = self.noop_interval_s
-        if interval_s != int(interval_s):
-            if await self._control(link, ControlKey.SET_NOOP_INTERVAL, f"{interval_s:g}".encode(), OPTIONAL):
-                return
-            self.noop_interval_s = float(math.ceil(interval_s))
-        whole = str(int(self.noop_interval_s)).encode()
-        await self._control(link, ControlKey.SET_NOOP_INTERVAL, whole, OPTIONAL)
-
-    async def _control(self, link: Link, name: bytes, value: bytes, required: bool) -> Accepted:
-        answer = await link.request(
-            Opcode.DCP_CONTROL, key=name, value=value, timeout_s=self._access.settings.request_timeout_s
-        )
-        taken = answer.status == Status.SUCCESS
-        self.controls[name.decode()] = taken
-        if taken or (not required and answer.status in (Status.EINVAL, Status.NOT_SUPPORTED)):
-            return taken
-        if answer.status == Status.EACCESS:
-            raise self._privilege_missing()
-        if answer.status in (Status.EINVAL, Status.NOT_SUPPORTED):
-            raise NotSupported(
-                f"{self.address} refused {name.decode()}={value.decode()}",
-                hint="Couchbase Server 5.5 or newer is needed",
-            )
-        raise HandshakeFailed(f"{self.address} refused {name.decode()}: {status_name(answer.status)}")
-
-    def _privilege_missing(self) -> PrivilegeMissing:
-        bucket = self._access.source.bucket
-        return PrivilegeMissing(f"{self.address} does not let this user read DCP on bucket {bucket}")
+        self._link = link
+        link.on_batch, link.on_lost = self.on_batch, self.on_lost
+        if link.closed:
+            raise HandshakeFailed(f"{self.address} hung up after the negotiation")
+        self.ready = True
+        self._watch = asyncio.create_task(self._keep_watch(link))
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -259,12 +194,6 @@ class NodeSession:
         return self.ready and self.link.silence_s <= SILENCE_MAX_S
 
     @property
-    def late_s(self) -> float | None:
-        """Age of the last high seqnos if the next ones are overdue. On a slow link the answer waits behind rows."""
-        now = self._clock.monotonic()
-        return now - self.seqnos_at if now > self.seqnos_until else None
-
-    @property
     def silent_s(self) -> float:
         """Seconds since the last byte from the node; only while `ready`."""
         return self._clock.monotonic() - self.link.last_received
@@ -273,15 +202,6 @@ class NodeSession:
     def sends_purge_seqno(self) -> bool:
         """True if markers carry the source's purge seqno."""
         return self.controls.get(ControlKey.MAX_MARKER_VERSION.decode(), False)
-
-    @property
-    def awaits_answers(self) -> bool:
-        """True while a request about a stream is unanswered. If it stays so, the session closes the connection."""
-        return bool(self._unanswered)
-
-    @property
-    def stream_count(self) -> int:
-        return len(self._streams)
 
     def request_stream(
         self,
@@ -311,9 +231,11 @@ class NodeSession:
                 opaque=opaque,
             )
         )
-        self._streams[opaque] = owner
+        self.streams[opaque] = owner
         link.routes[opaque] = row_prefix
-        self._ask(frame, partial(self._stream_answered, owner, opaque), f"the stream request of vb {vbid}")
+        self.requests.ask(
+            link, frame, partial(self._stream_answered, owner, opaque), f"the stream request of vb {vbid}"
+        )
         return opaque
 
     def close_stream(self, vbid: int, opaque: int | None) -> None:
@@ -321,46 +243,17 @@ class NodeSession:
         of the vbucket that the node has open on this connection.
         """
         if opaque is not None:
-            if opaque not in self._streams:
+            if opaque not in self.streams:
                 return  # the stream has ended
             self._forget(opaque)
         if self.ready:
             link = self.link
             frame = request(Opcode.DCP_CLOSE_STREAM, vbucket=vbid, opaque=link.next_opaque())
-            self._ask(frame, lambda _outcome: None, f"the closing of vb {vbid}'s stream")
+            self.requests.ask(link, frame, lambda _outcome: None, f"the closing of vb {vbid}'s stream")
 
     def get_failover_log(self, vbid: int, on_answer: OnAnswer) -> None:
         frame = request(Opcode.DCP_GET_FAILOVER_LOG, vbucket=vbid, opaque=self.link.next_opaque())
-        self._ask(frame, on_answer, f"the request for the failover log of vb {vbid}")
-
-    def _ask(self, frame: Frame, on_answer: OnAnswer, what: str) -> None:
-        """Send a request. Close the connection if the oldest unanswered request gets no answer in time.
-
-        Its time begins with the answer before: a node that answers 25 requests a second needs 41 s for those of 1,024
-        vbuckets. With 30 s for each from the start, all began again and again.
-        """
-        opaque = frame.opaque
-        self._unanswered[opaque] = what
-        if len(self._unanswered) == 1:
-            self._await_oldest()
-
-        def settle(outcome: Frame | ClusterError) -> None:
-            is_oldest = opaque == next(iter(self._unanswered))
-            del self._unanswered[opaque]
-            if is_oldest:
-                self._await_oldest()
-            on_answer(outcome)
-
-        self.link.ask(frame, settle)
-
-    def _await_oldest(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-        self._overdue = None
-        if self.awaits_answers:
-            error = SourceTimeout(f"{self.address} did not answer {next(iter(self._unanswered.values()))}")
-            timeout_s = self._access.settings.request_timeout_s
-            self._overdue = asyncio.get_running_loop().call_later(timeout_s, self.close, error)
+        self.requests.ask(self.link, frame, on_answer, f"the request for the failover log of vb {vbid}")
 
     def answer_marker(self, vbid: int, opaque: int) -> None:
         marker = request(Opcode.DCP_SNAPSHOT_MARKER, vbucket=vbid, opaque=opaque)
@@ -395,7 +288,7 @@ class NodeSession:
                 if not isinstance(item, Run):
                     self._on_frame(item)
                     continue
-                stream = self._streams.get(item.opaque)
+                stream = self.streams.get(item.opaque)
                 if stream is None or stream.vbid != item.vbid:
                     self.dropped_bytes += item.byte_count
                     continue
@@ -409,7 +302,7 @@ class NodeSession:
 
     def on_lost(self, error: ClusterError) -> None:
         self.ready = False
-        self._streams = {}
+        self.streams = {}
         if self._watch is not None:
             self._watch.cancel()
         if not self.closed.done():
@@ -419,7 +312,7 @@ class NodeSession:
     def _on_frame(self, frame: Frame) -> None:
         if frame.magic not in (Magic.REQUEST, Magic.FLEX_REQUEST) or frame.opcode == Opcode.DCP_NOOP:
             return
-        stream = self._streams.get(frame.opaque)
+        stream = self.streams.get(frame.opaque)
         if stream is None or stream.vbid != frame.vbucket:
             self.dropped_bytes += counted_size(frame)
         elif is_data(frame):
@@ -442,7 +335,7 @@ class NodeSession:
         stream.on_rows(frame.opaque, [row], counted_size(frame))
 
     def _stream_answered(self, stream: StreamOwner, opaque: int, outcome: Frame | ClusterError) -> None:
-        if not isinstance(outcome, Frame) or opaque not in self._streams:
+        if not isinstance(outcome, Frame) or opaque not in self.streams:
             return  # the connection is lost, or we have closed the stream
         try:
             event = decode(outcome)
@@ -460,7 +353,7 @@ class NodeSession:
             stream.on_answer(StreamRefused(opaque, event.status, event.value))
 
     def _forget(self, opaque: int) -> None:
-        self._streams.pop(opaque, None)
+        self.streams.pop(opaque, None)
         self.link.routes.pop(opaque, None)
 
     # -- signs of life --------------------------------------------------------------------------------------------
@@ -485,7 +378,7 @@ class NodeSession:
                 silence_s = now - link.last_received
                 link.close(SourceTimeout(f"{self.address} was silent for {silence_s:.1f} s"))
                 return
-            noops_come = self._streams and self.controls.get(ControlKey.SET_NOOP_INTERVAL.decode())
+            noops_come = self.streams and self.controls.get(ControlKey.SET_NOOP_INTERVAL.decode())
             if now - link.last_received >= interval_s / 2 and not noops_come:
                 link.ask(request(Opcode.NOOP, opaque=link.next_opaque()), lambda _outcome: None)
             if now - self._acked_at >= ACK_INTERVAL_S:

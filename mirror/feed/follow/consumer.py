@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from mirror.clock import Clock, SystemClock
@@ -81,7 +81,7 @@ class Consumer:
         self.connections = Connections(
             self._access, self.clock, self, self.map_follower.check_node, name=name, on_defect=self._end
         )
-        self.map_follower.session_at = self.connections.session_at
+        self.map_follower.queries.session_at = self.connections.session_at
         self.collections = CollectionWatch(selection, self.connections, self.map_follower, self._on_collections)
         self.commits = GroupCommits(writers, settings, self.clock, self._on_reopened)
         self.vbuckets: dict[int, MirroredVbucket] = {}
@@ -163,7 +163,7 @@ class Consumer:
         if self._first_map is not None:
             self.follow(self._first_map)
         await self.map_follower.find_first(None if self._ends_on_refusal else self._show_failure)
-        await self.map_follower.run()
+        await self.map_follower.queries.run()
 
     def _show_failure(self, error: MirrorError) -> None:
         for vbucket in self.vbuckets.values():
@@ -237,7 +237,7 @@ class Consumer:
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
         """Show the failure. With `ends_on_refusal`, end mirroring if all nodes refuse before any session was ready."""
-        self.map_follower.wake()
+        self.map_follower.queries.wake()
         for vbucket in self.vbuckets_at(keeper.address):
             if vbucket.host.session is None:
                 vbucket.report(_status_after(error), str(error))
@@ -281,24 +281,6 @@ class Consumer:
 
     def _on_reopened(self, vbid: int) -> None:
         self.attach_if_ready(self.vbuckets[vbid])
-
-    # -- progress -------------------------------------------------------------------------------------------------
-
-    def caught_up(self, targets: Mapping[int, int]) -> bool:
-        """Return True if each of this worker's vbuckets in `targets` streams, and has published its target seqno."""
-        return all(
-            self.vbuckets[vbid].host.streaming and self.vbuckets[vbid].has_published(seqno)
-            for vbid, seqno in targets.items()
-            if vbid in self.vbuckets
-        )
-
-    def source_high_seqnos(self) -> dict[int, int]:
-        """Return the last polled high seqno of each vbucket, if known."""
-        return {
-            vbid: vbucket.source_high_seqno
-            for vbid, vbucket in self.vbuckets.items()
-            if vbucket.source_high_seqno is not None
-        }
 
 
 def _status_after(error: MirrorError) -> VbucketStatus:

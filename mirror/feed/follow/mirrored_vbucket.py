@@ -100,11 +100,6 @@ class MirroredVbucket:
         session, seqno = self.polled
         return seqno if session.answers else None
 
-    def has_published(self, seqno: int) -> bool:
-        """Return True if readers see the streamed history, at least up to `seqno`."""
-        state = self.writer.base
-        return state.staging_branch == state.branch and state.published_seqno >= seqno
-
     # -- the session and its messages -----------------------------------------------------------------------------
 
     def attach(self, session: NodeSession) -> None:

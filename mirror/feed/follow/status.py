@@ -28,9 +28,9 @@ class ConsumerStatus:
 
     def standing(self) -> tuple[bool, bool]:
         """Return two flags: all vbuckets stream; all vbuckets have caught up."""
-        vbuckets = self._consumer.vbuckets.values()
+        vbuckets, now = self._consumer.vbuckets.values(), self._consumer.clock.monotonic()
         streaming = all(vbucket.host.streaming and _in_contact(vbucket) for vbucket in vbuckets)
-        return streaming, streaming and all(_lag(vbucket) == 0 for vbucket in vbuckets)
+        return streaming, streaming and all(_lag(vbucket, now) == 0 for vbucket in vbuckets)
 
     def report(self) -> ProcessReport:
         consumer = self._consumer
@@ -118,7 +118,7 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None, now: float) 
         "published_seqno": published,
         "staged_seqno": int(state.staged_seqno),
         "source_high_seqno": high,
-        "lag_seqnos": _lag(vbucket),
+        "lag_seqnos": _lag(vbucket, now),
         "received_documents": progress.documents,
         "received_bytes": progress.bytes,
         "requested_again_bytes": vbucket.sink.requested_again_bytes,
@@ -144,22 +144,25 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None, now: float) 
     } | contact
 
 
-def _lag(vbucket: MirroredVbucket) -> int | None:
+def _lag(vbucket: MirroredVbucket, now: float) -> int | None:
     """Return the number of seqnos that readers lack; None while the source's high seqno is unknown or too old.
 
     While a new branch is staged, the served branch's rows do not reduce the lag. Staged seqnos above the high seqno add
     to the lag, because the high seqno of a filtered mirror does not include the drop of a collection.
     """
     high_seqno = vbucket.source_high_seqno
-    if high_seqno is None or _late_s(vbucket) is not None:
+    if high_seqno is None or _late_s(vbucket, now) is not None:
         return None
     state = vbucket.sink.state()
     return max(0, max(high_seqno, int(state.staged_seqno)) - int(state.staging_published_seqno))
 
 
-def _late_s(vbucket: MirroredVbucket) -> float | None:
-    """Return the age of `source_high_seqno` if it is too old to be compared with the published seqno."""
-    return None if vbucket.source_high_seqno is None or vbucket.polled is None else vbucket.polled[0].late_s
+def _late_s(vbucket: MirroredVbucket, now: float) -> float | None:
+    """Return the age of `source_high_seqno` if a newer one is overdue: on a slow link it waits behind rows."""
+    if vbucket.source_high_seqno is None or vbucket.polled is None:
+        return None
+    session, _ = vbucket.polled
+    return now - session.seqnos_at if now > session.seqnos_until else None
 
 
 def _in_contact(vbucket: MirroredVbucket) -> bool:
@@ -176,7 +179,7 @@ def _contact(vbucket: MirroredVbucket, now: float) -> dict[str, object]:
         error = f"{session.address}, a mirror, has no contact with its source"
         return {"node": None, "silent_ms": silent_ms, "last_error": error}
     if session.answers:
-        silent_ms = max(silent_ms, round((_late_s(vbucket) or 0) * 1000))
+        silent_ms = max(silent_ms, round((_late_s(vbucket, now) or 0) * 1000))
         return {"node": str(session.address), "silent_ms": silent_ms, "last_error": vbucket.progress.last_error}
     return {"node": None, "silent_ms": silent_ms, "last_error": f"{session.address} does not answer"}
 
@@ -188,7 +191,7 @@ def _node_row(keeper: NodeKeeper) -> dict[str, object]:
         "ready": keeper.ready,
         "error": str(keeper.error) if keeper.error is not None else None,
         "reconnects": keeper.reconnects,
-        "streams": session.stream_count if session is not None else 0,
+        "streams": len(session.streams) if session is not None else 0,
         "unacked_bytes": session.ledger.unacked if session is not None else 0,
         "received_bytes": session.ledger.received_total if session is not None else 0,
         "acked_bytes": session.ledger.acked_total if session is not None else 0,

@@ -98,7 +98,7 @@ class SourceWatch:
             by_mirror = session.handshake.by_mirror
             lost_ms = await fetch_lost_contact(session.link, self._settings) if by_mirror else {}
         except SourceTimeout as error:
-            if not session.awaits_answers:  # else the poll's turn may come after those answers
+            if not session.requests.unanswered:  # else the poll's turn may come after those answers
                 session.close(error)
             return
         except ClusterError as error:

@@ -228,7 +228,7 @@ class _Core:
         self.connections = Connections(
             access, clock, self, self.maps.check_node, name=f"dcp-mirror:reader:{clock.unique()}", on_defect=self._fail
         )
-        self.maps.session_at = self.connections.session_at
+        self.maps.queries.session_at = self.connections.session_at
         self.queries = SourceQueries(self.maps, self.connections, timeout_s)
 
     @property
@@ -248,7 +248,7 @@ class _Core:
         if followed is not None and found.bucket_uuid == followed.bucket_uuid:
             self.maps.maps.floor = followed.revision
         self.maps.begin(found)
-        self._tasks = [asyncio.create_task(self.maps.run()), asyncio.create_task(self._watch_progress())]
+        self._tasks = [asyncio.create_task(self.maps.queries.run()), asyncio.create_task(self._watch_progress())]
         for task in self._tasks:
             task.add_done_callback(partial(report_defect, on_defect=self._fail))
         if self._selected:
@@ -356,7 +356,7 @@ class _Core:
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
         """Fail the read on a permanent error. After other errors the keeper reconnects."""
-        self.maps.wake()
+        self.maps.queries.wake()
         if not error.retryable and self.connections.keepers.get(keeper.address) is keeper:
             self.on_map_refused(error)
 
