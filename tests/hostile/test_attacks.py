@@ -77,7 +77,7 @@ def test_a_second_client_is_answered_and_memory_is_bounded(
     assert max(grown.values()) * MIB <= GROWTH_MAX_BYTES
 
 
-def test_a_new_client_gets_in_while_more_than_there_may_be_are_silent(site: Site) -> None:
+def test_a_new_client_is_accepted_while_silent_clients_exceed_the_limit(site: Site) -> None:
     """With and without TLS; what they take is bounded by how many there may be, not by how many come."""
     before = {kind: (process.pid, site.rss_bytes(kind)) for kind, process in site.servers().items()}
     lines = []

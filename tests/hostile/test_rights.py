@@ -86,14 +86,14 @@ def received(line: socket.socket, seconds: float = 0.3) -> bytes:
     return data
 
 
-def test_the_secret_is_there_for_those_who_may_read_it(site: Site) -> None:
+def test_the_secret_is_readable_for_a_user_with_the_right(site: Site) -> None:
     assert b"TOPSECRET" in web(site.http).get("/v1/collections/hr.salaries/documents/secret")[1]
     client = kv(site.kv)
     client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS]))
     assert b"TOPSECRET" in client.ask(fr.request(Opcode.GET, key=b"\x09secret", vbucket=VBID)).value
 
 
-def test_no_spelling_of_a_collection_gets_around_its_name(site: Site) -> None:
+def test_a_collection_is_refused_in_every_spelling_of_its_name(site: Site) -> None:
     client = web(site.http, user=BOB)
     plain = (
         "hr.salaries 9 09 +9 9.0 0x9 \uff19 \u0669 HR.SALARIES .salaries hr..salaries 4294967305 -4294967287 9,0 * hr.*"
@@ -110,7 +110,7 @@ def test_no_spelling_of_a_collection_gets_around_its_name(site: Site) -> None:
             assert status in (400, 403, 404)
 
 
-def test_what_is_there_and_what_is_not_is_refused_in_the_same_words(site: Site) -> None:
+def test_existing_and_missing_documents_are_refused_with_the_same_text(site: Site) -> None:
     """With conditional requests, too: an ETag or 304 would say that a document is there."""
     client = web(site.http, user=BOB)
     head = client.head
@@ -132,7 +132,7 @@ def test_what_is_there_and_what_is_not_is_refused_in_the_same_words(site: Site) 
     assert len({(each.status, each.value) for each in answers}) == 1
 
 
-def test_a_page_token_of_another_user_or_a_forged_one_gives_nothing(site: Site) -> None:
+def test_a_foreign_or_forged_page_token_shows_no_document(site: Site) -> None:
     ann, bob = web(site.http), web(site.http, user=BOB)
     scan = "/v1/collections/{}/documents?limit=1"
     tokens = []
@@ -171,7 +171,7 @@ def test_changes_show_neither_documents_nor_names_of_other_collections(site: Sit
         bob.close()
 
 
-def test_no_opcode_and_no_spelling_of_a_key_reads_another_collection(site: Site) -> None:
+def test_another_collection_is_refused_by_every_opcode_and_key_encoding(site: Site) -> None:
     """Every opcode, with collection ids longer than they need to be, and with collections switched off again."""
     keys = [
         prefix + b"secret"
@@ -201,7 +201,7 @@ def test_no_opcode_and_no_spelling_of_a_key_reads_another_collection(site: Site)
         assert client.ask(fr.request(Opcode.GET, key=key, vbucket=VBID)).status != 0
 
 
-def test_a_range_scan_is_of_the_user_who_began_it(site: Site) -> None:
+def test_a_range_scan_belongs_to_the_user_who_began_it(site: Site) -> None:
     """Nor does a user who logs in on the connection of another, or fails to, keep the other's rights."""
     client = kv(site.kv)
     body = json.dumps({"collection": "9", "range": {"start": "AA==", "end": "/w=="}}).encode()
@@ -220,7 +220,7 @@ def test_a_range_scan_is_of_the_user_who_began_it(site: Site) -> None:
     assert other.ask(go_on).status == Status.KEY_ENOENT
 
 
-def test_a_collections_number_does_not_say_whether_it_exists(site: Site) -> None:
+def test_an_unreadable_and_an_unknown_collection_id_get_the_same_status(site: Site) -> None:
     """KV and DCP gave one status for a collection that may not be read, and another for one that does not exist."""
 
     def by_http(number: int) -> list[object]:
@@ -269,7 +269,7 @@ GETTERS = (Opcode.GET, Opcode.GET_META, Opcode.GET_REPLICA, Opcode.SUBDOC_GET)
         b'{"uid":"0","collections":["100000009"]}', b'{"scope":8}',
     ],
 )  # fmt: skip
-def test_no_filter_of_a_stream_shows_another_collection(value: bytes, site: Site) -> None:
+def test_another_collection_is_refused_by_every_stream_filter(value: bytes, site: Site) -> None:
     client = kv(site.dcp, user=BOB)
     client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR]))
     assert client.ask(codec_kv.select_bucket(b"orders")).status == 0
@@ -291,7 +291,7 @@ def test_no_filter_of_a_stream_shows_another_collection(value: bytes, site: Site
         "X: a\r\n\x0bContent-Length: 0\r\n", "X: a\rContent-Length: 5\r\n",
     ],
 )  # fmt: skip
-def test_a_request_of_doubtful_length_hides_no_other(framing: str, site: Site) -> None:
+def test_a_request_of_ambiguous_length_does_not_hide_another_request(framing: str, site: Site) -> None:
     """Two readers of such bytes, a proxy and the mirror, would not agree where the next request begins."""
     bob = web(site.http, user=BOB)
     hidden = "GET /v1/collections/hr.salaries/documents/secret HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -317,7 +317,7 @@ def test_a_request_of_doubtful_length_hides_no_other(framing: str, site: Site) -
         "Cookie: Authorization=Basic {ann}\r\nAuthorization: Basic {bob}\r\n",
     ],
 )
-def test_no_header_gives_the_rights_of_another_user(lines: str, site: Site) -> None:
+def test_a_forged_header_does_not_give_the_rights_of_another_user(lines: str, site: Site) -> None:
     def basic(text: str) -> str:
         return base64.b64encode(text.encode()).decode()
 
@@ -347,7 +347,7 @@ def test_no_header_gives_the_rights_of_another_user(lines: str, site: Site) -> N
         b"\xff\xfe",
     ],
 )
-def test_no_first_message_of_a_login_makes_somebody_of_somebody_else(first: bytes, site: Site) -> None:
+def test_a_forged_first_login_message_does_not_change_the_user(first: bytes, site: Site) -> None:
     client, exchange = kv(site.kv, login=False), ScramClient("SCRAM-SHA512", BOB, PASSWORD, nonce="abcdefgh")
     exchange.first()
     challenge = client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", first))
@@ -358,7 +358,7 @@ def test_no_first_message_of_a_login_makes_somebody_of_somebody_else(first: byte
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "missing", "not JSON", "too large", "nobody"])
-def test_a_users_file_that_cannot_be_read_leaves_the_users_of_before(kind: str, site: Site, folder: Path) -> None:
+def test_an_unreadable_users_file_leaves_the_previous_users(kind: str, site: Site, folder: Path) -> None:
     """A pipe in its place stopped each process at its next login, until the supervisor killed it."""
     path = folder / "users.json"
     kept = path.read_bytes()
@@ -382,7 +382,7 @@ def test_a_users_file_that_cannot_be_read_leaves_the_users_of_before(kind: str, 
         path.write_bytes(kept)
 
 
-def test_a_removed_user_gets_nothing_more_on_a_connection_that_waits(site: Site, folder: Path) -> None:
+def test_a_removed_user_gets_no_answer_on_an_open_connection(site: Site, folder: Path) -> None:
     """Pipelined requests, and a login of before, on every port."""
     clients = [kv(site.kv, user=BOB), kv(site.dcp, user=BOB)]
     page = web(site.http, user=BOB)
@@ -410,7 +410,7 @@ def gone(client: Kv) -> bool:
         return True
 
 
-def test_guesses_that_do_not_wait_for_their_refusal_are_failures(site: Site) -> None:
+def test_password_guesses_that_hang_up_early_count_as_failures(site: Site) -> None:
     def failed() -> int:
         row = next(row for row in (site.service.status() or {})["servers"] if row["kind"] == "kv")
         return int(row["counters"].get("kv_failed_logins", 0))

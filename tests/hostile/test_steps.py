@@ -410,7 +410,7 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", REQUESTS)
-def test_no_step_of_a_listeners_loop_is_long(name: str, ports: Ports) -> None:
+def test_every_step_of_an_event_loop_is_short(name: str, ports: Ports) -> None:
     found = []
     for _ in range(REPETITIONS):
         with timed(ports.thread) as steps:

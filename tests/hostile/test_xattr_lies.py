@@ -79,7 +79,7 @@ def by_http(site: Site, keys: dict[str, bytes]) -> None:
         assert len(by_key) == len(texts)
 
 
-def test_lies_about_lengths_are_errors_of_their_documents_alone(tmp_path: Path) -> None:
+def test_wrong_lengths_are_errors_of_their_own_documents(tmp_path: Path) -> None:
     """A value of 19.7 MB once grew to a gigabyte; changes and multi-get broke off at it."""
     values = SECTIONS | PAIRS | {"good": PAIR.join((b"\0\0\0\x0a", BODY))}
     with made(tmp_path) as source:
@@ -114,7 +114,7 @@ def stored(*values: tuple[bytes, int]) -> Documents:
     ],
     ids=["xattrs", "compressed xattrs", "claims 4 GiB", "claims 32 MiB and has none", "inflates beyond the bound"],
 )
-def test_a_value_that_spark_cannot_take_apart_is_named_and_harms_no_other(value: bytes, datatype: int) -> None:
+def test_a_malformed_value_is_named_and_does_not_affect_other_documents(value: bytes, datatype: int) -> None:
     """A single such document once failed the whole job."""
     documents = stored((BODY, 1), (value, datatype), (BODY, 1))
     assert documents.values.to_pylist() == [BODY, value, BODY]

@@ -62,7 +62,7 @@ _POINT_READS, _READER = "storage/read/point_reads.py", "storage/read/vbucket_rea
 _OF_BIT_FLIPS = "tests/storage/test_bit_flips.py -k 'not no_wrong_document'"
 _REPORTS, _OF_CHANNELS = "mirror/supervise/reports/collector.py", "tests/supervise/test_channels.py -k never"
 _BODIES, _OF_BODIES = "mirror/typed/bodies.py", "tests/typed/test_bodies.py"
-_OF_RISING = "tests/spark/source/test_changes.py -k took_and_gave"
+_OF_RISING = "tests/spark/source/test_changes.py -k its_retractions"
 _OF_NUMBERS = "tests/fuzz/test_documents.py -k tiny_number"
 _OF_OWNERSHIP = "tests/supervise/test_ownership.py"
 _OF_LOGINS = "tests/serve/test_logins.py"
@@ -589,7 +589,7 @@ MUTATIONS = (
         "compact(self.changes_folder, self.changes, CHANGES)",
         _OF_LAKE,
     ),
-    Mutation(_LAKE_MERGE, "met = met.filter(rises)", "pass", f"{_OF_LAKE} -k earlier"),
+    Mutation(_LAKE_MERGE, "met = met.filter(rises)", "pass", f"{_OF_LAKE} -k older_event"),
     Mutation(_DELTA, "return all(each.name in fields and", "return all(each.name not in fields or", _OF_DOCUMENTS),
     Mutation(_SPARK_CHANGES, "here = (at[0], 0) if retracted else at", "here = at", _OF_RISING),
     Mutation(_BODIES, "[0-9.][eE][-+]?[0-9]|", "", _OF_NUMBERS),

@@ -26,12 +26,12 @@ print(threading.active_count(), len(tasks - {"jemalloc_bg_thd"}), loaded, gc.get
 """
 
 
-def test_everything_is_imported_and_frozen_and_no_thread_is_alive() -> None:
+def test_the_daemon_has_imported_and_frozen_all_modules_without_a_thread() -> None:
     said = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["1", "1", "True", "True"]
 
 
-def test_planning_imports_nothing_of_the_network() -> None:
+def test_planning_does_not_import_the_clients_of_a_source() -> None:
     """Spark imports the package in a new process for each step of planning: the clients of a source double the time."""
     script = "import sys, pyspark_mirror; print(*(name for name in sys.modules if name.startswith('mirror.feed')))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "\n"
@@ -45,7 +45,7 @@ def broken(error: Exception | None, _: bool) -> int:
         raise BrokenPipeError("nobody listens")
 
 
-def test_a_query_that_stops_early_leaves_no_trace_but_an_error_does(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_query_that_stops_early_leaves_no_traceback_and_an_error_does(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BrokenPipeError) as raised:
         work(broken, ValueError("a real error"), True)
     assert str(raised.value.__context__) == "a real error"

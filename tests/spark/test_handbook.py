@@ -29,7 +29,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     made.end()
 
 
-def test_every_line_of_the_handbook_holds(spark: SparkSession, shell: Shell, tmp_path: Path) -> None:
+def test_every_block_of_the_handbook_runs(spark: SparkSession, shell: Shell, tmp_path: Path) -> None:
     text = HANDBOOK.read_text().replace(FOLDER, str(tmp_path / "shop")).replace(PORT, str(free_port()))
     blocks = [(found["language"], found["text"]) for found in BLOCK.finditer(text)]
     assert {language for language, _ in blocks} == {"sh", "python"}
@@ -43,7 +43,7 @@ def test_every_line_of_the_handbook_holds(spark: SparkSession, shell: Shell, tmp
     assert names["spark"] is spark
 
 
-def test_every_block_of_the_page_on_spark_holds(spark: SparkSession, tmp_path: Path) -> None:
+def test_every_block_of_the_page_on_spark_runs(spark: SparkSession, tmp_path: Path) -> None:
     """The tests' session runs the statements in SQL."""
     found = [block for block in blocks_of(SPARK_PAGE) if block.mark != "not run: needs the package from an index"]
     assert {block.language for block in found if not block.is_run} == {"sql"}

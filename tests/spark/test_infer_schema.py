@@ -31,7 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield source.path
 
 
-def test_columns_are_those_of_a_sample(spark: SparkSession, path: str) -> None:
+def test_inferred_columns_are_those_of_a_sample(spark: SparkSession, path: str) -> None:
     loaded = spark.read.format("mirror").option("inferSchema", True).option("collection", "_default").load(path)
     assert loaded.columns == ["_key", "city", "n", "of", "a b"]
     assert dict(loaded.dtypes)["of"] == "struct<a:array<bigint>>"
@@ -44,12 +44,12 @@ def test_a_column_of_two_types_in_two_collections_is_text(path: str) -> None:
 
 
 @pytest.mark.parametrize("more", [{"table": "changes"}, {"columns": "key"}, {"inferSchema": "perhaps"}])
-def test_what_has_no_schema_to_infer_is_one_clear_error(more: dict[str, str], path: str) -> None:
+def test_an_infer_schema_option_without_documents_is_one_clear_error(more: dict[str, str], path: str) -> None:
     with pytest.raises(MirrorSourceError, match="inferSchema"):
         MirrorSource({"path": path, "inferSchema": "true"} | more)
 
 
-def test_one_line_registers_a_view_of_each_collection(spark: SparkSession, path: str) -> None:
+def test_a_call_registers_a_view_of_each_collection(spark: SparkSession, path: str) -> None:
     names = pyspark_mirror.register(spark, path)
     assert names == ["documents", "shop_empty", "shop_orders"]
     (row,) = spark.sql("SELECT count(*) AS n, sum(total) AS total FROM shop_orders").collect()
@@ -68,7 +68,7 @@ def test_collections_that_only_case_distinguishes_get_no_view(spark: SparkSessio
     assert not spark.catalog.tableExists("shop_users")
 
 
-def test_fields_are_columns_whatever_their_names(spark: SparkSession, tmp_path: Path) -> None:
+def test_fields_of_any_name_are_columns(spark: SparkSession, tmp_path: Path) -> None:
     """`_class`, which Spring Data writes into each document, had no column; `_corrupt_record` was null."""
     body = b'{"_class":"Order","_ID":"%d","_corrupt_record":"line %d","a.b":%d,"`":1,"Total":1}'
     with made(tmp_path) as source:
@@ -82,7 +82,7 @@ def test_fields_are_columns_whatever_their_names(spark: SparkSession, tmp_path: 
     assert (row["total"], row["line"], row["ab"]) == (4, "line 0", 6)
 
 
-def test_sync_names_the_fields_that_it_leaves_out(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sync_names_the_fields_that_it_leaves_out(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     schema_of("auto", path, ("_default._default",))
     assert capsys.readouterr().err == (
         "warning: --schema auto leaves out 2 fields with a name that the table cannot have (_value has them): "
@@ -90,7 +90,7 @@ def test_sync_names_the_fields_that_it_leaves_out(path: str, capsys: pytest.Capt
     )
 
 
-def test_sync_takes_the_schema_of_a_sample(path: str) -> None:
+def test_a_sync_takes_the_schema_of_a_sample(path: str) -> None:
     assert fields_of(schema_of("auto", path, ("_default._default",))).names == ["city", "n", "of"]
     assert fields_of(schema_of("auto", path, None)).names == ["city", "n", "of", "total"]
     assert schema_of("a int", None, None) == "a int"

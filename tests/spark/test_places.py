@@ -83,7 +83,7 @@ def test_any_other_url_is_refused(text: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(("command", "text"), [("export --format parquet", "hdfs://namenode/x"), ("sync", "dbfs:/x")])
-def test_a_command_refuses_it_in_one_line_and_makes_no_folder(
+def test_a_command_refuses_another_url_in_one_line_and_makes_no_folder(
     command: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     SmallMirror(tmp_path / "mirror").close()
@@ -132,7 +132,7 @@ def small(tmp_path: Path) -> SmallMirror:
     return mirror
 
 
-def test_an_export_to_s3_is_in_s3(
+def test_an_export_to_s3_is_written_to_s3(
     small: SmallMirror,
     s3: ObjectStore,
     tmp_path: Path,
@@ -154,7 +154,7 @@ def test_an_export_to_s3_is_in_s3(
     assert in_table(url) == scanned(small.path)
 
 
-def test_parquet_in_s3_is_an_export_once_success_is_there(
+def test_an_export_to_parquet_in_s3_is_complete_once_success_is_written(
     small: SmallMirror, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"s3://lake/{tmp_path.name}"
@@ -198,7 +198,7 @@ def test_a_failed_export_to_s3_leaves_nothing(
     assert objects(url) == []
 
 
-def test_of_two_exports_to_one_prefix_the_later_fails_and_leaves_the_other(
+def test_the_later_of_two_exports_to_one_prefix_fails_and_leaves_the_other(
     small: SmallMirror, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"s3://lake/{tmp_path.name}"
@@ -215,7 +215,7 @@ def test_of_two_exports_to_one_prefix_the_later_fails_and_leaves_the_other(
     assert exported(url) == scanned(small.path)
 
 
-def test_a_bucket_that_is_not_there_is_one_line(small: SmallMirror, s3: ObjectStore) -> None:
+def test_a_missing_bucket_is_one_line(small: SmallMirror, s3: ObjectStore) -> None:
     for delta_table in (False, True):
         with pytest.raises(MirrorError, match="NoSuchBucket"):
             export(small.path, "s3://absent/x", LocalRunner(1), delta_table=delta_table)
@@ -242,7 +242,7 @@ def test_the_tables_of_a_lake_in_s3_have_each_batch_once(s3: ObjectStore, tmp_pa
     assert table_of([]).schema == CHANGES
 
 
-def test_sync_to_s3_requires_a_checkpoint_here(tmp_path: Path) -> None:
+def test_a_sync_to_s3_requires_a_local_checkpoint(tmp_path: Path) -> None:
     folder = folder_at("s3://lake/x")
     with pytest.raises(ConfigError, match="--checkpoint"):
         checkpoint_for(folder, How())
@@ -250,7 +250,7 @@ def test_sync_to_s3_requires_a_checkpoint_here(tmp_path: Path) -> None:
     assert checkpoint_for(folder_at(tmp_path), How()) == tmp_path / "_checkpoint"
 
 
-def test_without_credentials_an_object_store_is_refused_in_one_line(
+def test_an_object_store_without_credentials_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last that is asked is the metadata service of a cloud's machines; elsewhere it may never answer."""

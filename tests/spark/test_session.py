@@ -22,7 +22,7 @@ with session(settings={{"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=
 """
 
 
-def test_a_session_that_is_there_is_used_and_outlasts_the_one_that_is_requested(spark: SparkSession) -> None:
+def test_an_existing_session_is_used_and_not_stopped(spark: SparkSession) -> None:
     assert session("another") is spark
     conf = spark.sparkContext.getConf()
     assert conf.get("spark.python.daemon.module") == "mirror.spark.daemon"
@@ -35,7 +35,7 @@ def test_a_session_that_is_there_is_used_and_outlasts_the_one_that_is_requested(
 
 
 @pytest.mark.ci
-def test_without_java_and_without_an_activated_environment_the_readmes_lines_run(tmp_path: Path) -> None:
+def test_the_lines_of_the_readme_run_without_java_and_an_activated_environment(tmp_path: Path) -> None:
     small = SmallMirror(tmp_path / "data")
     small.put(orders(0, 40))
     small.close()
@@ -61,7 +61,7 @@ def test_without_java_and_without_an_activated_environment_the_readmes_lines_run
 
 
 @pytest.mark.ci
-def test_spark_submit_keeps_its_own_settings(tmp_path: Path) -> None:
+def test_a_session_of_spark_submit_keeps_its_settings(tmp_path: Path) -> None:
     """The same script by spark-submit: the session is the one that it configured."""
     script = tmp_path / "job.py"
     script.write_text(

@@ -28,7 +28,7 @@ FILES = (
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_tests_that_run_spark_pass_with_it(version: str, tmp_path: Path) -> None:
+def test_the_tests_of_spark_pass_with_this_version(version: str, tmp_path: Path) -> None:
     target = tmp_path / "pyspark"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-cache-dir", "--target", str(target)]
     subprocess.run([*install, f"pyspark=={version}.*"], check=True, stdin=subprocess.DEVNULL)

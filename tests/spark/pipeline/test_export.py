@@ -50,9 +50,7 @@ def in_table(folder: Path, version: int | None = None) -> dict[str, tuple[int, b
     return {row["key"]: (row["seqno"], row["value"]) for row in rows}
 
 
-def test_parquet_files_hold_what_scan_finds_and_success_says_of_which_boundaries(
-    small: SmallMirror, tmp_path: Path
-) -> None:
+def test_parquet_files_equal_a_scan_and_success_lists_the_boundaries(small: SmallMirror, tmp_path: Path) -> None:
     done = export(small.path, tmp_path / "out", HERE)
     assert exported(tmp_path / "out") == scanned(small.path)
     facts = json.loads((tmp_path / "out" / "_SUCCESS").read_text())
@@ -79,7 +77,7 @@ def test_a_delta_export_is_one_version_with_its_boundaries_in_the_metadata(small
 
 
 @pytest.mark.parametrize("delta_table", [False, True], ids=["parquet", "delta"])
-def test_an_export_is_of_the_moment_it_began_whatever_happens_meanwhile(
+def test_an_export_shows_the_moment_at_which_it_began(
     small: SmallMirror, tmp_path: Path, delta_table: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the pinning and the reading the mirror publishes, deletes and rolls back."""
@@ -97,7 +95,7 @@ def test_an_export_is_of_the_moment_it_began_whatever_happens_meanwhile(
     assert (in_table if delta_table else exported)(tmp_path / "out") == before != scanned(small.path)
 
 
-def test_as_of_a_time(small: SmallMirror, tmp_path: Path) -> None:
+def test_an_export_as_of_a_time_shows_that_time(small: SmallMirror, tmp_path: Path) -> None:
     before, then = scanned(small.path), small.now_ms
     small.now_ms += 10_000
     small.put(orders(100, 200))
@@ -114,7 +112,7 @@ def test_expired_documents_are_left_out(small: SmallMirror, tmp_path: Path) -> N
     assert exported(tmp_path / "out").keys() == orders(0, 200).keys() | {"young"}
 
 
-def test_one_collection_and_one_that_is_not_there(small: SmallMirror, tmp_path: Path) -> None:
+def test_a_collection_is_exported_and_an_unknown_one_refused(small: SmallMirror, tmp_path: Path) -> None:
     assert export(small.path, tmp_path / "out", HERE, collections=("_default._default",)).documents == 200
     with pytest.raises(UnknownCollection, match=r"no collection 's\.c'"):
         export(small.path, tmp_path / "out2", HERE, collections=("s.c",))
@@ -164,7 +162,7 @@ def test_an_export_that_fails_cleans_up_after_itself(
     assert list(tmp_path.rglob("*.parquet")) == []
 
 
-def test_a_finish_that_was_broken_between_its_renames_is_undone_first(small: SmallMirror, tmp_path: Path) -> None:
+def test_a_crash_between_the_renames_of_an_overwrite_is_undone_first(small: SmallMirror, tmp_path: Path) -> None:
     export(small.path, tmp_path / "out", HERE)
     (tmp_path / "out").rename(tmp_path / "out.old")
     with pytest.raises(ConfigError, match="exists already"):
@@ -172,7 +170,7 @@ def test_a_finish_that_was_broken_between_its_renames_is_undone_first(small: Sma
     assert exported(tmp_path / "out") == scanned(small.path)
 
 
-def test_an_overwrite_replaces_an_export_and_nothing_else(small: SmallMirror, tmp_path: Path) -> None:
+def test_an_overwrite_replaces_only_an_export(small: SmallMirror, tmp_path: Path) -> None:
     export(small.path, tmp_path / "out", HERE)
     small.put(orders(300, 10))
     with pytest.raises(ConfigError, match="exists already"):
@@ -196,7 +194,7 @@ def test_an_empty_mirror_gives_columns_without_rows(tmp_path: Path) -> None:
     assert in_table(tmp_path / "table") == {}
 
 
-def test_what_cannot_be_exported_is_said_before_anything_is_made(small: SmallMirror, tmp_path: Path) -> None:
+def test_an_impossible_export_is_refused_before_a_file_is_made(small: SmallMirror, tmp_path: Path) -> None:
     with pytest.raises(NotAMirror):
         export(tmp_path / "nowhere", tmp_path / "out", HERE)
     with FolderLock(tmp_path / "out.incomplete"), pytest.raises(MirrorError, match="another pipeline"):
@@ -290,7 +288,7 @@ def test_a_name_that_delta_cannot_have_is_refused_at_once(small: SmallMirror, tm
     assert export(small.path, tmp_path / "out", HERE, fields=fields_of(schema)).documents
 
 
-def test_a_schema_that_cannot_be_is_refused_at_once(small: SmallMirror, tmp_path: Path) -> None:
+def test_a_schema_with_a_metadata_column_is_refused_at_once(small: SmallMirror, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'_SEQNO', which is a column of every typed export"):
         export(small.path, tmp_path / "out", HERE, fields=fields_of("_SEQNO bigint"))
     with pytest.raises(ConfigError, match="'_seqno', which is a column of every typed export"):

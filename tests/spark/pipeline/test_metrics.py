@@ -20,7 +20,7 @@ def scraped(port: int) -> dict[str, float]:
     return {name.removeprefix("dcp_mirror_sync_"): value for name, value in found.items() if "timestamp" not in name}
 
 
-def test_batches_and_merges_are_counted_and_what_waits_is_known() -> None:
+def test_batches_merges_and_waiting_events_are_counted() -> None:
     metrics = SyncMetrics()
     with serving(metrics, "127.0.0.1", 0) as port:
         assert scraped(port).keys().isdisjoint(("lag_seqnos", "waiting_events"))
@@ -48,7 +48,7 @@ def test_batches_and_merges_are_counted_and_what_waits_is_known() -> None:
         assert scraped(port)["waiting_events"] == 0
 
 
-def test_an_address_that_cannot_be_had_is_named() -> None:
+def test_an_unavailable_address_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"--metrics {address}: Address already in use"):
@@ -58,6 +58,6 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
             serving_metrics(SyncMetrics(), wrong)
 
 
-def test_a_merge_in_a_line() -> None:
+def test_a_merge_is_shown_on_one_line() -> None:
     said = merge_line(MergeFigures(7, 1_000, 2, 0, 0, 3 << 20, 1_500))
     assert said == "merge up to batch 7 | 1,000 inserted, 2 updated, 0 deleted | 3.0 MiB rewritten, 1.5 s"

@@ -29,14 +29,14 @@ def reported(batch: int, rows: int = 10, **offsets: str) -> Any:
     )
 
 
-def test_a_batch_is_reported_with_what_it_did() -> None:
+def test_a_batch_is_reported_with_its_figures() -> None:
     seen: list[BatchFigures] = []
     listener = Listener(seen.append)
     listener.onQueryProgress(reported(3, endOffset=offset(v0=5, v2=9), latestOffset=offset(v0=7, v1=10, v2=4)))
     assert seen == [BatchFigures(3, 10, 123.5, 789, lag_seqnos=12)]
 
 
-def test_a_trigger_without_anything_to_do_is_not_reported() -> None:
+def test_a_trigger_without_rows_is_not_reported() -> None:
     seen: list[BatchFigures] = []
     Listener(seen.append).onQueryProgress(reported(4, rows=0))
     assert seen == []
@@ -45,5 +45,5 @@ def test_a_trigger_without_anything_to_do_is_not_reported() -> None:
 @pytest.mark.parametrize(
     "sources", [[], [SimpleNamespace(endOffset="{}", latestOffset=None)], [SimpleNamespace()], None]
 )
-def test_a_source_that_does_not_say_how_far_it_is_ahead(sources: Any) -> None:
+def test_a_source_without_latest_offsets_has_no_lag(sources: Any) -> None:
     assert lag_of(sources) is None

@@ -38,13 +38,13 @@ def test_results_come_in_the_order_of_the_tasks_from_several_processes() -> None
     assert seen == [(done, 20) for done in range(1, 21)]
 
 
-def test_one_process_is_this_one() -> None:
+def test_a_runner_of_one_process_uses_the_current_process() -> None:
     seen: list[tuple[int, int]] = []
     assert LocalRunner(1).run(double, [1, 2], lambda done, of: seen.append((done, of)))[1] == (4, os.getpid())
     assert seen == [(1, 2), (2, 2)]
 
 
-def test_a_tasks_own_error_is_what_the_run_ends_with() -> None:
+def test_a_run_ends_with_the_error_of_its_task() -> None:
     with pytest.raises(CorruptedError, match=r"/x: three is damaged \(fix it\)"):
         LocalRunner(2).run(refuse, range(10))
 
@@ -62,7 +62,7 @@ def test_a_process_whose_parent_died_before_it_was_ready_does_not_stay() -> None
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-def test_what_cannot_be_fixed_comes_back_and_what_can_is_raised_for_another_try() -> None:
+def test_a_permanent_error_is_returned_and_a_retryable_one_is_raised() -> None:
     result, error = _Guarded(refuse)(3)
     assert result is None
     assert isinstance(error, CorruptedError)
@@ -74,13 +74,13 @@ def test_what_cannot_be_fixed_comes_back_and_what_can_is_raised_for_another_try(
     assert found.hint == ConnectFailed.default_hint
 
 
-def test_an_error_survives_as_text_with_all_it_says() -> None:
+def test_an_error_as_text_keeps_its_message_hint_and_code() -> None:
     found = error_of(RuntimeError(as_text(ConfigError("bad", hint="fix it", setting="x"))))
     assert isinstance(found, ConfigError)
     assert (str(found), found.setting, found.exit_code) == ("bad (fix it)", "x", 2)
 
 
-def test_what_the_data_source_said_is_found_among_sparks_words() -> None:
+def test_the_message_of_the_data_source_is_extracted_from_a_spark_error() -> None:
     text = (
         "[STREAM_FAILED] Query [id = 1] terminated with exception: [PYTHON_STREAMING] Failed when source perform "
         "latestOffset: MirrorSourceError: vbucket 3: history is gone (begin again) SQLSTATE: 38000\n=== Query ===\n"
@@ -95,12 +95,12 @@ def test_an_executor_without_the_package_is_reported_in_one_line() -> None:
     )
 
 
-def test_an_error_of_sparks_own_is_reported_in_one_line() -> None:
+def test_an_error_of_spark_is_reported_in_one_line() -> None:
     found = error_of(RuntimeError("\n[SOME_CLASS] It went wrong.\n at java.lang.Thread\n"))
     assert str(found).startswith("Spark: [SOME_CLASS] It went wrong. (")
 
 
-def test_the_same_on_spark(spark: SparkSession) -> None:
+def test_results_from_spark_come_in_the_order_of_the_tasks(spark: SparkSession) -> None:
     seen: list[tuple[int, int]] = []
     results = SparkRunner(spark).run(double, range(8), lambda done, of: seen.append((done, of)))
     assert [number for number, _ in results] == [2 * number for number in range(8)]
@@ -109,7 +109,7 @@ def test_the_same_on_spark(spark: SparkSession) -> None:
     assert SparkRunner(spark).run(double, []) == []
 
 
-def test_a_tasks_own_error_is_what_a_run_on_spark_ends_with(spark: SparkSession) -> None:
+def test_a_run_on_spark_ends_with_the_error_of_its_task(spark: SparkSession) -> None:
     with pytest.raises(CorruptedError, match=r"/x: three is damaged \(fix it\)"):
         SparkRunner(spark).run(refuse, range(4))
     with pytest.raises(ConnectFailed, match="nobody answers 7"):

@@ -25,7 +25,7 @@ def writer(folder: Path, result_file: Path) -> Writer:
     return made
 
 
-def test_what_tasks_wrote_is_reported_to_the_driver(tmp_path: Path) -> None:
+def test_the_parts_that_tasks_wrote_are_reported_to_the_driver(tmp_path: Path) -> None:
     sink = writer(tmp_path, tmp_path / "result.json")
     batches = table_of([event("mutation", "a", (1, 1)), event("deletion", "b", (1, 2))]).to_batches()
     written = sink.write(iter(batches))
@@ -38,7 +38,7 @@ def test_what_tasks_wrote_is_reported_to_the_driver(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / part.name).column("key").to_pylist() == ["a", "b"]
 
 
-def test_times_come_in_the_sessions_zone_and_are_written_in_utc(tmp_path: Path) -> None:
+def test_times_arrive_in_the_session_zone_and_are_written_in_utc(tmp_path: Path) -> None:
     at = datetime(2026, 1, 31, 12, tzinfo=UTC)
     table = table_of([event("mutation", "a", (1, 1), event_time=at)])
     schema = table.schema.set(len(table.schema) - 1, pa.field("event_time", pa.timestamp("us", "Asia/Tokyo")))
@@ -46,7 +46,7 @@ def test_times_come_in_the_sessions_zone_and_are_written_in_utc(tmp_path: Path) 
     assert pq.read_table(tmp_path / written.parts[0].name).column("event_time").to_pylist() == [at]
 
 
-def test_a_task_that_could_not_write_says_why_once(tmp_path: Path) -> None:
+def test_a_failed_write_of_a_task_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     sink = writer(tmp_path / "file" / "below", tmp_path / "result.json")
     written = sink.write(iter(table_of([event("mutation", "a", (1, 1))]).to_batches()))

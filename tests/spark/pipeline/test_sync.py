@@ -72,7 +72,7 @@ def test_a_batch_without_events_leaves_no_version(tmp_path: Path, executors: lis
         assert lake.done_batch == 1
 
 
-def test_a_batch_that_waits_is_merged_when_it_is_due_or_the_stream_ends(tmp_path: Path, executors: list[str]) -> None:
+def test_a_waiting_batch_is_merged_when_due_or_when_the_stream_ends(tmp_path: Path, executors: list[str]) -> None:
     place = checkpoint(tmp_path / "_checkpoint", **{f"b{number}": str(number) for number in range(6)})
     now_s = 0.0
     merges: list[MergeFigures] = []
@@ -94,7 +94,7 @@ def test_a_batch_that_waits_is_merged_when_it_is_due_or_the_stream_ends(tmp_path
     assert [each.rewritten_bytes > 0 for each in merges] == [True, True, False]
 
 
-def test_tables_are_tidied_between_batches(tmp_path: Path, executors: list[str]) -> None:
+def test_tables_are_compacted_between_batches(tmp_path: Path, executors: list[str]) -> None:
     place = checkpoint(tmp_path / "_checkpoint", **{f"b{number}": str(number) for number in range(4)})
     with Lake(folder_at(tmp_path), "an-id", max_age_s=1e9) as lake:
         sink = SyncTarget(lake, place, How(tidy_batches=2))
@@ -119,7 +119,7 @@ def test_the_number_of_parts_follows_the_size_of_the_source(source: SourceSize, 
     assert source.part_vbuckets == width
 
 
-def test_a_checkpoints_name(tmp_path: Path) -> None:
+def test_a_checkpoint_is_identified_by_its_metadata_file(tmp_path: Path) -> None:
     assert checkpoint_name(tmp_path / "absent") is None
     assert checkpoint_name(checkpoint(tmp_path / "there")) == "an-id"
     (tmp_path / "there" / "metadata").write_text("{}")
@@ -127,7 +127,7 @@ def test_a_checkpoints_name(tmp_path: Path) -> None:
         checkpoint_name(tmp_path / "there")
 
 
-def test_a_checkpoint_whose_tables_are_gone_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_tables_are_gone_is_refused_at_the_start(tmp_path: Path) -> None:
     place = checkpoint(tmp_path / "_checkpoint", b0="0 to 5")
     (place / "commits").mkdir()
     (place / "commits" / "0").touch()
@@ -135,7 +135,7 @@ def test_a_checkpoint_whose_tables_are_gone_is_refused_before_anything_runs(tmp_
         sync(None, {"path": "x"}, tmp_path)
 
 
-def test_a_source_is_looked_at_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_source_is_checked_before_a_table_is_made(tmp_path: Path) -> None:
     settings = load().settings
     with pytest.raises(NotAMirror):
         look_at({"path": str(tmp_path / "absent")}, settings)
@@ -177,7 +177,7 @@ def test_a_query_whose_processes_were_too_slow_to_connect_is_started_again(tmp_p
         assert spark.ends == []
 
 
-def test_what_a_sink_failed_of_is_what_is_raised() -> None:
+def test_the_error_of_a_sink_replaces_the_error_of_spark() -> None:
     sink = SyncTarget(None, Path("x"), How())  # type: ignore[arg-type]
     sink.failed = MirrorError("the reason")
     assert syncs._cause(sink, RuntimeError("[STREAM_FAILED] ...")) is sink.failed

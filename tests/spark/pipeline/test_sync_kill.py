@@ -56,7 +56,7 @@ def source() -> Iterator[SandboxThread]:
         pytest.param(300_000, 20, 400, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
 )
-def test_the_tables_are_exact_whichever_process_was_killed_in_mid_batch(
+def test_the_tables_are_exact_after_a_kill_of_any_process_during_a_batch(
     source: SandboxThread, tmp_path: Path, changes: int, kills: int, rate: int, record_property: Any
 ) -> None:
     seed = 20261121
@@ -166,7 +166,7 @@ def through_kills(small: SmallMirror, killed: Killed, finish: Callable[[], objec
 
 @pytest.mark.ci
 @pytest.mark.timeout(900)
-def test_tables_in_an_object_store_are_exact_whenever_the_driver_was_killed(
+def test_tables_in_an_object_store_are_exact_after_kills_of_the_driver(
     spark: SparkSession, s3: ObjectStore, tmp_path: Path
 ) -> None:
     small = SmallMirror(tmp_path / "data")
@@ -195,7 +195,7 @@ writer.trigger(availableNow=True).start({folder!r} + "/out").awaitTermination()
 
 @pytest.mark.ci
 @pytest.mark.timeout(900)
-def test_a_stream_of_ones_own_has_each_event_once_whenever_it_was_killed(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_custom_stream_has_each_event_once_after_kills(spark: SparkSession, tmp_path: Path) -> None:
     """Spark's own sink of files, and the upsert that the documents give: strictly by (at_branch, at_seqno)."""
     small = SmallMirror(tmp_path / "data")
     stream = OWN_STREAM.format(data=str(small.path), folder=str(tmp_path))

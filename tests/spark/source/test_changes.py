@@ -57,7 +57,7 @@ def test_a_table_follows_any_history_and_a_replayed_batch_is_the_same(small: Sma
     follower.driver.close()
 
 
-def test_a_rollback_is_reported_with_what_it_took_and_gave_back(small: SmallMirror) -> None:
+def test_a_rollback_is_reported_with_its_retractions_and_restorations(small: SmallMirror) -> None:
     follower = Follower(options(small, vbuckets="0"))
     names = [name for name in (f"k{number}" for number in range(99)) if vbid_of(name.encode(), VBUCKETS) == 0]
     small.put({names[0]: b"1", names[1]: b"1"})
@@ -96,7 +96,7 @@ def test_limits_cut_at_snapshots_in_rows_and_in_bytes(small: SmallMirror) -> Non
     follower.driver.close()
 
 
-def test_what_is_published_after_available_now_was_requested_is_left(small: SmallMirror) -> None:
+def test_changes_published_after_the_start_of_available_now_are_left(small: SmallMirror) -> None:
     small.put(orders(0, 50))
     first = dict(small.seqnos)
     small.put(orders(50, 50))
@@ -112,7 +112,7 @@ def test_what_is_published_after_available_now_was_requested_is_left(small: Smal
     follower.driver.close()
 
 
-def test_lost_history_is_refused_or_begun_again(small: SmallMirror) -> None:
+def test_lost_history_is_refused_or_resynced(small: SmallMirror) -> None:
     small.put(orders(0, 100))
     follower = Follower(options(small))
     follower.run()
@@ -129,7 +129,7 @@ def test_lost_history_is_refused_or_begun_again(small: SmallMirror) -> None:
     follower.driver.close()
 
 
-def test_a_batch_that_was_planned_before_its_history_went_is_refused_or_made_up_for(small: SmallMirror) -> None:
+def test_a_planned_batch_whose_history_is_gone_is_refused_or_resynced(small: SmallMirror) -> None:
     small.put(orders(0, 100))
     first = dict(small.seqnos)
     follower = Follower(options(small))
@@ -159,7 +159,7 @@ def put_back(small: SmallMirror, copy: Path) -> None:
     small.open()
 
 
-def test_a_mirror_that_is_behind_its_checkpoint_is_waited_for_if_it_is_the_same_history(
+def test_a_stream_waits_for_a_mirror_behind_its_checkpoint_of_the_same_history(
     small: SmallMirror, tmp_path: Path
 ) -> None:
     small.put(orders(0, 50))
@@ -178,7 +178,7 @@ def test_a_mirror_that_is_behind_its_checkpoint_is_waited_for_if_it_is_the_same_
     follower.driver.close()
 
 
-def test_a_mirror_behind_its_checkpoint_that_goes_on_with_another_history_is_lost(
+def test_a_mirror_behind_its_checkpoint_with_another_history_is_lost_history(
     small: SmallMirror, tmp_path: Path
 ) -> None:
     """The source lost what the mirror has lost, too: the seqnos come again, on the same branch, with other events."""
@@ -199,7 +199,7 @@ def test_a_mirror_behind_its_checkpoint_that_goes_on_with_another_history_is_los
     follower.driver.close()
 
 
-def test_a_group_that_was_filled_again_is_lost_history_though_its_source_is_the_same(small: SmallMirror) -> None:
+def test_a_group_that_was_filled_again_is_lost_history(small: SmallMirror) -> None:
     """No event reports a deletion in between whose tombstone the source has purged."""
     small.put(orders(0, 100))
     follower = Follower(options(small))
@@ -258,7 +258,7 @@ def test_dropped_and_flushed_collections_are_reported(small: SmallMirror) -> Non
     follower.driver.close()
 
 
-def test_a_collection_that_was_dropped_and_recreated_in_the_void_history_is_itself_again(small: SmallMirror) -> None:
+def test_a_collection_recreated_in_lost_history_is_restored(small: SmallMirror) -> None:
     """Both had a document of that name: what is taken back of the later one is not what is valid again."""
     default, scopes = Collection(0, 0, "_default", Seqno(0)), {0: "_default", 8: "shop"}
     first, second = Collection(8, 8, "orders", Seqno(1)), Collection(9, 8, "orders", Seqno(5))
@@ -287,7 +287,7 @@ def test_a_collection_that_was_dropped_and_recreated_in_the_void_history_is_itse
     follower.driver.close()
 
 
-def test_what_a_deferred_rollback_does_not_give_again_is_not_reported_by_a_later_event(small: SmallMirror) -> None:
+def test_events_common_to_both_histories_are_not_reported_again_after_a_deferred_rollback(small: SmallMirror) -> None:
     """A flush that both histories have was reported at the next event, and took away what had come after it."""
     default, scopes = Collection(0, 0, "_default", Seqno(0)), {0: "_default", 8: "shop"}
     flushed, carts = Collection(8, 8, "orders", Seqno(3)), Collection(9, 8, "carts", Seqno(4))
@@ -336,7 +336,7 @@ def lease_all(small: SmallMirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[
     return leased
 
 
-def test_a_run_to_what_is_there_now_outlives_the_history_also_of_vbuckets_that_it_has_not_begun(
+def test_a_run_of_available_now_leases_the_history_of_all_its_vbuckets(
     small: SmallMirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only positions were leased, and a vbucket at 0 has none: its planned end was purged, its checkpoint useless."""

@@ -31,7 +31,7 @@ def test_a_foreseen_error_is_one_line_without_a_traceback() -> None:
     assert os.environ["SPARK_HIDE_TRACEBACK"] == "1"
 
 
-def test_a_function_reports_likewise() -> None:
+def test_a_decorated_function_reports_its_error_in_one_line() -> None:
     @with_clear_errors
     def fails(what: str) -> None:
         raise ConfigError(what, hint="fix it")
@@ -40,7 +40,7 @@ def test_a_function_reports_likewise() -> None:
         fails("this is wrong")
 
 
-def test_what_nobody_foresaw_keeps_its_traceback() -> None:
+def test_an_unforeseen_error_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError), clear_errors():
         divmod(1, 0)
     assert not os.environ["SPARK_HIDE_TRACEBACK"]
@@ -55,7 +55,7 @@ def sent() -> bytes:
     return pickled
 
 
-def test_a_reader_arrives_as_it_was_sent() -> None:
+def test_a_reader_is_unchanged_after_pickling() -> None:
     arrived = cloudpickle.loads(sent())
     assert type(arrived) is DocumentsReader
     assert arrived.__dict__.keys() == reader().__dict__.keys()

@@ -76,7 +76,7 @@ def left(restriction: Restriction, row: dict[str, Any]) -> bool:
 
 
 @given(st.lists(st.one_of(ON_KEYS, ON_VBIDS, ON_COLLECTIONS), max_size=5))
-def test_a_row_is_selected_exactly_if_it_passes_what_was_accepted(filters: list[Filter]) -> None:
+def test_a_row_is_selected_exactly_if_it_passes_the_accepted_filters(filters: list[Filter]) -> None:
     restriction = Restriction()
     refused = list(accept(filters, "", restriction))
     accepted = [each for each in filters if not any(each is other for other in refused)]
@@ -87,7 +87,7 @@ def test_a_row_is_selected_exactly_if_it_passes_what_was_accepted(filters: list[
                 assert left(restriction, row) == all(passes(each, row) for each in accepted), (row, accepted)
 
 
-def test_what_is_not_exact_is_left_to_spark() -> None:
+def test_filters_that_cannot_be_exact_are_left_to_spark() -> None:
     filters: list[Filter] = [
         EqualTo(("seqno",), 5),
         EqualTo(("key",), None),
@@ -105,11 +105,11 @@ def test_what_is_not_exact_is_left_to_spark() -> None:
     assert restriction == Restriction()
 
 
-def test_columns_that_are_never_null_are_not_filtered_for_it() -> None:
+def test_a_null_check_of_a_key_column_is_accepted_without_a_restriction() -> None:
     assert list(accept([IsNotNull(("key",)), IsNotNull(("seqno",))], "", Restriction())) == [IsNotNull(("seqno",))]
 
 
-def test_in_a_schema_of_ones_own_only_marked_columns_are_ours() -> None:
+def test_a_custom_schema_pushes_down_only_columns_with_the_prefix() -> None:
     restriction = Restriction()
     assert list(accept([EqualTo(("key",), "x"), EqualTo(("_key",), "y")], "_", restriction)) == [EqualTo(("key",), "x")]
     assert restriction.key == b"y"

@@ -57,13 +57,13 @@ def by_key(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: row["key"])
 
 
-def test_every_document_once_as_a_scan_finds_it(small: SmallMirror) -> None:
+def test_a_read_returns_every_document_once_as_a_scan_does(small: SmallMirror) -> None:
     assert by_key(rows(options(small))) == by_key(scanned(small))
     only = rows(options(small, vbuckets="1,4-5"))
     assert by_key(only) == by_key([row for vbid in (1, 4, 5) for row in scanned(small, vbid=vbid)])
 
 
-def test_vbuckets_are_dealt_evenly_and_by_group() -> None:
+def test_vbuckets_are_divided_evenly_and_by_group() -> None:
     shares = dealt(range(10), 4, 2)
     assert sorted(vbid for share in shares for vbid in share) == list(range(10))
     assert [len(share) for share in shares] == [2, 3, 2, 3]
@@ -72,7 +72,7 @@ def test_vbuckets_are_dealt_evenly_and_by_group() -> None:
     assert dealt([5], 4, 2) == [[5]]
 
 
-def test_what_was_planned_is_read_whatever_is_written_or_rolled_back_meanwhile(small: SmallMirror) -> None:
+def test_a_planned_read_is_not_changed_by_later_writes_and_rollbacks(small: SmallMirror) -> None:
     before = by_key(scanned(small))
     job, shares = plan(options(small), Restriction())
     small.put(orders(50, 100))
@@ -82,7 +82,7 @@ def test_what_was_planned_is_read_whatever_is_written_or_rolled_back_meanwhile(s
     assert by_key(found) == before
 
 
-def test_history_that_is_gone_fails_the_job_and_says_so(small: SmallMirror) -> None:
+def test_purged_history_fails_the_job_with_the_reason(small: SmallMirror) -> None:
     job, shares = plan(options(small), Restriction())
     small.put(orders(0, 100))
     small.purge(boundaries=1)
@@ -90,7 +90,7 @@ def test_history_that_is_gone_fails_the_job_and_says_so(small: SmallMirror) -> N
         list(read(job, shares[0], PLAIN))
 
 
-def test_filters_leave_what_they_should(small: SmallMirror) -> None:
+def test_filters_select_the_matching_documents(small: SmallMirror) -> None:
     documents = scanned(small)
     for restriction, test in (
         (Restriction(prefix=b"order::00001"), lambda row: row["key"].startswith("order::00001")),
@@ -108,7 +108,7 @@ def test_filters_leave_what_they_should(small: SmallMirror) -> None:
     assert len(job.pins) == 1
 
 
-def test_bodies_next_to_columns_in_the_order_of_the_schema(small: SmallMirror) -> None:
+def test_fields_and_metadata_columns_come_in_the_order_of_the_schema(small: SmallMirror) -> None:
     schema = pa.schema([("total", pa.float64()), ("_key", pa.string()), ("paid", pa.bool_()), ("_seqno", pa.int64())])
     shape = Shape(schema, (True, False, True, False))
     found = {row["_key"]: row for row in rows(options(small), shape=shape)}
@@ -117,12 +117,12 @@ def test_bodies_next_to_columns_in_the_order_of_the_schema(small: SmallMirror) -
     assert {row["_seqno"] for row in found.values()} == {row["seqno"] for row in scanned(small)}
 
 
-def test_batches_are_few_and_large_however_small_vbuckets_are(small: SmallMirror) -> None:
+def test_batches_of_small_vbuckets_are_joined(small: SmallMirror) -> None:
     job, shares = plan(options(small, partitions="1"), Restriction())
     assert [batch.num_rows for batch in read(job, shares[0], PLAIN)] == [99]
 
 
-def test_what_is_not_there_is_named(small: SmallMirror, tmp_path: Path) -> None:
+def test_a_missing_vbucket_collection_or_mirror_is_named(small: SmallMirror, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not hold vbucket 99 \(it holds 0 to 7\)"):
         plan(options(small, vbuckets="99"), Restriction())
     with pytest.raises(UnknownCollection, match=r"no collection 'shop.orders'.*_default._default"):
@@ -131,7 +131,7 @@ def test_what_is_not_there_is_named(small: SmallMirror, tmp_path: Path) -> None:
         open_view(str(tmp_path / "nowhere"))
 
 
-def test_of_an_empty_mirror_or_of_no_vbucket_nothing_is_held_while_the_service_runs(tmp_path: Path) -> None:
+def test_a_read_of_an_empty_mirror_needs_no_lease(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with SandboxThread(SandboxCluster(vbuckets=8)) as source, Service(source.connection_string, data) as service:
         service.start()
@@ -144,7 +144,7 @@ def test_of_an_empty_mirror_or_of_no_vbucket_nothing_is_held_while_the_service_r
         assert (done.documents, done.vbuckets) == (0, 8)
 
 
-def test_a_filling_mirror_is_not_taken_for_a_small_one(tmp_path: Path) -> None:
+def test_a_mirror_that_is_filling_is_refused(tmp_path: Path) -> None:
     """An export once left out the documents that had not arrived yet."""
     small = SmallMirror(tmp_path / "data", filled=False)
     small.put(orders(0, 3))

@@ -71,7 +71,7 @@ class Vbuckets:
         }
 
 
-def test_what_fits_is_taken_and_what_does_not_is_next() -> None:
+def test_a_batch_takes_the_vbuckets_that_fit_and_begins_next_with_the_others() -> None:
     vbuckets = Vbuckets({0: [10, 20], 1: [5], 2: [50]})
     ends, turn = admit(vbuckets.lags({0: 0, 1: 0, 2: 0}, 26), 0, vbuckets.newest, vbuckets.following)
     assert ({vbid: at.seqno for vbid, at in ends.items()}, turn) == ({0: 20, 1: 5}, 2)
@@ -91,9 +91,7 @@ def test_a_rollback_is_taken_even_if_nothing_follows_it() -> None:
     ),
     st.integers(1, 80),
 )
-def test_every_vbucket_arrives_and_no_batch_is_larger_than_it_must(
-    boundaries: dict[int, list[int]], rows_max: int
-) -> None:
+def test_every_vbucket_arrives_and_every_batch_keeps_its_limit(boundaries: dict[int, list[int]], rows_max: int) -> None:
     vbuckets = Vbuckets(boundaries)
     at = dict.fromkeys(boundaries, 0)
     turn = 0

@@ -11,7 +11,7 @@ from mirror.spark.source.options import parse, ranges, reading_of
 from mirror.typed.bodies import Reading
 
 
-def test_what_is_not_said_has_a_default() -> None:
+def test_an_option_that_is_not_given_has_a_default() -> None:
     options = parse({"path": "/data"})
     assert (options.path, options.connection, options.table) == ("/data", None, "documents")
     assert (options.max_rows, options.max_bytes, options.resync, options.pushdown) == (1_000_000, 1 << 30, False, False)
@@ -19,7 +19,7 @@ def test_what_is_not_said_has_a_default() -> None:
     assert options.names[:2] == ("key", "collection")
 
 
-def test_every_option_can_be_said_in_any_case_of_letters() -> None:
+def test_an_option_is_read_in_any_case_of_letters() -> None:
     options = parse(
         {
             "CONNECTION": "couchbase://h/b",
@@ -79,7 +79,7 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
         ({"path": ""}, "expected something"),
     ],
 )
-def test_nonsense_is_named(given: dict[str, str], words: str) -> None:
+def test_an_invalid_option_is_named(given: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
         parse(given)
     assert "\n" not in str(raised.value)

@@ -49,7 +49,7 @@ def there(source: SandboxThread) -> dict[str, tuple[int, bytes]]:
     return source.call(look)
 
 
-def test_each_event_comes_once_over_one_connection_a_process(source: SandboxThread) -> None:
+def test_each_event_comes_once_over_one_connection_for_each_process(source: SandboxThread) -> None:
     follower = Follower(options(source))
     write(source, 0, 100)
     follower.run()
@@ -93,7 +93,7 @@ def test_a_failover_without_loss_reads_the_last_batch_again(source: SandboxThrea
     follower.driver.close()
 
 
-def test_what_a_failover_lost_is_refused_or_begun_again(source: SandboxThread) -> None:
+def test_changes_lost_in_a_failover_are_refused_or_resynced(source: SandboxThread) -> None:
     write(source, 0, 100)
     follower = Follower(options(source))
     follower.run()
@@ -110,7 +110,7 @@ def test_what_a_failover_lost_is_refused_or_begun_again(source: SandboxThread) -
     follower.driver.close()
 
 
-def test_a_loss_that_new_writes_have_made_up_for_in_number_is_noticed(source: SandboxThread) -> None:
+def test_a_loss_hidden_by_as_many_new_writes_is_noticed(source: SandboxThread) -> None:
     write(source, 0, 100)
     follower = Follower(options(source))
     follower.run()
@@ -124,7 +124,7 @@ def test_a_loss_that_new_writes_have_made_up_for_in_number_is_noticed(source: Sa
     follower.driver.close()
 
 
-def test_a_batch_whose_end_was_lost_before_it_ran_is_made_up_for(source: SandboxThread) -> None:
+def test_a_batch_whose_end_was_lost_before_it_ran_is_resynced(source: SandboxThread) -> None:
     write(source, 0, 100)
     follower = Follower(options(source))
     follower.run()
@@ -165,7 +165,9 @@ def test_dropped_and_flushed_collections_are_reported_by_name(source: SandboxThr
     follower.driver.close()
 
 
-def test_what_is_not_there_is_named(source: SandboxThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vbucket_and_a_wrong_password_are_named(
+    source: SandboxThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="the bucket does not hold vbucket 9"):
         RemoteChanges(options(source, vbuckets="9"))
     monkeypatch.setenv("DCP_MIRROR_PASSWORD", "wrong")

@@ -49,7 +49,7 @@ def message_of(action: Callable[[], object]) -> str:
     return lines[0].partition("MirrorSourceError: ")[2]
 
 
-def test_columns_partitions_and_a_schema_of_ones_own(spark: SparkSession, small: SmallMirror) -> None:
+def test_documents_have_metadata_columns_or_those_of_a_schema(spark: SparkSession, small: SmallMirror) -> None:
     path = str(small.path)
     frame = read(spark, path=path, partitions="3")
     assert frame.columns == DOCUMENTS.names
@@ -109,9 +109,7 @@ def test_filters_are_answered_by_the_source_as_spark_would(spark: SparkSession, 
     assert frames[condition].count() == 6
 
 
-def test_without_the_sessions_setting_pushdown_is_refused_by_spark_and_off_by_default(
-    spark: SparkSession, small: SmallMirror
-) -> None:
+def test_pushdown_is_off_without_the_setting_of_the_session(spark: SparkSession, small: SmallMirror) -> None:
     setting = "spark.sql.python.filterPushdown.enabled"
     spark.conf.set(setting, "false")
     try:
@@ -123,7 +121,7 @@ def test_without_the_sessions_setting_pushdown_is_refused_by_spark_and_off_by_de
         spark.conf.set(setting, "true")
 
 
-def test_mistakes_are_refused_at_once_and_in_one_line(spark: SparkSession, small: SmallMirror, tmp_path: Path) -> None:
+def test_a_mistake_is_refused_at_once_and_in_one_line(spark: SparkSession, small: SmallMirror, tmp_path: Path) -> None:
     """When the source is made, when a job is planned, and in a task."""
     path = str(small.path)
     assert "no such directory" in message_of(lambda: read(spark, path=str(tmp_path / "nowhere")))
@@ -145,7 +143,7 @@ def test_mistakes_are_refused_at_once_and_in_one_line(spark: SparkSession, small
         (IntegerType(), {"table": "changes"}, "columns of its own"),
     ],
 )
-def test_what_a_mistake_is_called(
+def test_an_invalid_option_or_schema_is_refused_when_planned(
     schema: DataType | None, options: dict[str, str | None], said: str, small: SmallMirror
 ) -> None:
     given = {name: text for name, text in ({"path": str(small.path)} | options).items() if text is not None}
@@ -153,7 +151,7 @@ def test_what_a_mistake_is_called(
         planned(given, schema)
 
 
-def test_a_column_of_the_documents_own_has_its_type(small: SmallMirror) -> None:
+def test_a_metadata_column_of_another_type_is_refused(small: SmallMirror) -> None:
     with pytest.raises(MirrorSourceError, match="column _seqno is of type int64, not string"):
         planned({"path": str(small.path)}, StringType(), "_seqno")
 
@@ -165,7 +163,7 @@ def planned(options: dict[str, str], kind: DataType | None, name: str = "id") ->
     return reader.partitions()
 
 
-def test_documents_of_many_types_in_the_sessions_time_zone(spark: SparkSession, small: SmallMirror) -> None:
+def test_documents_of_many_types_are_read_in_the_session_time_zone(spark: SparkSession, small: SmallMirror) -> None:
     small.put({f"order::{number:06d}": None for number in range(100)})
     small.put(
         {"fits": b'{"at":"2026-07-01 12:00","tags":{"a":1},"any":[1,{"x":null}]}', "unfit": b'{"at":5.5,"tags":{}}'}
@@ -184,14 +182,14 @@ def test_documents_of_many_types_in_the_sessions_time_zone(spark: SparkSession, 
     assert found["unfit"] == {"_key": "unfit", "at": None, "tags": {}, "any": None, "record": '{"at":5.5,"tags":{}}'}
 
 
-def test_a_mirror_is_not_written_to(small: SmallMirror) -> None:
+def test_a_write_to_a_mirror_is_refused(small: SmallMirror) -> None:
     source = MirrorSource({"path": str(small.path)})
     for refuse in (source.writer, source.streamWriter):
         with pytest.raises(MirrorSourceError, match=r"a mirror cannot be written \(write to the cluster"):
             refuse(source.schema(), False)
 
 
-def test_another_format_and_damage_are_named(spark: SparkSession, small: SmallMirror) -> None:
+def test_an_unknown_format_and_damage_are_named(spark: SparkSession, small: SmallMirror) -> None:
     small.close()
     small.writers = []
     group = small.path / "group-0000"
@@ -223,7 +221,7 @@ def test_a_wheel_holds_the_top_module_and_an_editable_install_is_a_path() -> Non
     assert said["package-dir"] == {"": "."}  # else setuptools makes an import hook, which PySpark cannot look into
 
 
-def test_a_view_in_sql(spark: SparkSession, small: SmallMirror) -> None:
+def test_a_temporary_view_is_created_in_sql(spark: SparkSession, small: SmallMirror) -> None:
     options = f"OPTIONS (path '{small.path}')"
     spark.sql(f"CREATE TEMPORARY VIEW typed (_key string, id long) USING mirror {options}")
     assert spark.table("typed").where("id < 95").count() == 95
@@ -234,7 +232,7 @@ def test_a_view_in_sql(spark: SparkSession, small: SmallMirror) -> None:
 
 
 @pytest.mark.ci
-def test_tables_in_sql(spark: SparkSession, small: SmallMirror) -> None:
+def test_a_table_is_created_and_queried_in_sql(spark: SparkSession, small: SmallMirror) -> None:
     """Spark does not pass options on to queries of a table: a view does. One without columns had nothing else."""
     path = small.path
     options = f"OPTIONS (path '{path}')"

@@ -73,7 +73,7 @@ def test_a_query_follows_a_mirror_through_rollbacks_and_restarts(
 
 
 @pytest.mark.ci
-def test_a_query_over_a_connection_goes_on_from_its_checkpoint(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_query_over_a_connection_resumes_at_its_checkpoint(spark: SparkSession, tmp_path: Path) -> None:
     table, checkpoint = Table(), tmp_path / "checkpoint"
     with SandboxThread(SandboxCluster(nodes=2, vbuckets=8)) as source:
         source.call(lambda: [source.cluster.set(f"k{number}", {"n": number}) for number in range(200)])
@@ -87,7 +87,7 @@ def test_a_query_over_a_connection_goes_on_from_its_checkpoint(spark: SparkSessi
     }
 
 
-def test_a_batch_of_changes_is_all_of_them(spark: SparkSession, small: SmallMirror) -> None:
+def test_a_batch_query_of_changes_has_all_of_them(spark: SparkSession, small: SmallMirror) -> None:
     frame = spark.read.format("mirror").options(path=str(small.path), table="changes", columns="kind,key")
     small.put(orders(0, 30))
     small.put({"order::000003": None})
@@ -95,7 +95,7 @@ def test_a_batch_of_changes_is_all_of_them(spark: SparkSession, small: SmallMirr
 
 
 @pytest.mark.ci
-def test_what_cannot_be_streamed_is_said_in_one_line(spark: SparkSession, small: SmallMirror, tmp_path: Path) -> None:
+def test_an_impossible_stream_is_refused_in_one_line(spark: SparkSession, small: SmallMirror, tmp_path: Path) -> None:
     path, table = str(small.path), Table()
     small.put(orders(0, 50))
     documents = spark.readStream.format("mirror").load(path).writeStream.foreachBatch(table)
@@ -117,7 +117,7 @@ def test_what_cannot_be_streamed_is_said_in_one_line(spark: SparkSession, small:
     assert "resync" in table.kinds
 
 
-def test_from_the_latest_on_a_query_begins_where_it_was_started(small: SmallMirror) -> None:
+def test_a_query_from_latest_begins_at_the_moment_of_its_start(small: SmallMirror) -> None:
     """Spark asks for the initial offset again for each plan; each answer was later than the end, or skipped events."""
     given = parse({"path": str(small.path), "table": "changes", "startingFrom": "latest"})
     small.put(orders(0, 50))
@@ -146,7 +146,7 @@ def test_from_the_latest_on_a_query_begins_where_it_was_started(small: SmallMirr
 
 
 @pytest.mark.ci
-def test_from_the_latest_on_until_now_ends_also_while_the_mirror_is_written_to(
+def test_a_query_from_latest_to_available_now_ends_while_the_mirror_is_written(
     spark: SparkSession, small: SmallMirror, tmp_path: Path
 ) -> None:
     small.put(orders(0, 50))

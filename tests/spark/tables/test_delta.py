@@ -44,7 +44,7 @@ def seqnos(folder: Path) -> list[int]:
     return sorted(DeltaTable(str(folder)).to_pyarrow_table().column("seqno").to_pylist())
 
 
-def test_parts_are_the_table_once_they_are_committed_and_not_before(tmp_path: Path) -> None:
+def test_parts_belong_to_the_table_only_after_their_commit(tmp_path: Path) -> None:
     run = run_name()
     parts = write(tmp_path, run, 1, 2)
     assert open_table(folder_at(tmp_path)) is None
@@ -57,7 +57,7 @@ def test_parts_are_the_table_once_they_are_committed_and_not_before(tmp_path: Pa
     assert seqnos(tmp_path) == [1, 2]
 
 
-def test_an_overwrite_may_bring_other_columns_and_leaves_the_old_version_readable(tmp_path: Path) -> None:
+def test_an_overwrite_may_change_the_columns_and_keeps_the_old_version_readable(tmp_path: Path) -> None:
     put(folder_at(tmp_path), None, write(tmp_path, run_name(), 1), SCHEMA)
     wider = SCHEMA.append(pa.field("age", pa.int64()))
     parts = write(tmp_path, run_name(), 7, schema=wider)
@@ -82,7 +82,7 @@ def test_a_table_that_gets_a_column_of_local_times_stays_readable(tmp_path: Path
 
 @pytest.mark.parametrize("mark", [[Transaction("me", 1)], []], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("first", [True, False], ids=["the first version", "a later version"])
-def test_of_two_commits_upon_one_version_one_fails_and_changes_nothing(
+def test_the_second_of_two_commits_on_one_version_fails_and_changes_nothing(
     tmp_path: Path, first: bool, mark: list[Transaction]
 ) -> None:
     if not first:
@@ -116,7 +116,7 @@ def test_a_compaction_copies_no_file_into_one_of_less_than_twice_its_size() -> N
     assert files_to_merge([JOINED_BYTES_MAX] * 3) == []
 
 
-def test_compacting_changes_no_row_and_streams_from_the_table_see_none_twice(tmp_path: Path) -> None:
+def test_a_compaction_changes_no_row_and_repeats_none_in_streams(tmp_path: Path) -> None:
     folder, table = folder_at(tmp_path), None
     for number in range(3):
         put(folder, table, write(tmp_path, run_name(), number, number + 10), SCHEMA)
@@ -131,7 +131,7 @@ def test_compacting_changes_no_row_and_streams_from_the_table_see_none_twice(tmp
     assert compact(folder, table, SCHEMA) == 0
 
 
-def test_a_compaction_that_was_overtaken_changes_nothing(tmp_path: Path) -> None:
+def test_a_compaction_after_another_commit_changes_nothing(tmp_path: Path) -> None:
     folder, table = folder_at(tmp_path), None
     for number in range(2):
         put(folder, table, write(tmp_path, run_name(), number), SCHEMA)
@@ -155,19 +155,19 @@ def test_orphans_are_the_files_that_no_version_names(tmp_path: Path) -> None:
     assert DeltaTable(str(tmp_path), version=0).to_pyarrow_table().num_rows == 1
 
 
-def test_without_a_table_every_part_is_an_orphan(tmp_path: Path) -> None:
+def test_a_part_without_a_table_is_an_orphan(tmp_path: Path) -> None:
     (part,) = write(tmp_path, run_name(), 1)
     assert remove_orphans(LocalFolder(tmp_path), None) == [part.name]
 
 
-def test_a_folder_is_locked_for_one(tmp_path: Path) -> None:
+def test_a_folder_is_locked_for_one_pipeline(tmp_path: Path) -> None:
     with FolderLock(tmp_path / "new"), pytest.raises(MirrorError, match="another pipeline is writing"):
         FolderLock(tmp_path / "new")
     with FolderLock(tmp_path / "new"):
         pass
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     require_absent_or_table(folder_at(tmp_path / "absent"))
     require_absent_or_table(folder_at(tmp_path))
     (tmp_path / "thesis.doc").touch()

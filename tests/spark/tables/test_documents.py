@@ -49,7 +49,7 @@ def rows(lake: Lake, *columns: str) -> dict[str, tuple[Any, ...]]:
     return {row["_key"]: tuple(row[name] for name in columns) for row in found}
 
 
-def test_fields_of_the_body_are_columns_next_to_the_documents_own(tmp_path: Path) -> None:
+def test_fields_of_the_body_are_columns_next_to_the_metadata(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("total double, City string, `weiter-name` int, live boolean")) as lake:
         first = [put("a", 1, total=1.5, City="Bonn", key="x"), put("b", 2, total=2), put("c", 3, live=True)]
         assert apply(lake, batch(0), [first]) == Applied(inserted=3)
@@ -126,7 +126,7 @@ def test_a_field_that_is_added_within_a_struct_has_its_value_in_every_row(tmp_pa
         lake_in(tmp_path, typed(before))
 
 
-def test_a_death_before_the_columns_are_committed_leaves_the_table_as_it_was(
+def test_a_crash_before_the_commit_of_new_columns_leaves_the_table_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lake_in(tmp_path, typed("total double")) as lake:
@@ -154,9 +154,7 @@ def test_a_death_before_the_columns_are_committed_leaves_the_table_as_it_was(
         ("total double, n int", {"time_zone": "Asia/Tokyo"}, "read with another --time-zone"),
     ],
 )
-def test_columns_change_in_other_ways_only_where_that_is_said(
-    tmp_path: Path, schema: str, reading: Row, said: str
-) -> None:
+def test_other_changes_of_columns_need_overwrite_schema(tmp_path: Path, schema: str, reading: Row, said: str) -> None:
     with lake_in(tmp_path, typed("total double, n int")) as lake:
         apply(lake, batch(0), [[put("a", 1, total=1.5, n=3)]])
     with pytest.raises(ConfigError, match=f"{said}.*--overwrite-schema"):
@@ -169,7 +167,7 @@ def test_columns_change_in_other_ways_only_where_that_is_said(
         pass
 
 
-def test_tables_with_and_without_a_schema_are_not_taken_for_each_other(tmp_path: Path) -> None:
+def test_a_table_with_a_schema_is_not_opened_without_one(tmp_path: Path) -> None:
     for made, opened in ((Layout(), typed("n int")), (typed("n int"), Layout())):
         folder = tmp_path / str(made.mark == "")
         with lake_in(folder, made):
@@ -188,7 +186,7 @@ def test_misfits_are_counted_and_shown(tmp_path: Path) -> None:
         assert apply(lake, batch(1), [second]) == Applied(updated=2, deleted=1, misfits=1)
 
 
-def test_failfast_ends_with_the_document_and_permissive_goes_on_from_there(tmp_path: Path) -> None:
+def test_a_failfast_merge_ends_at_a_misfit_and_a_permissive_one_goes_on(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("n int", mode="failfast")) as lake:
         apply(lake, batch(0), [[put("a", 1, n=1)]])
         with pytest.raises(DocumentDoesNotFit, match="'b' does not fit"):
@@ -222,7 +220,7 @@ def test_a_misfit_after_the_first_merge_does_not_stop_the_stream(tmp_path: Path)
         assert rows(lake, "_vbid", "n", "_part")["a"] == (700, None, 43)
 
 
-def test_quarantine_has_each_misfit_once_even_if_its_merge_broke_off(
+def test_the_quarantine_has_each_misfit_once_even_after_a_broken_merge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lake_in(tmp_path, typed("n int")) as lake:
@@ -255,7 +253,7 @@ def test_quarantine_has_each_misfit_once_even_if_its_merge_broke_off(
         ("a int not null", "NOT NULL cannot be promised"),
     ],
 )
-def test_a_schema_that_no_table_can_have_is_refused_before_anything_is_made(schema: str, said: str) -> None:
+def test_an_impossible_schema_is_refused_before_a_table_is_made(schema: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         typed(schema)
 
@@ -265,7 +263,7 @@ def test_documents_that_do_not_fit_are_not_dropped() -> None:
         typed("n int", mode="dropmalformed")
 
 
-def test_a_rollback_takes_back_the_columns_too(tmp_path: Path) -> None:
+def test_a_rollback_restores_the_columns_too(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("n int")) as lake:
         apply(lake, batch(0), [[put("a", 1, n=1), put("a", 2, n=2), put("b", 3, n=3)]])
         back = event("restoration", "a", (2, 1), seqno=1, value=body(n=1))

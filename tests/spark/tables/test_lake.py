@@ -109,7 +109,7 @@ def act(history: History, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.long)])
-def test_whatever_breaks_off_each_event_is_reported_once_and_the_documents_are_the_sources(
+def test_each_event_is_applied_once_after_a_crash_at_any_step(
     tmp_path_factory: pytest.TempPathFactory, examples: int
 ) -> None:
     """Batches cut anywhere, even within a rollback; every step may be the last before a restart that replays it."""
@@ -213,7 +213,7 @@ def test_the_memory_of_a_merge_does_not_grow_with_the_table(tmp_path: Path, monk
     assert peaks[1] < 1.3 * peaks[0]
 
 
-def test_documents_is_not_made_again_from_half_of_the_batches(tmp_path: Path) -> None:
+def test_the_documents_table_is_not_rebuilt_from_compacted_changes(tmp_path: Path) -> None:
     """A compaction gives the files of `changes` other names, by which no merge finds them."""
     with lake_in(tmp_path) as lake:
         for number in range(3):
@@ -225,7 +225,7 @@ def test_documents_is_not_made_again_from_half_of_the_batches(tmp_path: Path) ->
         lake_in(tmp_path)
 
 
-def test_documents_is_made_again_while_changes_has_each_batch(tmp_path: Path) -> None:
+def test_the_documents_table_is_rebuilt_while_changes_has_each_batch(tmp_path: Path) -> None:
     with lake_in(tmp_path) as lake:
         for number in range(3):
             apply(lake, batch(number), [[event("mutation", f"{number}", (1, number + 1), value=b"1")]])
@@ -236,7 +236,7 @@ def test_documents_is_made_again_while_changes_has_each_batch(tmp_path: Path) ->
         assert current(lake) == found
 
 
-def test_documents_that_are_ahead_of_changes_are_refused(tmp_path: Path) -> None:
+def test_a_documents_table_ahead_of_changes_is_refused(tmp_path: Path) -> None:
     with lake_in(tmp_path) as lake:
         apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
         shutil.copytree(tmp_path / "changes", tmp_path / "older")
@@ -247,7 +247,7 @@ def test_documents_that_are_ahead_of_changes_are_refused(tmp_path: Path) -> None
         lake_in(tmp_path)
 
 
-def test_a_process_that_was_thought_dead_cannot_commit_what_another_did(tmp_path: Path) -> None:
+def test_a_stale_process_cannot_commit_a_batch_twice(tmp_path: Path) -> None:
     events = [[event("mutation", "a", (1, 1), value=b"1")]]
     zombie = lake_in(tmp_path)
     assert not zombie.has_changes(batch(0))
@@ -262,7 +262,7 @@ def test_a_process_that_was_thought_dead_cannot_commit_what_another_did(tmp_path
         assert zombie.merge() == Applied()
 
 
-def test_a_merge_that_was_overtaken_changes_nothing(tmp_path: Path) -> None:
+def test_a_merge_after_the_merge_of_another_process_changes_nothing(tmp_path: Path) -> None:
     events = [[event("mutation", "a", (1, 1), value=b"1")]]
     zombie = lake_in(tmp_path)
     zombie.has_changes(batch(0))
@@ -275,7 +275,7 @@ def test_a_merge_that_was_overtaken_changes_nothing(tmp_path: Path) -> None:
         assert current(lake) == {("_default._default", "a"): (1, b"1")}
 
 
-def test_another_programs_commit_ends_a_merge_and_its_rows_are_refused(tmp_path: Path) -> None:
+def test_a_commit_of_another_program_ends_a_merge_and_its_rows_are_refused(tmp_path: Path) -> None:
     with lake_in(tmp_path) as lake:
         apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
         rows = lake.documents.table.to_pyarrow_table()
@@ -293,7 +293,7 @@ def test_another_programs_commit_ends_a_merge_and_its_rows_are_refused(tmp_path:
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"no Parquet")], ids=["gone", "damaged"])
 @pytest.mark.parametrize("table", ["changes", "documents"])
-def test_a_file_that_another_program_removed_or_damaged_is_named(tmp_path: Path, table: str, damage: Any) -> None:
+def test_a_file_removed_or_damaged_by_another_program_is_named(tmp_path: Path, table: str, damage: Any) -> None:
     with lake_in(tmp_path) as lake:
         apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
         apply(lake, batch(1), [[event("mutation", "a", (1, 2), value=b"2")]], put_off=True)
@@ -306,7 +306,7 @@ def test_a_file_that_another_program_removed_or_damaged_is_named(tmp_path: Path,
         assert DeltaTable(lake.documents.folder.url).version() == version
 
 
-def test_a_disk_that_is_full_ends_a_merge_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_a_merge_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with lake_in(tmp_path) as lake:
         apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
         apply(lake, batch(1), [[event("mutation", "a", (1, 2), value=b"2")]], put_off=True)
@@ -324,7 +324,7 @@ def test_a_disk_that_is_full_ends_a_merge_and_leaves_no_file(tmp_path: Path, mon
         assert current(lake) == {("_default._default", "a"): (2, b"2")}
 
 
-def test_an_event_that_stands_earlier_changes_nothing_even_without_marks(tmp_path: Path) -> None:
+def test_an_older_event_changes_nothing_even_without_marks(tmp_path: Path) -> None:
     """The second guard alone: an old batch under a new number."""
     old = [event("mutation", "a", (1, 8), value=b"old"), event("mutation", "b", (1, 9), value=b"old")]
     old.insert(0, event("collection_dropped", None, (1, 7)))
@@ -353,7 +353,7 @@ def test_a_merge_is_due_once_its_oldest_event_has_waited_long_enough(tmp_path: P
         assert not lake.due()
 
 
-def test_old_versions_of_documents_are_removed_by_a_rule_of_their_own(tmp_path: Path) -> None:
+def test_old_versions_of_the_documents_table_are_removed_after_keep_hours(tmp_path: Path) -> None:
     now_s = 0.0
 
     def there() -> int:
@@ -382,7 +382,7 @@ def make_older(folder: Path, hours: int) -> None:
         path.write_text("\n".join(map(json.dumps, actions)))
 
 
-def test_readers_of_a_kept_version_read_on_while_expired_files_are_removed(tmp_path: Path) -> None:
+def test_readers_of_a_kept_version_continue_while_expired_files_are_removed(tmp_path: Path) -> None:
     documents = tmp_path / "documents"
     with lake_in(tmp_path) as lake:
         for number in range(3):
@@ -403,7 +403,7 @@ def test_readers_of_a_kept_version_read_on_while_expired_files_are_removed(tmp_p
         assert DeltaTable(str(documents)).count() == 1_000
 
 
-def test_files_of_a_batch_that_was_not_committed_are_removed_and_no_others(tmp_path: Path) -> None:
+def test_only_files_of_an_uncommitted_batch_are_removed(tmp_path: Path) -> None:
     events = [[event("mutation", "a", (1, 1), value=b"1")]]
     with Lake(folder_at(tmp_path), None) as lake:
         apply(lake, batch(0), events)
@@ -415,7 +415,7 @@ def test_files_of_a_batch_that_was_not_committed_are_removed_and_no_others(tmp_p
         assert reported(lake) == identities(events[0])
 
 
-def test_names_of_delta_rs_are_no_batch_s_whatever_their_digits(tmp_path: Path) -> None:
+def test_a_file_of_delta_rs_is_not_taken_for_the_file_of_a_batch(tmp_path: Path) -> None:
     """Such a file of a compacted table was once taken for the unfinished attempt at batch 7051415, and removed."""
     assert batch_of("part-00000-57051415-1179-471f-bb20-cb496dc8c714-c000.zstd.parquet") is None
     assert batch_of("part-00000-57051415-b117-471f-b120-cb496dc8c714-c000.zstd.parquet") is None
@@ -444,7 +444,7 @@ def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_checkpoint_that_was_set_back_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_restored_from_an_older_copy_is_refused(tmp_path: Path) -> None:
     with Lake(folder_at(tmp_path), None) as lake:
         for number in range(2):
             apply(lake, batch(number), [[event("mutation", "a", (1, number + 1), value=b"1")]])
@@ -454,7 +454,7 @@ def test_a_checkpoint_that_was_set_back_is_refused(tmp_path: Path) -> None:
             lake.has_changes(batch(1, "other offsets"))
 
 
-def test_another_selection_is_refused_with_what_works(tmp_path: Path) -> None:
+def test_another_selection_is_refused_with_a_remedy(tmp_path: Path) -> None:
     """With a wider one the table had 5 of 3,026 documents for ever, and every run said `0 events`."""
     with Lake(folder_at(tmp_path), None, "collection=s.a"):
         pass

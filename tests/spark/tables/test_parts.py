@@ -38,7 +38,7 @@ def rows(first: int, count: int) -> pa.RecordBatch:
     return pa.record_batch([[f"k{n}" for n in numbers], numbers, [b"x" * 100] * count], schema=SCHEMA)
 
 
-def test_what_was_written_is_in_the_part_that_is_reported(tmp_path: Path) -> None:
+def test_the_written_rows_are_in_the_reported_part(tmp_path: Path) -> None:
     run = run_name()
     with PartWriter(str(tmp_path), f"part-{run}-0", SCHEMA) as writer:
         writer.write(rows(0, 10))
@@ -58,14 +58,14 @@ def test_what_was_written_is_in_the_part_that_is_reported(tmp_path: Path) -> Non
     }
 
 
-def test_no_rows_no_file(tmp_path: Path) -> None:
+def test_a_writer_without_rows_makes_no_file(tmp_path: Path) -> None:
     with PartWriter(str(tmp_path), f"part-{run_name()}-0", SCHEMA) as writer:
         writer.write(rows(0, 0))
     assert writer.finished == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_that_has_grown_is_finished_and_another_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_full_size_is_finished_and_another_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 100)
     with PartWriter(str(tmp_path), f"part-{run_name()}-0", SCHEMA, part_bytes_max=1) as writer:
         for first in range(0, 1000, 50):
@@ -73,7 +73,7 @@ def test_a_part_that_has_grown_is_finished_and_another_begun(tmp_path: Path, mon
     assert [part.rows for part in writer.finished] == [100] * 10
 
 
-def test_after_an_error_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 10)
 
     def fail_in_the_middle() -> None:
@@ -89,7 +89,7 @@ def test_after_an_error_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_last_write_that_fails_leaves_nothing(tmp_path: Path, small_files: None) -> None:
+def test_a_last_write_that_fails_leaves_no_file(tmp_path: Path, small_files: None) -> None:
     """A full disk shows at the end: the last row group is written when the writer closes."""
     noise = pa.record_batch([["k"], [1], [os.urandom(3 * FILE_BYTES_MAX)]], schema=SCHEMA)
     with (
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_machine(
     assert str(tmp_path / name) in error.value.what
 
 
-def test_a_store_that_takes_no_part_is_named_with_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_store_that_refuses_a_part_is_named_with_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 1)
     with (  # an account is missing, which the library finds out when the file is made
         pytest.raises(MirrorError, match=r"cannot be written on.*Account must be specified"),
@@ -123,7 +123,7 @@ def test_a_store_that_takes_no_part_is_named_with_its_machine(monkeypatch: pytes
         writer.write(rows(0, 1))
 
 
-def test_statistics_leave_out_what_is_not_known_of_all_rows(tmp_path: Path) -> None:
+def test_statistics_leave_out_columns_without_exact_bounds(tmp_path: Path) -> None:
     schema = pa.schema(
         [("all_null", pa.int64()), ("when", pa.timestamp("us", "UTC")), ("deep", pa.struct([("n", pa.int64())]))]
     )
@@ -135,7 +135,7 @@ def test_statistics_leave_out_what_is_not_known_of_all_rows(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["key", "_key"])
-def test_a_key_that_is_no_text_is_written_so_that_every_reader_takes_it(name: str) -> None:
+def test_a_binary_key_is_written_so_that_every_reader_accepts_it(name: str) -> None:
     keys = [b"\xff\x00", "\u00fcber".encode(), b"\xff\x01"]
     batch = pa.record_batch([[1, 2, 3], pa.array(keys).view(pa.string())], names=["seqno", name])
     assert text_keys(batch).column(1).to_pylist() == ["\ufffdbase64:/wA=", "\u00fcber", "\ufffdbase64:/wE="]
@@ -144,6 +144,6 @@ def test_a_key_that_is_no_text_is_written_so_that_every_reader_takes_it(name: st
     assert text_keys(batch.select(["seqno"])).num_rows == 3
 
 
-def test_names_of_others_are_no_parts() -> None:
+def test_files_of_other_programs_are_not_parts() -> None:
     assert run_of("part-00000-4c8c0d5c-c000.snappy.parquet") is None
     assert run_of("something.parquet") is None

@@ -16,7 +16,7 @@ from tests.spark.tables.test_documents import lake_in, typed
 from tests.spark.tables.test_lake import apply, batch
 
 
-def test_each_program_finds_the_documents_that_are_current(spark: SparkSession, tmp_path: Path) -> None:
+def test_each_program_finds_the_current_documents(spark: SparkSession, tmp_path: Path) -> None:
     history = History()
     for number in range(40):
         history.write(f"k{number % 15}", json.dumps({"total": number / 4, "note": "é" * number}).encode())
