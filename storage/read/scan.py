@@ -221,6 +221,9 @@ def references(
         for wire_key, dup in set(pairs).difference(visible):
             reader.check_named(txn.raw, wire_key, dup)
     newest = list(dict(visible).items())
+    if len(newest) > rows_max:
+        following = newest[rows_max][0]
+        del newest[rows_max:]
     found = [pair for pair in newest if pair[1][KIND] == MUTATION]
     if len(found) < len(newest):
         for pair in newest:
@@ -230,9 +233,6 @@ def references(
     if wire_range.begin_seqno:
         begin = wire_range.begin_seqno.to_bytes(8)
         found = [pair for pair in found if pair[1][SEQNO] > begin]
-    if len(found) > rows_max:
-        following = found[rows_max][0]
-        del found[rows_max:]
     return found, following
 
 
