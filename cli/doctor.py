@@ -5,6 +5,7 @@ source refused, 3 the data is damaged or belongs to another bucket, 2 settings, 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import typer
 
@@ -12,7 +13,7 @@ from cli import options, output
 from cli.exits import CommandEnded
 from mirror import client, units
 from mirror.config import required_source
-from mirror.inspection.doctor import Doctor, Finding, StepVerdict
+from mirror.inspection.doctor import Finding, StepVerdict, examine
 from mirror.messages import GetStatus
 
 COLOURS = {StepVerdict.OK: "green", StepVerdict.WARN: "yellow", StepVerdict.FAIL: "red"}
@@ -33,10 +34,8 @@ def doctor(
     url = required_source(settings)
     options.quiet_logs(settings)
     answer = None if settings.data is None else client.ask(settings.data, GetStatus())
-    work = Doctor(settings, url, settings.data, status=None if answer is None else answer["status"])
-    if not as_json:
-        work.on_finding = say
-    findings = asyncio.run(work.examine())
+    status = None if answer is None else answer["status"]
+    findings = asyncio.run(examined(examine(settings, url, settings.data, status=status), shown=not as_json))
     failed = [finding for finding in findings if finding.verdict is StepVerdict.FAIL]
     if as_json:
         output.print_json(
@@ -50,6 +49,16 @@ def doctor(
         )
     if failed:
         raise CommandEnded(int(failed[0].exit_code))
+
+
+async def examined(findings: AsyncIterator[Finding], *, shown: bool = True) -> list[Finding]:
+    """Return the findings; print each as it is found if they are `shown`."""
+    found = []
+    async for finding in findings:
+        found.append(finding)
+        if shown:
+            say(finding)
+    return found
 
 
 def finding_object(finding: Finding) -> dict[str, str | None]:

@@ -22,13 +22,13 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output
-from cli.doctor import say
+from cli.doctor import examined
 from cli.exits import CommandEnded
 from mirror.config import PasswordSource, Settings, Values
 from mirror.config_reader import describe, validated
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
-from mirror.inspection.doctor import Doctor, StepVerdict
+from mirror.inspection.doctor import StepVerdict, examine
 from mirror.log import set_up_logs
 from storage.env.directory import replace_file
 
@@ -133,9 +133,8 @@ def try_source(settings: Settings, source: str, password: str | None) -> str | N
     attempts. Raises CommandEnded with the exit code of the first failure.
     """
     for attempts_left in reversed(range(ATTEMPTS_MAX)):
-        work = Doctor(settings, source, None)
-        work.on_finding = say
-        failed = [finding for finding in asyncio.run(work.examine()) if finding.verdict is StepVerdict.FAIL]
+        findings = asyncio.run(examined(examine(settings, source, None)))
+        failed = [finding for finding in findings if finding.verdict is StepVerdict.FAIL]
         if not failed:
             return password
         if password is None or failed[0].step != "login" or not attempts_left:

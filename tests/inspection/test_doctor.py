@@ -13,7 +13,7 @@ import pytest
 
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
-from mirror.inspection.doctor import Doctor, Finding, StepVerdict
+from mirror.inspection.doctor import Finding, StepVerdict, examine
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import Opcode, Status
 from storage.env import directory
@@ -30,13 +30,8 @@ async def examined(source: str, path: Path, data: Path | None = None, **values: 
     password.write_text(values.pop("password", "demo"))
     status = values.pop("status", None)
     settings = validated({"password_file": password, "connect_timeout_s": 5, "request_timeout_s": 5, **values})
-    reported: list[Finding] = []
-    doctor = Doctor(settings, source, data, status=status)
-    doctor.on_finding = reported.append
-    findings = await doctor.examine()
-    assert reported == findings
     steps: dict[str, list[Finding]] = {}
-    for finding in findings:
+    async for finding in examine(settings, source, data, status=status):
         assert (finding.verdict is StepVerdict.OK) == (not finding.remedy), finding
         steps.setdefault(finding.step, []).append(finding)
     return steps
