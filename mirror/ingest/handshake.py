@@ -1,14 +1,50 @@
-"""The handshake: requests a stream until the source accepts, with rollbacks and resyncs in between.
+"""The handshake: how a mirror and its source find the point from which a stream continues.
 
-If the source answers ROLLBACK with a seqno, the machine goes back to the newest kept boundary at or below that seqno.
-If no such boundary is kept, or if the seqno is 0 or not below the request's start, the machine gets the source's
-failover log, and requests a stream from the newest common history. It does this once in a handshake. If no history is
-common, or if a later answer would need the log again, it begins a resync next to the old copy (docs/protocol.md 2.5). A
-request within a snapshot is first repeated from the snapshot's start; a machine without data only repeats its request.
+**The problem.** A vbucket has three documents: a (seqno 1), b (2) and c (3). The mirror has all three, in snapshots
+that ended at 2 and at 3. Then the node fails. The replica that takes over never received c, and gives seqno 3 to a
+document d. Both sides now have a seqno 3. If the mirror asked only for "everything after 3", it would keep c for ever
+and never get d. So a seqno counts only within a history, which has an id (vbuuid). Each side has a failover log: its
+histories, newest first, each with the seqno at which it began.
+
+    seqno          1     2     3     4
+    mirror         a     b     c              log: (A, 0)
+    source   A     a     b                    log: (B, 2), (A, 0)
+             B           +---- d     e
+
+    request        A, start 3            answer: ROLLBACK to 2, the last seqno of A at the source
+    mirror         goes back to its boundary 2, without c
+    request        A, start 2            answer: accepted, with the source's log
+    stream         d (3), e (4)          rows of B, published with the new log
+
+**The rule.** A request names exactly the stored position (`offset`). The source's answer decides:
+
+1. Accepted: save the source's failover log, then stage rows.
+2. ROLLBACK to R: go back to the newest kept boundary at or below R, and request again. R falls from answer to answer.
+3. ROLLBACK inside a snapshot, to its start or above: drop the received part, and request again from its start.
+4. R is 0 or not below the request's start, no boundary at or below R is kept, or the answers do not end: get the
+   source's failover log, go back to the end of the newest common history (`common_history`), and request with that
+   history's vbuuid. One handshake does this once.
+5. No history is common, or rule 4 applies again: read the vbucket again from 0, next to the old copy (a resync).
+
+A mirror without data only repeats its request. The producer's side of the rule is `mirror/server/rollback.py`; both
+follow docs/protocol.md 2.5. Two orders matter. The log is cut after the rollback, and a stream's log is saved before
+its first row is staged: rows must never lie under a history that they are not from.
+
+**Rejected.** *To go back to R itself*: R may be inside a snapshot. A snapshot has only the newest version of each key,
+so up to R an older version may be missing that the source has again after the failover. *To resync at once after
+ROLLBACK to 0*: a source answers 0 if it does not know the newest history, as after two failovers of which the second
+node missed the first. All older histories may be common, and a large bucket would be copied for nothing. *To go back to
+the source's polled high seqno*: it may be minutes old, and newer rows would be dropped.
+
+**What would break.** Without the vbuuid: c stays, d never comes, and nothing reports it. If a request inside a snapshot
+gave its start as that of the snapshot: the source would assume that the mirror has nothing of the snapshot, accept it
+on a history that forked inside, and a document would be lost (`offset`). If the log were cut before the rollback: after
+a crash between the two, the rows of the lost history would lie under the common one. The source may have continued that
+history beyond them. Then it accepts the request, and c stays for ever. Without the limit of rounds
+(ROLLBACK_ROUNDS_MAX): a source whose R falls by one would keep the vbucket in requests for hours.
 
 The functions in `machine.TRANSITIONS` take the machine's state and an event, append instructions, and return the next
-phase. Invariants: a request names exactly the stored position; a stream's failover log is saved before the stream's
-first row is staged.
+phase.
 """
 
 from __future__ import annotations
@@ -214,8 +250,7 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
     if common is None:
         return resync(machine, "no common history with the source", out)
     machine.handshake.next_vbuuid = common.vbuuid
-    # Roll back first, then cut the failover log. In the other order, a crash in between would leave rows under a wrong
-    # history, and the source would accept a request with that history.
+    # Roll back first, then cut the failover log ("What would break", above).
     if common.seqno < boundary_seqno:
         return _roll_back(machine, common.seqno, f"common history {common.vbuuid:#x} up to {common.seqno}", out)
     if machine.assembler.holds_part:
