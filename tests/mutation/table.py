@@ -107,13 +107,13 @@ MUTATIONS = (
         "storage/read/stream_reads.py",
         "each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno, floor)",
         "_lost_settled(txn, each, base_seqno, floor)",
-        "tests/storage/test_stream.py -k source_did_not",
+        "tests/storage/test_stream.py -k rollback_on_command",
     ),
     Mutation(
         "storage/read/stream_reads.py",
         "self._number = txn.raw.id()",
         "self._number = reader.environment.newest_commit()",
-        "tests/storage/test_stream.py -k looks_while",
+        "tests/storage/test_stream.py -k looks_during",
     ),
     Mutation(
         "mirror/serve/watch.py",
@@ -165,7 +165,7 @@ MUTATIONS = (
         "storage/write/commit.py",
         "missing_seqno=min(state.missing_seqno, seqno) if first else state.missing_seqno",
         "missing_seqno=state.missing_seqno",
-        "tests/storage/test_stream.py -k may_be_missing",
+        "tests/storage/test_stream.py -k purge_seqno_for_followers",
     ),
     # --- which seqnos make a whole snapshot
     Mutation(_ASSEMBLER, "Seqno(max(event.end_seqno, self._resumed_end))", "Seqno(event.end_seqno)", _OF_ASSEMBLER),
@@ -302,10 +302,16 @@ MUTATIONS = (
     ),
     # --- the store
     Mutation(
-        _OWNER, 'if txn.get(keys.DB_META, b"fence") != fence:', "if False:", "tests/storage/test_owner.py -k overtaken"
+        _OWNER,
+        'if txn.get(keys.DB_META, b"fence") != fence:',
+        "if False:",
+        "tests/storage/test_owner.py -k lost_its_group",
     ),
     Mutation(
-        _LEAVING, "if keep_complete and self.complete_seqno is not None:", "if False:", f"{_OF_LEAVING} -k complete_one"
+        _LEAVING,
+        "if keep_complete and self.complete_seqno is not None:",
+        "if False:",
+        f"{_OF_LEAVING} -k a_complete_snapshot",
     ),
     Mutation(
         _OWNER,
@@ -324,7 +330,7 @@ MUTATIONS = (
         _BRANCHES,
         "change_purge_row(txn, vbid, purged_seqno=0, local_purge_seqno=0)",
         "pass",
-        f"{_OF_PURGE} -k purge_record_of_its_own",
+        f"{_OF_PURGE} -k its_own_purge_record",
     ),
     Mutation(_BRANCHES, "log = own_log.pruned(at, boundary.vbuuid)", "log = own_log", _OF_LEAVING),
     Mutation(_BRANCHES, "pub._replace(flags=pub.flags | flags)", "pub", "tests/storage/test_resync_reads.py"),
@@ -403,7 +409,7 @@ MUTATIONS = (
         _ENVIRONMENT,
         "self.replaced = _identity_of(self.path) != self._file",
         "pass",
-        "tests/storage/test_groups.py -k its_path",
+        "tests/storage/test_groups.py -k replaced_its_own",
     ),
     Mutation(
         _OWNER,
@@ -415,7 +421,7 @@ MUTATIONS = (
         _PURGE,
         "if manifests.forget_before(txn, vbid, links, keys.ROW.unpack(key)):",
         "if False:",
-        "tests/storage/test_manifests.py -k pile_up",
+        "tests/storage/test_manifests.py -k every_boundary",
     ),
     Mutation(
         _PURGE,
@@ -561,7 +567,7 @@ MUTATIONS = (
         "storage/read/point_reads.py",
         "visible if visible[0] == known[1] else reader.look(known[0])",
         "visible if visible[0] >= 0 else reader.look(known[0])",
-        "tests/storage/test_view.py -k once_a_commit",
+        "tests/storage/test_view.py -k once_for_each_commit",
     ),
     Mutation(
         "storage/read/point_reads.py",

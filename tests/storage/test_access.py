@@ -61,7 +61,7 @@ def as_member(groups: list[int], work: Callable[[], str]) -> str:
         return answer.read()
 
 
-def test_members_read_and_register_and_write_no_data(place: str, clock: Clock) -> None:
+def test_members_can_read_and_register_but_not_write_data(place: str, clock: Clock) -> None:
     directory.create(place, IDENTITY)
     save_map(place, MapRecord("uuid", 1, 2))
     writer = open_writer(place, clock=clock)
@@ -106,7 +106,7 @@ def test_members_read_and_register_and_write_no_data(place: str, clock: Clock) -
         assert as_member([], read).startswith("ReadOnly: ")
 
 
-def test_a_folder_that_may_not_be_entered_is_no_damage(place: str) -> None:
+def test_a_folder_without_permission_is_not_reported_as_damage(place: str) -> None:
     """To those who may not look, its data file seems to be missing."""
     directory.create(place, IDENTITY)
     os.chmod(place, 0o755)
@@ -121,7 +121,7 @@ def test_a_folder_that_may_not_be_entered_is_no_damage(place: str) -> None:
     assert oct(os.stat(directory.group_path(place, 0)).st_mode)[-3:] == "700"
 
 
-def test_a_group_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_or_foreign_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match="there is no group 'no such group'"):
         access.group_id("no such group")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -133,7 +133,7 @@ def test_a_group_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert "usermod" in caught.value.hint
 
 
-def test_links_are_not_followed_and_what_is_missing_is_no_error(place: str, tmp_path: Path) -> None:
+def test_links_are_not_followed_and_missing_files_are_no_error(place: str, tmp_path: Path) -> None:
     directory.create(place, IDENTITY)
     access.share(place, access.group_id(GROUP))  # without map.json
     victim = tmp_path / "victim"

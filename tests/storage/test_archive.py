@@ -40,7 +40,7 @@ def tar(parts: list[BackupPart]) -> bytes:
     return file.getvalue()
 
 
-def test_a_folder_gives_back_what_it_was_given_with_the_manifest_last(tmp_path: Path) -> None:
+def test_a_folder_returns_its_parts_with_the_manifest_last(tmp_path: Path) -> None:
     sink = archive.FolderSink(str(tmp_path / "made" / "here"))
     for part in PARTS:
         sink.put(part)
@@ -54,7 +54,7 @@ def test_a_tar_is_streamed_both_ways_plain_or_compressed(compress: type[bytes]) 
     assert list(archive.tar_parts(Pipe(compress(tar(PARTS))))) == PARTS
 
 
-def test_a_tar_that_somebody_made_of_the_folder_is_the_same(tmp_path: Path) -> None:
+def test_a_tar_made_of_the_folder_is_accepted(tmp_path: Path) -> None:
     sink = archive.FolderSink(str(tmp_path / "folder"))
     for part in PARTS:
         sink.put(part)
@@ -71,7 +71,7 @@ def test_a_tar_that_is_cut_short_is_refused(length: int) -> None:
         list(archive.tar_parts(Pipe(tar(PARTS)[:length])))
 
 
-def test_what_is_no_backup_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_backup_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptedError, match=r"no backup.json"):
         list(archive.folder_parts(str(tmp_path)))
     file = io.BytesIO()

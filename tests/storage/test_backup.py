@@ -73,7 +73,7 @@ def filled(writer: GroupWriter) -> GroupWriter:
     return writer
 
 
-def test_what_is_published_while_it_runs_is_not_in_it(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+def test_a_backup_does_not_hold_changes_published_while_it_runs(path: str, filled: GroupWriter, tmp_path: Path) -> None:
     directory.save_map(path, MapRecord(IDENTITY.bucket_uuid, 3, 14))
     with open_view(path, partial=True) as view:
         before, token = contents(view), view.token(0)
@@ -150,7 +150,7 @@ def test_branches_of_original_and_copy_have_different_histories(path: str, fille
             list(view.changes(0, since=foreign))
 
 
-def test_as_of_an_older_boundary_the_copy_serves_that_one(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+def test_a_copy_as_of_an_older_boundary_serves_that_boundary(path: str, filled: GroupWriter, tmp_path: Path) -> None:
     with open_view(path, partial=True) as view:
         newest, older = view.boundaries(0)
         newer_token, older_token = view.token(0), view.token(0, 1, 4)
@@ -166,7 +166,7 @@ def test_as_of_an_older_boundary_the_copy_serves_that_one(path: str, filled: Gro
     assert newest.time_ms > older.time_ms
 
 
-def test_a_vbucket_that_is_resynced_has_no_older_boundary_to_go_back_to(path: str, filled: GroupWriter) -> None:
+def test_a_vbucket_under_resync_has_no_older_boundary_to_copy(path: str, filled: GroupWriter) -> None:
     filled.vbuckets[0].begin_resync()
     assert made(path)
     with pytest.raises(StorageError, match="resynced"):
@@ -242,7 +242,9 @@ def test_each_data_file_is_synced_before_the_mirror_is_in_place(
     assert expected <= synced
 
 
-def test_what_is_missing_twice_foreign_or_cut_is_refused(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+def test_missing_repeated_foreign_and_truncated_parts_are_refused(
+    path: str, filled: GroupWriter, tmp_path: Path
+) -> None:
     parts, target = made(path), tmp_path / "target"
     first, second = parts[0], parts[1]
     for wrong, words in (
@@ -297,7 +299,7 @@ def test_an_earlier_moment_of_an_unsettled_vbucket_is_neither_copied_nor_rolled_
                 refused()
 
 
-def test_only_an_empty_directory_is_restored_into(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+def test_a_restore_needs_an_empty_directory(path: str, filled: GroupWriter, tmp_path: Path) -> None:
     parts, target = made(path), tmp_path / "target"
     target.mkdir()
     (target / "notes").write_text("mine")
@@ -321,7 +323,7 @@ def test_a_restore_that_was_killed_leaves_no_mirror_and_says_what_to_remove(
         backup.restore(parts, str(target), clock_ms=Clock())
 
 
-def test_the_copy_ends_when_its_sink_fails(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+def test_a_backup_ends_when_its_sink_fails(path: str, filled: GroupWriter, tmp_path: Path) -> None:
     def fail(part: BackupPart) -> None:
         raise OSError(28, "No space left on device")
 

@@ -100,7 +100,7 @@ def test_a_damaged_reference_is_an_error(
 
 
 @pytest.mark.parametrize("read", range(6))
-def test_a_newest_reference_that_became_an_older_one_is_an_error(path: str, filled: GroupWriter, read: int) -> None:
+def test_a_newest_reference_changed_to_an_older_one_is_an_error(path: str, filled: GroupWriter, read: int) -> None:
     filled.close()
     file = Path(directory.group_path(path, 0), "data.mdb")
     data, older = file.read_bytes(), reference(8) + reference(9)
@@ -125,7 +125,7 @@ def test_the_purger_removes_nothing_for_a_damaged_row(filled: GroupWriter, view:
         view.get(KEYS[4])
 
 
-def test_an_older_reference_of_no_known_kind_is_an_error(filled: GroupWriter, view: View) -> None:
+def test_an_older_reference_of_unknown_kind_is_an_error(filled: GroupWriter, view: View) -> None:
     assert view.get(KEYS[0], as_of=9) is not None
     change_reference(filled, KEYS[0], reference(9), reference(9, kind=0x56))
     with pytest.raises(CorruptedError, match="references"):
@@ -152,7 +152,7 @@ def test_the_fast_path_of_a_listener_compares_checksum_and_key(filled: GroupWrit
 
 
 @pytest.mark.parametrize("changed", [1, -1])
-def test_a_key_that_became_another_one_is_not_absent(filled: GroupWriter, view: View, changed: int) -> None:
+def test_a_damaged_key_is_an_error_not_an_absent_document(filled: GroupWriter, view: View, changed: int) -> None:
     key = KEYS[4]
     new_key = key[:-1] + bytes([key[-1] + changed])
     change_reference(filled, key, reference(3), reference(3), new_key)
@@ -164,7 +164,7 @@ def test_a_key_that_became_another_one_is_not_absent(filled: GroupWriter, view: 
     assert check(view.path).problems
 
 
-def test_what_hides_older_versions_is_verified_in_bulk(path: str, filled: GroupWriter) -> None:
+def test_tombstones_and_new_versions_are_verified_in_bulk_reads(path: str, filled: GroupWriter) -> None:
     """A flipped bit in the key of a tombstone gave the deleted document back; in a new version's key, the old one."""
     publish(filled, 0, [(KEYS[2], b"new", 14), (KEYS[3], None, 15)])
     filled.close()
@@ -182,7 +182,7 @@ def test_what_hides_older_versions_is_verified_in_bulk(path: str, filled: GroupW
                     stream.rows(view.reader(0), state, 0, bytes_max=1 << 20)
 
 
-def test_a_row_that_is_missing_is_noticed_but_in_bulk_reads_of_a_whole_vbucket(filled: GroupWriter, view: View) -> None:
+def test_a_missing_row_is_noticed_except_in_bulk_reads(filled: GroupWriter, view: View) -> None:
     with filled.environment.begin(write=True) as txn:
         assert txn.delete(keys.ROW.pack(1, 1), db=filled.environment.db(V0))
     for read in everything(view):
@@ -194,7 +194,7 @@ def test_a_row_that_is_missing_is_noticed_but_in_bulk_reads_of_a_whole_vbucket(f
     assert "missing" in str(check(view.path).problems)
 
 
-def test_a_row_as_long_as_a_boundary_is_not_taken_for_one(path: str, writer: GroupWriter) -> None:
+def test_a_damaged_row_as_long_as_a_boundary_is_not_taken_for_one(path: str, writer: GroupWriter) -> None:
     snapshots(writer, [(b"k0", b"v", 1)], [(b"k", None, 2)])
     writer.close()
     file = Path(directory.group_path(path, 0), "data.mdb")
@@ -207,7 +207,7 @@ def test_a_row_as_long_as_a_boundary_is_not_taken_for_one(path: str, writer: Gro
         list(bulk.documents(view.reader(0), view.pin(0)))
 
 
-def test_a_row_that_seems_to_lie_behind_the_others_does_not_end_the_changes(path: str, filled: GroupWriter) -> None:
+def test_a_row_with_a_damaged_seqno_is_an_error_not_the_end_of_the_changes(path: str, filled: GroupWriter) -> None:
     filled.close()
     file = Path(directory.group_path(path, 0), "data.mdb")
     frame = records.encode_mutation(KEYS[0], b"9", 9)

@@ -49,7 +49,7 @@ def test_branch_numbers_rise_through_everything_that_opens_one(path: str) -> Non
     writer.close()
 
 
-def test_a_rollback_record_says_where_from_and_where_to(path: str) -> None:
+def test_a_rollback_record_has_its_start_and_its_target(path: str) -> None:
     writer: GroupWriter = open_writer(path)
     writer.vbuckets[0].save(failover_log=entries((5, 0)))
     publish(writer, 0, [(KEY, b"1", 10)])
@@ -91,7 +91,7 @@ def refused(path: str, *tokens: Token) -> list[bool]:
     return found
 
 
-def test_positions_of_a_group_that_was_set_aside_are_not_those_of_the_new_one(path: str) -> None:
+def test_positions_of_a_group_that_was_set_aside_are_refused_by_the_new_one(path: str) -> None:
     """The repair that an error recommends: numbers begin again at branch 1, and mean something else."""
     fill(path, range(1, 4))
     with open_view(path) as view:
@@ -161,7 +161,7 @@ def test_a_commit_that_was_undone_leaves_no_position_behind(path: str, event: st
     assert refused(path, seen[1], now) == [False, False]
 
 
-def test_a_lease_of_a_lost_position_makes_it_none_of_the_new_history(path: str) -> None:
+def test_a_lease_does_not_make_a_lost_position_valid_again(path: str) -> None:
     """A lease names branch and seqno alone: it holds what is there under these numbers, and its reader is refused."""
     fill(path, range(1, 3))
     before = data_of(path).read_bytes()
@@ -178,7 +178,7 @@ def test_a_lease_of_a_lost_position_makes_it_none_of_the_new_history(path: str) 
     writer.close()
 
 
-def test_a_reader_that_stays_open_gives_positions_of_the_new_history(writer: GroupWriter, view: View) -> None:
+def test_a_reader_that_stays_open_returns_positions_of_the_new_history(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(KEY, b"1", 1)])
     assert view.token(0).history_id == writer.environment.history_id
     writer.environment.history_id = 7  # as the next owner draws its own
@@ -187,7 +187,7 @@ def test_a_reader_that_stays_open_gives_positions_of_the_new_history(writer: Gro
     assert view.token(0).history_id == 7
 
 
-def test_restarts_without_number_keep_a_branch_small(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_restarts_keep_the_history_ids_of_a_branch_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "HISTORY_IDS_MAX", 8)
     for start in range(branches.HISTORY_IDS_MAX + 10):
         fill(path, range(2 * start + 1, 2 * start + 3))

@@ -59,7 +59,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("rows_max", [1, 7, 1000])
-def test_documents_as_in_a_scan_across_rollbacks(writer: GroupWriter, view: View, rows_max: int, way: None) -> None:
+def test_bulk_reads_equal_scans_across_rollbacks(writer: GroupWriter, view: View, rows_max: int, way: None) -> None:
     following = fill(writer, 1, 1, 60)
     assert documents(view, view.pin(0), rows_max=rows_max) == scanned(view)
     writer.vbuckets[0].rollback(35)
@@ -80,7 +80,7 @@ def test_documents_as_in_a_scan_across_rollbacks(writer: GroupWriter, view: View
         assert documents(view, view.pin(0), key_range, rows_max) == scanned(view, **options)
 
 
-def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_that_is_served(
+def test_a_pinned_boundary_is_read_to_its_end_through_rollbacks_and_resyncs(
     writer: GroupWriter, view: View, way: None
 ) -> None:
     fill(writer, 1, 1, 100)
@@ -101,7 +101,7 @@ def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_th
 
 
 @pytest.mark.parametrize("rolled_back_to", [None, 60])
-def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
+def test_partly_purged_history_is_refused_after_a_resync_too(
     writer: GroupWriter, view: View, way: None, rolled_back_to: int | None
 ) -> None:
     """The floor of then is forgotten, and what the purger left behind stays for a while."""
@@ -129,9 +129,7 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
         assert sorted(met) == [row.key for row in contents]
 
 
-def test_after_a_resync_also_what_the_history_then_served_had_left_is_not_read_once_the_purger_was_at_it(
-    writer: GroupWriter, view: View, way: None
-) -> None:
+def test_history_left_before_a_resync_is_refused_once_purged(writer: GroupWriter, view: View, way: None) -> None:
     fill(writer, 1, 1, 100)
     pin = view.pin(0)
     writer.vbuckets[0].rollback(60)
@@ -158,7 +156,7 @@ def test_after_a_resync_also_what_the_history_then_served_had_left_is_not_read_o
         lambda frame: frame[:1] + b"\x5f" + frame[2:],
     ],
 )
-def test_a_damaged_row_is_not_taken_for_one_that_is_not_requested(
+def test_a_damaged_row_is_an_error_not_a_row_of_another_collection(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes], single: bool
 ) -> None:
     if single:  # only mutations are met together
@@ -202,7 +200,7 @@ def test_collections_are_distinguished_and_hidden_by_a_drop(writer: GroupWriter,
 
 
 @pytest.mark.parametrize("get_rows", [1, 3, 128])
-def test_long_snapshots_with_deletions_and_with_other_collections_between_the_rows(
+def test_bulk_reads_pass_over_deletions_and_rows_of_other_collections(
     writer: GroupWriter, view: View, way: None, monkeypatch: pytest.MonkeyPatch, get_rows: int
 ) -> None:
     monkeypatch.setattr(bulk, "GET_ROWS", get_rows)
@@ -241,7 +239,7 @@ def test_the_name_in_a_system_event_is_not_a_key(writer: GroupWriter, view: View
 
 @pytest.mark.parametrize("first_seqno", [2**63 - 30, 2**63 + 0x57 * 2**48 - 30, 2**63 + 2**56 - 30, 2**64 - 130])
 @pytest.mark.parametrize("get_rows", [1, 3, 128])
-def test_a_boundary_is_no_row_at_any_seqno(
+def test_a_boundary_is_not_taken_for_a_row_at_any_seqno(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch, first_seqno: int, get_rows: int
 ) -> None:
     """From 2^63 to 2^63 + 2^56 a boundary begins with the byte 80, as a row does: sound data was called damaged."""

@@ -142,7 +142,7 @@ def test_a_piece_ends_before_a_large_row_and_names_its_bytes(environment: Enviro
 
 @settings(max_examples=3 * settings().max_examples, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sets(st.integers(1, 400), max_size=8), st.integers(0, 420), st.sets(st.integers(1, 400), max_size=3))
-def test_leaps_over_long_snapshots_leave_no_boundary_out(
+def test_leaps_over_long_snapshots_find_every_boundary(
     environment: Environment, ends: set[int], cut: int, purged: set[int]
 ) -> None:
     """Also where the purger took boundaries at which a leap lands."""

@@ -19,7 +19,7 @@ from tests.storage.model import A, B, C, D, events, log
 from tests.storage.rig import commit, publish, purge, put, snapshots
 
 
-def test_a_token_that_is_of_no_event_here_is_refused(writer: GroupWriter, view: View) -> None:
+def test_a_token_of_no_known_event_is_refused(writer: GroupWriter, view: View) -> None:
     for seqno in range(1, 7):
         publish(writer, 0, [(A, b"1", seqno)])
     writer.vbuckets[0].rollback(5)
@@ -38,7 +38,7 @@ def test_a_token_that_is_of_no_event_here_is_refused(writer: GroupWriter, view: 
     view.check_since(view.token(0))
 
 
-def test_the_rollback_that_is_reported_is_the_one_that_took_place(writer: GroupWriter, view: View) -> None:
+def test_the_reported_rollback_is_the_one_that_took_place(writer: GroupWriter, view: View) -> None:
     """Found by the simulation: after an abandoned snapshot at the same seqno another branch was named."""
     put(writer, A, 1, publish=True)
     put(writer, A, 2)
@@ -50,7 +50,7 @@ def test_the_rollback_that_is_reported_is_the_one_that_took_place(writer: GroupW
     assert next(view.changes(0, since=token)).rollback == view.rollbacks(0)[0]
 
 
-def test_two_positions_have_the_same_between_them_after_a_rollback(writer: GroupWriter, view: View) -> None:
+def test_the_changes_between_two_positions_are_the_same_after_a_rollback(writer: GroupWriter, view: View) -> None:
     snapshots(writer, [(A, b"a1", 1), (B, b"b1", 2)], [(A, b"a2", 3), (B, None, 4)], [(C, b"c1", 5)])
     start, end = (view.token(0, 1, seqno) for seqno in (2, 4))
     before = list(view.changes_between(start, end))
@@ -66,7 +66,7 @@ def test_two_positions_have_the_same_between_them_after_a_rollback(writer: Group
     assert list(view.changes_between(end, view.token(0, 2, 3))) == again
 
 
-def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(writer: GroupWriter, view: View) -> None:
+def test_a_range_between_two_positions_is_refused_once_it_is_purged(writer: GroupWriter, view: View) -> None:
     for seqno in range(1, 5):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     end = view.token(0, 1, 4)
@@ -107,7 +107,7 @@ def test_a_tombstone_that_was_purged_before_its_reader_saw_it_ends_the_read(
     assert [change.token.seqno for change in view.changes(0)] == [4, 6]
 
 
-def test_a_reader_from_the_beginning_misses_no_tombstone_that_was_gone_before(writer: GroupWriter, view: View) -> None:
+def test_a_reader_from_the_beginning_is_not_refused_for_purged_tombstones(writer: GroupWriter, view: View) -> None:
     for seqno, (key, value) in enumerate([(A, b"1"), (B, b"1"), (C, b"1"), (D, b"1"), (D, None), (C, b"2")], 1):
         publish(writer, 0, [(key, value, seqno)])
     purge(writer, Window(boundaries=1))
@@ -116,9 +116,7 @@ def test_a_reader_from_the_beginning_misses_no_tombstone_that_was_gone_before(wr
     assert [each.seqno for each in events(view)] == [1, 2, 6]
 
 
-def test_two_positions_of_a_copy_that_was_replaced_are_refused_where_a_tombstone_between_them_had_gone(
-    writer: GroupWriter, view: View
-) -> None:
+def test_a_range_of_a_replaced_copy_is_refused_if_a_tombstone_in_it_is_purged(writer: GroupWriter, view: View) -> None:
     for seqno, (key, value) in enumerate([(A, b"1"), (B, b"1"), (A, None), (C, b"1"), (B, b"2")], 1):
         publish(writer, 0, [(key, value, seqno)])
     before, floor, end = (view.token(0, 1, seqno) for seqno in (2, 4, 5))
@@ -135,7 +133,7 @@ def test_two_positions_of_a_copy_that_was_replaced_are_refused_where_a_tombstone
     assert list(half) == ways[0][1:]
 
 
-def test_changes_in_pieces_keep_nothing_that_was_returned_and_are_returned_again(
+def test_changes_in_pieces_are_not_cached_and_can_be_read_again(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seqno, key in enumerate((A, B, C, D), 1):

@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> str:
     return path
 
 
-def test_a_whole_store_is_clean_and_counted(path: str) -> None:
+def test_a_sound_store_is_clean_and_counted(path: str) -> None:
     seen: list[tuple[int, int]] = []
     report = check(path, progress=lambda done, of: seen.append((done, of)))
     assert report.clean
@@ -146,7 +146,7 @@ def test_damage_is_found_and_named(path: str, name: str, gap_rows: int, monkeypa
     assert not any("vbucket 1" in problem or "vbucket 3" in problem for problem in problems if name[:9] != "a vbucket")
 
 
-def test_boundaries_that_count_wrongly_are_found(tmp_path: Path) -> None:
+def test_boundaries_with_wrong_counters_are_found(tmp_path: Path) -> None:
     path = str(tmp_path / "mirror")
     directory.create(path, IDENTITY)
     writer = open_writer(path)
@@ -186,6 +186,6 @@ def test_a_missing_group_file_is_reported(path: str) -> None:
     assert any("group 1" in problem and "missing" in problem for problem in check(path).problems)
 
 
-def test_a_path_without_a_mirror_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_path_without_a_mirror_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotAMirror, match="no such directory"):
         check(str(tmp_path / "nowhere"))

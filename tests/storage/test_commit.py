@@ -34,7 +34,7 @@ def test_a_resync_from_an_empty_source_is_published_at_zero(path: str, writer: G
     assert check(path).problems == []
 
 
-def test_that_the_source_has_nothing_is_known_only_once_it_was_said(path: str) -> None:
+def test_an_empty_source_is_known_only_after_its_confirmation(path: str) -> None:
     """A stream that was accepted may bring everything yet: its log alone must not make an absent document of it."""
     writer = open_writer(path)
     writer.vbuckets[0].save(failover_log=log(77))
@@ -62,7 +62,7 @@ def test_that_the_source_has_nothing_is_known_only_once_it_was_said(path: str) -
     writer.close()
 
 
-def test_rows_of_the_first_snapshot_bring_its_log_along(path: str) -> None:
+def test_rows_of_the_first_snapshot_are_committed_with_its_failover_log(path: str) -> None:
     writer = open_writer(path)
     (key,) = keys_of(0, 1)
     writer.vbuckets[0].save(failover_log=log(77))
@@ -79,7 +79,7 @@ def test_rows_of_the_first_snapshot_bring_its_log_along(path: str) -> None:
     writer.close()
 
 
-def test_the_collections_of_an_open_snapshot_are_written_with_its_rows_and_not_before(path: str) -> None:
+def test_the_collections_of_an_open_snapshot_are_written_with_its_rows(path: str) -> None:
     """After a crash its seqnos may be other events; a manifest that was there already would hold from them on."""
     key = keys_of(0, 1)[0]
     writer = open_writer(path)
@@ -100,7 +100,9 @@ def test_the_collections_of_an_open_snapshot_are_written_with_its_rows_and_not_b
 
 
 @pytest.mark.parametrize("seqnos", [[3, 2], [2, 2], [1, 5, 4, 6], [0]])
-def test_rows_that_do_not_rise_are_refused_and_harm_nobody(path: str, writer: GroupWriter, seqnos: list[int]) -> None:
+def test_rows_out_of_order_are_refused_and_other_vbuckets_are_unaffected(
+    path: str, writer: GroupWriter, seqnos: list[int]
+) -> None:
     key = keys_of(0, 1)[0]
     prefix = writer.vbuckets[0].prefix
     rows = [row(prefix, key, b"x", seqno) for seqno in seqnos]

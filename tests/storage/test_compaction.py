@@ -54,7 +54,7 @@ def copied(environment: Environment, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_copy_holds_the_same_and_can_be_written(seed: int, tmp_path: Path) -> None:
+def test_a_copy_has_the_same_content_and_can_be_written(seed: int, tmp_path: Path) -> None:
     source = made(tmp_path / "source", seed)
     file = copied(source, tmp_path / "copy")
     assert verify.verify(str(file)) == []  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ def test_free_pages_are_left_out(tmp_path: Path) -> None:
     source.close()
 
 
-def test_what_is_committed_meanwhile_is_not_in_the_copy(tmp_path: Path) -> None:
+def test_later_commits_are_not_in_the_copy(tmp_path: Path) -> None:
     source = made(tmp_path / "source", 2)
     with source.read() as txn, closing(Compaction(source, txn.raw)) as copy:
         before = list(txn.cursor(keys.rows_db(0)))
@@ -146,7 +146,7 @@ def test_a_flipped_bit_ends_a_copy_with_an_error_or_is_in_the_data_that_is_copie
     assert errors > 33
 
 
-def test_nobody_else_copies_an_environment() -> None:
+def test_only_the_compaction_copies_an_environment() -> None:
     root = Path(directory.__file__).parent.parent
     for folder in ("storage", "mirror", "cli"):
         for file in (root / folder).rglob("*.py"):

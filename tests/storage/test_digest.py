@@ -37,7 +37,7 @@ def mutation(**changes: Any) -> bytes:
     return encode_mutation(**(fields | {"expiry": 9, "datatype": 0} | changes))
 
 
-def test_it_says_the_version_and_how_it_travelled_does_not_matter() -> None:
+def test_a_fingerprint_names_the_version_and_ignores_its_encoding() -> None:
     value = b"value" * 9
     plain = of(mutation())
     assert plain[:5] == (b"\x08key", 5, 3, 7, False)
@@ -63,7 +63,7 @@ def test_it_says_the_version_and_how_it_travelled_does_not_matter() -> None:
         {"datatype": 1},
     ],
 )
-def test_every_change_that_a_reader_could_see_is_seen(changes: dict[str, Any]) -> None:
+def test_every_visible_change_alters_the_digest(changes: dict[str, Any]) -> None:
     assert of(mutation(**changes)) != of(mutation())
     digests = [Digest(), Digest()]
     digests[0].add(of(mutation()))
@@ -71,7 +71,7 @@ def test_every_change_that_a_reader_could_see_is_seen(changes: dict[str, Any]) -
     assert digests[0].hex() != digests[1].hex()
 
 
-def test_a_tombstone_is_one_however_it_came_to_be_and_whenever() -> None:
+def test_a_fingerprint_of_a_tombstone_ignores_its_cause_and_time() -> None:
     deleted, expired = encode_deletion(b"k", 5), encode_deletion(b"k", 5, expired=True)
     assert of(deleted) == of(expired)
     assert of(deleted).deleted

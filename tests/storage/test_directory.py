@@ -21,7 +21,7 @@ from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY
 
 
-def test_what_was_made_is_found_again(tmp_path: Path) -> None:
+def test_a_created_directory_is_loaded_again(tmp_path: Path) -> None:
     path = str(tmp_path / "a" / "b")
     directory.create(path, IDENTITY)
     assert directory.exists(path)
@@ -44,7 +44,7 @@ def test_a_creation_that_was_cut_short_counts_as_empty_and_can_be_repeated(tmp_p
 
 @pytest.mark.parametrize("held", [None, (1, 2)])
 @pytest.mark.parametrize("selection", ["", "scope it's"])
-def test_groups_without_a_description_are_left_alone_and_the_error_says_how_to_make_it_again(
+def test_groups_without_a_description_stay_and_the_error_says_how_to_restore_it(
     tmp_path: Path, held: tuple[int, int] | None, selection: str
 ) -> None:
     """All groups were deleted, and everything was fetched again."""
@@ -61,7 +61,7 @@ def test_groups_without_a_description_are_left_alone_and_the_error_says_how_to_m
     assert directory.load(path) == identity
 
 
-def test_groups_without_a_description_that_cannot_be_read_are_left_alone(tmp_path: Path) -> None:
+def test_unreadable_groups_without_a_description_stay(tmp_path: Path) -> None:
     directory.create(str(tmp_path), IDENTITY)
     os.unlink(tmp_path / "mirror.json")
     (tmp_path / "group-0001" / "data.mdb").write_bytes(b"x" * 100_000)
@@ -102,7 +102,7 @@ def test_a_disk_that_fills_up_during_a_creation_is_named(tmp_path: Path) -> None
     assert int(made.stdout) > 40, "a limit lay between the first commit and the second"
 
 
-def test_what_was_selected_is_part_of_the_identity(tmp_path: Path) -> None:
+def test_the_selection_is_part_of_the_identity(tmp_path: Path) -> None:
     selected = replace(IDENTITY, selection="scope inventory")
     directory.create(str(tmp_path), selected)
     assert directory.load(str(tmp_path)) == selected
@@ -134,7 +134,7 @@ def test_what_was_selected_is_part_of_the_identity(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_senseless_description_is_named(tmp_path: Path, text: str, kind: type[StorageError], message: str) -> None:
+def test_an_invalid_description_is_named(tmp_path: Path, text: str, kind: type[StorageError], message: str) -> None:
     (tmp_path / "mirror.json").write_text(text)
     with pytest.raises(kind, match=message):
         directory.load(str(tmp_path))
@@ -157,7 +157,7 @@ def test_an_environment_of_another_mirror_is_refused() -> None:
     directory.check_identity(directory.identity_bytes(IDENTITY, 1), IDENTITY, 1, "/data")
 
 
-def test_the_lock_is_exclusive_and_given_up(tmp_path: Path) -> None:
+def test_the_lock_is_exclusive_until_it_is_released(tmp_path: Path) -> None:
     lock = directory.GroupLock(str(tmp_path))
     with pytest.raises(Locked, match="another process"):
         directory.GroupLock(str(tmp_path))
@@ -165,7 +165,7 @@ def test_the_lock_is_exclusive_and_given_up(tmp_path: Path) -> None:
     directory.GroupLock(str(tmp_path)).release()
 
 
-def test_the_description_holds_what_the_format_says(tmp_path: Path) -> None:
+def test_the_description_has_the_fields_of_the_format(tmp_path: Path) -> None:
     directory.create(str(tmp_path / "m"), IDENTITY)
     assert json.loads((tmp_path / "m" / "mirror.json").read_text()) == {
         "format": 2,
@@ -194,7 +194,7 @@ def test_a_group_folder_that_is_a_symbolic_link_is_not_followed(tmp_path: Path) 
     assert not (tmp_path / "victim").exists()
 
 
-def test_the_files_of_a_mirror_are_its_users_alone(tmp_path: Path) -> None:
+def test_the_files_of_a_mirror_are_readable_only_by_its_user(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         directory.create(str(tmp_path / "data"), IDENTITY)
@@ -210,7 +210,7 @@ def test_the_files_of_a_mirror_are_its_users_alone(tmp_path: Path) -> None:
 RECORD = MapRecord("b1", 2, 2**40)
 
 
-def test_a_record_is_what_was_saved_last(tmp_path: Path) -> None:
+def test_a_record_is_the_last_one_saved(tmp_path: Path) -> None:
     assert directory.load_map(str(tmp_path), "b1") is None
     directory.save_map(str(tmp_path), MapRecord("b1", 0, 1))
     directory.save_map(str(tmp_path), RECORD)
@@ -222,7 +222,7 @@ def test_a_record_is_what_was_saved_last(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["map.json"]
 
 
-def test_the_record_has_its_name_only_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_gets_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash before the rename leaves the old record."""
     directory.save_map(str(tmp_path), MapRecord("b1", 1, 1))
     calls: list[str] = []
@@ -263,7 +263,7 @@ def test_the_record_has_its_name_only_once_it_is_whole(tmp_path: Path, monkeypat
         "\xff\xfe",
     ],
 )
-def test_a_damaged_record_is_one_error_that_says_what_to_do(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_is_one_error_with_a_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "map.json").write_text(text, encoding="latin-1")
     with pytest.raises(CorruptedError, match="remove the file"):
         directory.load_map(str(tmp_path), "b1")

@@ -45,7 +45,7 @@ from tests.storage.rig import Clock, open_writer, publish
         (lmdb.BadTxnError("mdb_get: MDB_BAD_TXN"), CorruptedError, "is damaged or is none: mdb_get: MDB_BAD_TXN"),
     ],
 )
-def test_errors_of_the_system_get_our_names(error: Exception, kind: type[StorageError], text: str) -> None:
+def test_system_errors_become_storage_errors(error: Exception, kind: type[StorageError], text: str) -> None:
     ours = storage_error(error, "/somewhere")
     assert type(ours) is kind
     assert text in str(ours)
@@ -62,7 +62,7 @@ _NOT_DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", lmdb.Error.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_each_error_of_lmdb_is_damage_or_is_not(kind: type[lmdb.Error]) -> None:
+def test_each_error_of_lmdb_is_classified_as_damage_or_not(kind: type[lmdb.Error]) -> None:
     is_damage = isinstance(storage_error(kind("x"), "/somewhere"), CorruptedError)
     assert is_damage is (kind.__name__ not in _NOT_DAMAGE)
 
@@ -150,7 +150,7 @@ def test_handles_are_opened_once_and_trees_are_named_when_missing(path: str) -> 
     environment.close()
 
 
-def test_a_writer_does_not_go_on_in_a_file_that_is_gone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_stops_when_its_file_is_gone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.env.environment.LOOK_INTERVAL_S", 0.0)
     writer = open_writer(path)
     shutil.rmtree(path)
@@ -259,7 +259,7 @@ def test_a_read_that_stays_open_keeps_the_map_and_is_named(path: str, monkeypatc
         assert environment.grow() > 0
 
 
-def test_a_reader_that_was_killed_is_noticed_by_the_writer(path: str) -> None:
+def test_a_killed_reader_is_noticed_by_the_writer(path: str) -> None:
     clock = Clock()
     writer = open_writer(path, clock=clock)
     program = (

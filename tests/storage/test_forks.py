@@ -148,7 +148,7 @@ def answer(port: int) -> tuple[int, str]:
     return int(pid), said
 
 
-def test_a_preforking_server_that_read_before_it_forked_answers_right_while_the_mirror_is_written(path: str) -> None:
+def test_a_preforking_server_that_read_before_its_forks_answers_correctly(path: str) -> None:
     """As gunicorn with preload_app: workers end after some requests, or are killed, and are replaced."""
     fill(path)
     with program("WRITER", path), program("SERVER", path) as server, open_view(path, partial=True) as view:
@@ -217,7 +217,7 @@ def live_through(path: str, folder: Path, rounds: int, monkeypatch: pytest.Monke
             assert int(forks) > 0
 
 
-def test_counts_and_backups_are_right_while_programs_fork(
+def test_counts_and_backups_are_correct_while_programs_fork(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backup was made that could not be restored; counts were wrong, and a process died of a signal."""
@@ -226,7 +226,7 @@ def test_counts_and_backups_are_right_while_programs_fork(
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_hundred_counts_and_backups_are_right_while_programs_fork(
+def test_a_hundred_counts_and_backups_are_correct_while_programs_fork(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live_through(path, tmp_path, 100, monkeypatch)

@@ -24,7 +24,7 @@ from tests.storage.model import IDENTITY, keys_of
 from tests.storage.rig import open_writer, publish
 
 
-def test_a_file_that_another_view_has_found_replaced_is_not_read_until_the_next_look(path: str) -> None:
+def test_a_file_replaced_for_another_view_is_read_after_the_next_look(path: str) -> None:
     key = keys_of(0, 1)[0]
     writer = open_writer(path)
     publish(writer, 0, [(key, b"old", 1)])
@@ -57,9 +57,7 @@ def replace_group(path: str) -> None:
 
 
 @pytest.mark.usefixtures("short_turns")
-def test_threads_share_a_view_while_its_file_is_replaced_and_it_leaves_nothing_open(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_share_a_view_while_its_file_is_replaced(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them opened the file, and one was closed. Two of them removed the replaced file: a KeyError."""
     monkeypatch.setattr("storage.env.environment.LOOK_INTERVAL_S", 0.0)
     key = keys_of(0, 1)[0]
@@ -88,7 +86,7 @@ def test_threads_share_a_view_while_its_file_is_replaced_and_it_leaves_nothing_o
 
 
 @pytest.mark.usefixtures("short_turns")
-def test_threads_that_read_a_view_while_it_is_closed_get_closed_and_no_other_error(path: str) -> None:
+def test_threads_that_read_a_view_during_its_close_get_only_the_closed_error(path: str) -> None:
     """Some of them got a KeyError, the name of a tree."""
     writer = open_writer(path)
     publish(writer, 0, [(key, b"value", number) for number, key in enumerate(keys_of(0, 20), 1)])
@@ -128,7 +126,7 @@ def test_a_read_ends_in_the_file_that_another_thread_has_found_replaced(path: st
             pass
 
 
-def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_reads_the_file_that_replaced_its_own(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group is set aside and filled again, as an error recommends, by another process."""
     monkeypatch.setattr("storage.env.environment.LOOK_INTERVAL_S", 0.0)
     key = keys_of(0, 1)[0]

@@ -43,7 +43,7 @@ def view(path: str) -> View:
     return open_view(path)
 
 
-def test_what_is_held_is_dealt_into_the_groups(path: str) -> None:
+def test_the_held_vbuckets_are_divided_into_the_groups(path: str) -> None:
     assert directory.load(path) == IDENTITY
     assert [list(IDENTITY.group_vbids(group)) for group in range(2)] == [[4, 6], [3, 5]]
     whole = Identity("cluster", "bucket", "uuid", 8, 2)
@@ -53,7 +53,7 @@ def test_what_is_held_is_dealt_into_the_groups(path: str) -> None:
     assert b"held" not in directory.identity_bytes(whole, 0)
 
 
-def test_what_is_held_is_read_and_the_rest_is_elsewhere(view: View) -> None:
+def test_held_vbuckets_are_read_and_others_are_elsewhere(view: View) -> None:
     found = [document.key for document in view.scan()]
     assert found == [key_in(vbid) for vbid in (3, 4, 5, 6)]
     assert [state.vbid for state in view.states()] == [3, 4, 5, 6]
@@ -78,14 +78,14 @@ def test_what_is_held_is_read_and_the_rest_is_elsewhere(view: View) -> None:
     view.close()
 
 
-def test_the_walk_looks_at_what_is_held(path: str) -> None:
+def test_a_check_covers_the_held_vbuckets(path: str) -> None:
     report = check.check(path)
     assert not report.problems
     assert report.vbuckets == 4
 
 
 @pytest.mark.parametrize("held", ["[3]", "[6,3]", "[-1,3]", "[3,8]", '"3-6"', "7", '["3","6"]'])
-def test_a_range_that_cannot_be_is_named(path: str, held: str) -> None:
+def test_an_impossible_range_is_an_error(path: str, held: str) -> None:
     file = Path(path) / "mirror.json"
     text = file.read_text()
     start = text.index('"held":')

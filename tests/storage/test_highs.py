@@ -50,7 +50,7 @@ def test_rows_of_others_are_passed_in_bounded_steps(writer: GroupWriter, view: V
     assert newest(view, 0) == (12, 1)
 
 
-def test_what_is_not_published_or_was_rolled_back_does_not_count(writer: GroupWriter, view: View) -> None:
+def test_staged_and_rolled_back_rows_do_not_count(writer: GroupWriter, view: View) -> None:
     put(writer, A, 2, cid=300, publish=True)
     put(writer, A, 5, cid=300, publish=True)
     put(writer, B, 6, cid=300)
@@ -92,6 +92,6 @@ def test_rows_that_move_to_another_branch_meanwhile_are_found(
     assert merged
 
 
-def test_no_such_collection(view: View) -> None:
+def test_an_unknown_collection_is_an_error(view: View) -> None:
     with pytest.raises(UnknownCollection):
         states.newest_of(view.reader(0), view.pin(0), 9)

@@ -74,7 +74,7 @@ def restart(writer: GroupWriter, path: str, clocks: TwoClocks) -> GroupWriter:
 
 
 @pytest.mark.parametrize("step_ms", [YEAR_MS, -YEAR_MS])
-def test_one_commit_with_a_wrong_clock_keeps_purger_and_history(path: str, clocks: TwoClocks, step_ms: int) -> None:
+def test_a_commit_with_a_wrong_clock_does_not_affect_the_history(path: str, clocks: TwoClocks, step_ms: int) -> None:
     writer = opened(path, clocks)
     live(writer, clocks, 30)
     assert 10 <= kept(path) <= 13
@@ -89,7 +89,7 @@ def test_one_commit_with_a_wrong_clock_keeps_purger_and_history(path: str, clock
 
 
 @pytest.mark.parametrize("step_ms", [YEAR_MS, -YEAR_MS])
-def test_a_start_with_a_wrong_clock_costs_half_of_the_history_at_most(
+def test_a_start_with_a_wrong_clock_loses_at_most_half_of_the_history(
     path: str, clocks: TwoClocks, step_ms: int
 ) -> None:
     writer = opened(path, clocks)
@@ -107,7 +107,7 @@ def test_a_start_with_a_wrong_clock_costs_half_of_the_history_at_most(
     writer.close()
 
 
-def test_what_was_retracted_goes_by_age_and_not_by_the_wall_clock(path: str, clocks: TwoClocks) -> None:
+def test_retracted_rows_are_purged_by_age_and_not_by_the_wall_clock(path: str, clocks: TwoClocks) -> None:
     writer = opened(path, clocks)
     snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2)])
     clocks.wall += YEAR_MS
@@ -127,7 +127,7 @@ def test_what_was_retracted_goes_by_age_and_not_by_the_wall_clock(path: str, clo
     writer.close()
 
 
-def test_a_lease_ends_when_it_should_however_the_clock_is_set_meanwhile(path: str, clocks: TwoClocks) -> None:
+def test_a_lease_ends_on_time_after_any_change_of_the_clock(path: str, clocks: TwoClocks) -> None:
     writer = opened(path, clocks)
     live(writer, clocks, 5)
     clocks.wall += YEAR_MS
@@ -143,7 +143,7 @@ def test_a_lease_ends_when_it_should_however_the_clock_is_set_meanwhile(path: st
     writer.close()
 
 
-def test_the_idle_sync_comes_though_the_clock_goes_back(path: str, clocks: TwoClocks) -> None:
+def test_the_idle_sync_happens_even_if_the_clock_goes_back(path: str, clocks: TwoClocks) -> None:
     writer = opened(path, clocks)
     publish(writer, 0, [(A, b"1", 1)])
     clocks.wall -= YEAR_MS

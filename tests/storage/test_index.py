@@ -30,7 +30,7 @@ def fill(environment: Environment, count: int, seed: int = 1) -> list[tuple[byte
 
 
 @pytest.mark.parametrize(("after", "to", "limit"), [(0, 20, 100), (3, 9, 100), (3, 9, 2), (9, 9, 5), (20, 50, 5)])
-def test_key_rows_are_those_of_the_link(environment: Environment, after: int, to: int, limit: int) -> None:
+def test_key_rows_are_made_for_the_rows_of_the_link(environment: Environment, after: int, to: int, limit: int) -> None:
     rows = fill(environment, 20)
     expected = [r for n, r in enumerate(rows, 1) if after < n <= to][:limit]
     with environment.read() as txn:

@@ -26,7 +26,7 @@ ROW_BYTES = 1500
     ],
     ids=["plain", "compressed"],
 )
-def test_what_a_document_takes_is_known_from_its_head(
+def test_the_memory_for_a_document_is_known_from_its_header(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch, value: bytes, datatype: int, taken: int
 ) -> None:
     put(writer, A, 1, value, datatype=datatype)
@@ -44,13 +44,13 @@ def test_what_a_document_takes_is_known_from_its_head(
 
 
 @pytest.mark.parametrize("value", [b"\xff\xff\xff\xff\x0f" + VALUE, b""], ids=["a lie", "empty"])
-def test_a_value_that_is_not_what_it_claims_takes_what_is_stored(value: bytes) -> None:
+def test_a_malformed_value_takes_its_stored_size(value: bytes) -> None:
     frame = records.encode_mutation(A, value, 1, datatype=2)
     assert records.bytes_to_read(frame) == len(frame)
     assert records.bytes_to_read(frame[:20]) == 20
 
 
-def test_there_is_none_where_get_finds_none(writer: GroupWriter, view: View) -> None:
+def test_a_bounded_get_finds_no_document_if_get_finds_none(writer: GroupWriter, view: View) -> None:
     assert view.get(A, bytes_max=1) is None
     put(writer, A, 1, VALUE, expiry=5)
     put(writer, B, 2, VALUE)
@@ -65,7 +65,7 @@ def test_there_is_none_where_get_finds_none(writer: GroupWriter, view: View) -> 
     assert view.get(C, bytes_max=1) is None
 
 
-def test_a_row_that_is_purged_between_the_two_reads_is_looked_for_again(
+def test_a_row_purged_between_the_two_reads_is_searched_again(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(writer, A, 1, b"value")

@@ -36,7 +36,7 @@ def test_a_released_lease_holds_nothing_and_an_unknown_one_cannot_be_renewed(wri
     assert writer.vbuckets[0].state.history_floor_seqno == 3
 
 
-def test_a_lease_that_ended_is_not_renewed_but_judged_again(writer: GroupWriter, clock: Clock) -> None:
+def test_an_expired_lease_is_not_renewed_but_checked_again(writer: GroupWriter, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     writer.background.lease("job", {0: (1, 1)}, clock.now + 1_000)
@@ -48,7 +48,7 @@ def test_a_lease_that_ended_is_not_renewed_but_judged_again(writer: GroupWriter,
         writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
 
 
-def test_other_positions_under_a_name_are_no_renewal(writer: GroupWriter, clock: Clock) -> None:
+def test_other_positions_under_a_name_are_a_new_lease(writer: GroupWriter, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     writer.background.lease("job", {0: (1, 3)}, clock.now + HOUR_MS)
@@ -58,7 +58,7 @@ def test_other_positions_under_a_name_are_no_renewal(writer: GroupWriter, clock:
     assert writer.vbuckets[0].state.history_floor_seqno == 2
 
 
-def test_what_a_rollback_retracts_stays_while_a_lease_holds_it(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_retracted_rows_stay_while_a_lease_holds_them(writer: GroupWriter, view: View, clock: Clock) -> None:
     snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2), (B, b"2", 3)])
     token = view.token(0, 1, 3)
     writer.background.lease("stream", {0: (1, 3)}, clock.now + 10 * HOUR_MS)
@@ -78,7 +78,7 @@ def test_what_a_rollback_retracts_stays_while_a_lease_holds_it(writer: GroupWrit
         writer.background.lease("late", {0: (1, 3)}, clock.now + HOUR_MS)
 
 
-def test_at_seqno_0_there_is_nothing_to_hold(writer: GroupWriter, clock: Clock) -> None:
+def test_a_lease_at_seqno_0_holds_nothing(writer: GroupWriter, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     writer.background.lease("job", {0: (1, 0)}, clock.now + HOUR_MS)
@@ -86,7 +86,7 @@ def test_at_seqno_0_there_is_nothing_to_hold(writer: GroupWriter, clock: Clock) 
     assert writer.vbuckets[0].state.history_floor_seqno == 3
 
 
-def test_what_is_not_kept_is_refused_and_nothing_is_held(writer: GroupWriter, clock: Clock) -> None:
+def test_a_lease_on_purged_history_is_refused(writer: GroupWriter, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     purge(writer, Window(boundaries=2))
@@ -96,7 +96,7 @@ def test_what_is_not_kept_is_refused_and_nothing_is_held(writer: GroupWriter, cl
     assert writer.background.leases.of(0, clock.now) == []
 
 
-def test_a_resync_ends_what_a_lease_can_hold(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_a_resync_ends_the_hold_of_a_lease(writer: GroupWriter, view: View, clock: Clock) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
     writer.vbuckets[0].begin_resync()
@@ -106,7 +106,7 @@ def test_a_resync_ends_what_a_lease_can_hold(writer: GroupWriter, view: View, cl
     assert [d.key for d in view.scan(0)] == [B]
 
 
-def test_leases_are_not_without_end(writer: GroupWriter, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_leases_is_bounded(writer: GroupWriter, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases_module, "LEASES_MAX", 2)
     publish(writer, 0, [(A, b"1", 1)])
     for name in "ab":

@@ -26,7 +26,7 @@ def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on the disk"])
-def test_abandoning_the_next_snapshot_keeps_a_complete_one_that_waits_for_its_key_rows(
+def test_a_complete_snapshot_stays_when_the_next_one_is_abandoned(
     path: str, writer: GroupWriter, on_disk: bool
 ) -> None:
     """A first snapshot of any size was fetched again because one row of the next one was given up."""
@@ -55,7 +55,7 @@ def test_abandoning_the_next_snapshot_keeps_a_complete_one_that_waits_for_its_ke
     assert check(path).problems == []
 
 
-def test_what_is_to_go_with_the_complete_one_goes(writer: GroupWriter) -> None:
+def test_a_complete_snapshot_is_abandoned_on_request(writer: GroupWriter) -> None:
     """A rollback below its end: it is no longer the source's history."""
     staged(writer, 0, 1, 9, 9)
     writer.commit(flush_open=True)
@@ -66,7 +66,7 @@ def test_what_is_to_go_with_the_complete_one_goes(writer: GroupWriter) -> None:
 
 
 @pytest.mark.parametrize("leave", ["nothing", "resync", "resync again", "deferred rollback"])
-def test_giving_up_staged_rows_leaves_the_served_collections(path: str, writer: GroupWriter, leave: str) -> None:
+def test_the_served_collections_stay_when_staged_rows_are_abandoned(path: str, writer: GroupWriter, leave: str) -> None:
     """A copy beside it has no manifest yet. That was taken over, so all collections vanished for readers."""
     publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
     system_event(writer, 2, DEFAULT, Collection(8, 8, "orders", Seqno(2)), scopes=SCOPES, publish=True)
@@ -89,7 +89,7 @@ def test_giving_up_staged_rows_leaves_the_served_collections(path: str, writer: 
     writer.close()
 
 
-def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, writer: GroupWriter) -> None:
+def test_the_stream_filter_belongs_to_the_staging_branch(path: str, writer: GroupWriter) -> None:
     """A reader must know what was left out: a resync begins again, what is served next to it claims nothing."""
     assert writer.vbuckets[0].state.stream_filter is None
     writer.vbuckets[0].save(stream_filter="collections 8")
@@ -108,7 +108,7 @@ def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, write
     writer.close()
 
 
-def test_the_copy_that_is_served_next_to_a_resync_is_of_its_own_history(path: str, writer: GroupWriter) -> None:
+def test_the_copy_served_during_a_resync_keeps_its_own_failover_log(path: str, writer: GroupWriter) -> None:
     """A rollback on command during a resync gave the old copy the failover log of the resync's stream: the source took
     its documents for its own past, and they stayed for ever.
     """
@@ -125,7 +125,7 @@ def test_the_copy_that_is_served_next_to_a_resync_is_of_its_own_history(path: st
         assert [(each.from_vbuuid, each.to_vbuuid) for each in view.rollbacks(0)] == [(77, 77)]
 
 
-def test_the_boundary_of_an_empty_copy_is_none_to_go_back_to(writer: GroupWriter) -> None:
+def test_the_boundary_of_an_empty_copy_is_not_a_rollback_target(writer: GroupWriter) -> None:
     """A resync from an empty source is published at 0; "went to 0" means that nothing was changed."""
     writer.vbuckets[0].save(failover_log=log(77))
     publish(writer, 0, [(keys_of(0, 1)[0], b"1", 5)])

@@ -140,7 +140,9 @@ def change_one(rng: Random, manifest: Manifest, seqno: int) -> Manifest:
     return Manifest(ManifestUid(seqno), SCOPES, known)
 
 
-def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupWriter, path: str, view: View) -> None:
+def test_manifests_are_correct_at_every_boundary_and_old_ones_are_removed(
+    writer: GroupWriter, path: str, view: View
+) -> None:
     """A rollback, an abandoned snapshot, a restart of readers or the purger may come between."""
     rng = Random(13)
     expected: dict[int, Manifest] = {0: Manifest.initial()}
@@ -182,7 +184,7 @@ def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupW
     assert max(stored) < 100, "some more than the boundaries that are kept, and not one for each change"
 
 
-def test_who_follows_from_before_manifests_that_are_gone_begins_again(writer: GroupWriter, view: View) -> None:
+def test_a_follower_from_before_purged_manifests_begins_again(writer: GroupWriter, view: View) -> None:
     """Only manifests say that a collection was dropped."""
     put(writer, A, 1, publish=True)
     token = view.token(0)

@@ -100,7 +100,7 @@ def shown(view: View) -> dict[bytes, bytes]:
     return {each.key: each.value for each in view.scan(0)}
 
 
-def test_every_position_ever_given_is_followed_rightly_or_refused(
+def test_every_position_ever_returned_is_followed_correctly_or_refused(
     writer: GroupWriter, view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All branches have one writer's history id, yet the store distinguishes lost rows and moved ones."""
@@ -141,7 +141,7 @@ def test_every_position_ever_given_is_followed_rightly_or_refused(
     assert len(stream.served_state(view.reader(0)).links) < 6
 
 
-def test_a_merge_can_be_cut_off_between_any_two_steps(
+def test_a_merge_can_be_interrupted_between_any_two_steps(
     writer: GroupWriter, path: str, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader meanwhile sees all of it, or hears that it must begin again."""
@@ -197,7 +197,7 @@ def test_a_scan_across_moved_rows_begins_again(
         stream.rows(view.reader(0), pinned, 0, bytes_max=1000)
 
 
-def test_manifests_go_with_the_rows(
+def test_manifests_move_with_their_rows(
     writer: GroupWriter, path: str, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Manifests of the lost history, at the same seqnos, do not return with them."""
@@ -223,7 +223,9 @@ def test_manifests_go_with_the_rows(
     assert check(path).problems == []
 
 
-def test_branches_of_a_replaced_copy_go_with_its_last_row(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_branches_of_a_replaced_copy_are_removed_with_its_last_row(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
     for number in range(5):
         fail_over(writer, number)
     held = view.token(0)
@@ -249,7 +251,7 @@ def test_branches_of_a_replaced_copy_go_with_its_last_row(writer: GroupWriter, v
     assert writer.vbuckets[0].state.branch == 8
 
 
-def test_branches_that_are_forgotten_in_several_steps_never_lack_a_parent(
+def test_branches_removed_in_several_steps_never_lack_a_parent(
     writer: GroupWriter, clock: Clock, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     for number in range(5):
@@ -265,7 +267,7 @@ def test_branches_that_are_forgotten_in_several_steps_never_lack_a_parent(
     assert {8 - 2, 8 - 4, 8 - 6} <= set(counted), "two at a time"
 
 
-def test_rows_that_were_lost_keep_a_link_from_being_merged_until_they_are_gone(
+def test_lost_rows_prevent_the_merge_of_a_link_until_purged(
     writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parent has other rows at the same seqnos."""
@@ -278,7 +280,7 @@ def test_rows_that_were_lost_keep_a_link_from_being_merged_until_they_are_gone(
         assert storage.history.merge.next_pair(txn, 0, links, 100, known) is None
 
 
-def test_rows_are_not_moved_below_the_base_of_a_branch_that_a_deeper_rollback_left_empty(
+def test_rows_are_not_moved_below_the_base_of_an_empty_branch(
     writer: GroupWriter, view: View, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Readers in the order of seqnos look on a branch above its base alone: they missed what was moved there."""
@@ -299,7 +301,7 @@ def test_rows_are_not_moved_below_the_base_of_a_branch_that_a_deeper_rollback_le
     assert [link.branch for link in stream.served_state(view.reader(0)).links] == [4, 1]
 
 
-def test_the_boundary_at_the_floor_stays_where_a_rollback_went_back_to_it(
+def test_the_boundary_at_the_floor_stays_if_a_rollback_went_back_to_it(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(3):
@@ -313,7 +315,7 @@ def test_the_boundary_at_the_floor_stays_where_a_rollback_went_back_to_it(
     assert found.seqno == floor
 
 
-def test_no_branch_of_a_replaced_copy_is_forgotten_before_the_last_row_of_that_copy() -> None:
+def test_a_branch_of_a_replaced_copy_stays_until_its_last_row_is_removed() -> None:
     rows = {
         1: records.BranchRow(None, 0, 0, 1, 9),
         2: records.BranchRow(1, 5, 0, 2, 9),

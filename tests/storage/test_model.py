@@ -19,7 +19,7 @@ from storage.read.view import Token
 from tests.storage.model import DEFAULT, ID, SCOPES
 
 
-def test_an_untouched_bucket_has_the_default_collection_alone() -> None:
+def test_an_untouched_bucket_has_only_the_default_collection() -> None:
     manifest = Manifest.initial()
     assert manifest.uid == 0
     assert {c.name: (c.collection_id, c.begin_seqno) for c in manifest.collections.values()} == {"_default": (0, 0)}
@@ -43,7 +43,7 @@ def test_a_boundary_lies_on_the_newest_history_that_had_begun() -> None:
     assert log((0xC, 10), (0xB, 10), (0xA, 0)).vbuuid_at(10) == 0xC
 
 
-def test_pruning_drops_what_began_above_the_boundary_and_leaves_its_own_vbuuid() -> None:
+def test_pruning_drops_entries_above_the_boundary_and_keeps_its_vbuuid() -> None:
     assert log(*OURS).pruned(10) == log((0xB, 10), (0xA, 0))
     assert log((0xC, 20)).pruned(15, 0xB) == log((0xB, 15))
     assert log((0xC, 20)).pruned(15) == ()
@@ -74,12 +74,12 @@ def test_a_history_ends_where_the_next_one_began(vbuuid: int, end: int | None) -
         f"1:1:{'9' * 5000}:{ID}",
     ],
 )
-def test_a_token_that_is_none_is_refused(text: str) -> None:
+def test_a_malformed_token_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a token"):
         Token.parse(text)
 
 
-def test_a_token_is_its_three_numbers_and_its_history() -> None:
+def test_a_token_is_written_as_three_numbers_and_its_history_id() -> None:
     assert str(Token.parse(f"7:2:55:{ID}")) == f"7:2:55:{ID}"
     assert Token.parse(f"7:2:55:{ID}") == Token(7, Branch(2), Seqno(55), 255)
 
@@ -100,7 +100,7 @@ MANIFEST = Manifest(
     ("name", "expected"),
     [(None, 0), ("_default", 0), ("_default._default", 0), ("shop.orders", 9), ("orders", 10), (77, 77)],
 )
-def test_a_name_is_one_collection(name: str | int | None, expected: int) -> None:
+def test_a_name_or_number_resolves_to_one_collection(name: str | int | None, expected: int) -> None:
     assert collection_id_of(MANIFEST, name, "/path") == expected
 
 
@@ -113,17 +113,17 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
         collection_id_of(Manifest(ManifestUid(2), {}, {}), "x", "/path")
 
 
-def test_a_collection_is_called_by_its_scope_and_name() -> None:
+def test_a_collection_is_named_by_its_scope_and_name() -> None:
     assert MANIFEST.names() == {0: "_default._default", 9: "shop.orders", 10: "_default.orders"}
 
 
-def test_the_text_is_one_line_with_place_and_remedy() -> None:
+def test_the_text_of_an_error_is_one_line_with_place_and_remedy() -> None:
     error = errors.Full("no space left", path="/data/group-0000", vbid=5, hint="free some")
     assert str(error) == "/data/group-0000: vbucket 5: no space left (free some)"
     assert str(errors.Closed("closed")) == "closed"
 
 
-def test_kinds_carry_exit_code_and_retryable() -> None:
+def test_each_kind_of_error_has_an_exit_code_and_a_retry_policy() -> None:
     for kind in (errors.CorruptedError, errors.WrongBucket, errors.UnknownFormat):
         assert (kind("x").exit_code, kind("x").retryable) == (3, False)
     assert (errors.NotAMirror("x").exit_code, errors.NotAMirror("x").retryable) == (2, False)

@@ -170,11 +170,11 @@ def run(steps_min: int, record_property: Callable[[str, object], None]) -> None:
     assert not missing, f"this never happened: {missing}"
 
 
-def test_a_reader_that_stays_open_ends_with_what_the_model_had_or_is_refused(record_property: Any) -> None:
+def test_a_reader_that_stays_open_agrees_with_the_model_or_is_refused(record_property: Any) -> None:
     run(4_000, record_property)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(24 * 3600)
-def test_a_million_steps_of_readers_that_stay_open(record_property: Any) -> None:
+def test_readers_that_stay_open_agree_with_the_model_over_a_million_steps(record_property: Any) -> None:
     run(1_000_000, record_property)

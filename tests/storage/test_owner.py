@@ -18,7 +18,7 @@ from tests.storage.rig import crash, open_writer, publish, staged
 pytestmark = pytest.mark.usefixtures("small_limits")
 
 
-def test_a_writer_that_was_overtaken_cannot_write(path: str) -> None:
+def test_a_writer_that_lost_its_group_cannot_write(path: str) -> None:
     old = open_writer(path)
     crash(old)  # its lock is gone, but the object lives on as a stopped process would
     new = open_writer(path)
@@ -44,7 +44,7 @@ def test_the_map_grows_and_the_batch_is_replayed(path: str) -> None:
     assert check(path).problems == []
 
 
-def test_a_write_that_fails_next_to_an_unfinished_copy_is_that_error_alone(path: str, writer: GroupWriter) -> None:
+def test_a_failed_write_during_a_resync_raises_only_its_own_error(path: str, writer: GroupWriter) -> None:
     """Opening again after a failed write gave the unfinished copy up by another write, inside of the first one's
     recovery: KeyError, and the group was lost until a restart.
     """

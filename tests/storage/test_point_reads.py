@@ -63,7 +63,7 @@ def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(wr
     assert read(B, "shop.orders") == b"new b"
 
 
-def test_expired_documents_are_absent_at_the_time_that_counts(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_expired_documents_are_absent_at_the_time_of_the_read(writer: GroupWriter, view: View, clock: Clock) -> None:
     clock.now = 50_000
     put(writer, A, 1, expiry=60)
     put(writer, B, 2)
@@ -83,7 +83,7 @@ def test_expired_documents_are_absent_at_the_time_that_counts(writer: GroupWrite
     assert set(view.get_many([A, B, C], as_of=2)) == {A, B}
 
 
-def test_many_documents_are_those_that_get_returns_one_by_one_read_in_one_transaction(
+def test_get_many_equals_single_gets_and_takes_one_transaction(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deleted, expired, changed by rows that are not published yet, and absent ones among them."""
@@ -111,7 +111,7 @@ def test_many_documents_are_those_that_get_returns_one_by_one_read_in_one_transa
     assert reads == 1
 
 
-def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupWriter, view: View) -> None:
+def test_find_returns_the_document_with_the_state_of_its_collection(writer: GroupWriter, view: View) -> None:
     found = view.find(b"\0" + A)
     assert (found.document, found.collection_exists) == (None, True)
     put(writer, A, 1, b"old")
@@ -147,7 +147,7 @@ def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupW
     [(1, 4), (2, 3), (2, 1)],
     ids=["not published", "of another branch", "of another branch, below"],
 )
-def test_a_reference_not_visible_is_not_followed(writer: GroupWriter, view: View, branch: int, seqno: int) -> None:
+def test_an_invisible_reference_is_not_followed(writer: GroupWriter, view: View, branch: int, seqno: int) -> None:
     """While key rows are made before a publish, and after a rollback, the newest reference is not the one to read."""
     put(writer, A, 2, b"visible")
     put(writer, B, 3, publish=True)
@@ -172,7 +172,7 @@ def test_a_reference_not_visible_is_not_followed(writer: GroupWriter, view: View
     assert [row is None for row in rows] == [True, False]
 
 
-def test_a_row_of_a_collection_as_it_was_before_a_flush_is_not_read(writer: GroupWriter, view: View) -> None:
+def test_a_row_from_before_a_flush_of_its_collection_is_not_read(writer: GroupWriter, view: View) -> None:
     orders = Collection(9, 8, "orders", Seqno(1))
     system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
     put(writer, A, 2, cid=9)
@@ -184,7 +184,7 @@ def test_a_row_of_a_collection_as_it_was_before_a_flush_is_not_read(writer: Grou
     assert [row is None for row in rows] == [True, False, True]
 
 
-def test_a_read_that_meets_a_map_that_is_being_taken_over_waits_for_it(
+def test_a_read_waits_while_a_grown_map_is_taken_over(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(writer, A, 1, publish=True)

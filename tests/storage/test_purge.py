@@ -33,7 +33,9 @@ def seqnos(view: View) -> list[int]:
     return [int(document.seqno) for document in events(view)]
 
 
-def test_the_window_by_time_keeps_what_was_current_then(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_the_window_by_time_keeps_the_versions_current_at_its_start(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
     for seqno in range(1, 6):
         clock.now = seqno * HOUR_MS
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
@@ -51,7 +53,7 @@ def test_the_window_by_time_keeps_what_was_current_then(writer: GroupWriter, vie
     assert writer.vbuckets[0].rollback(3).boundary_seqno == 3
 
 
-def test_the_window_by_count_and_by_size(writer: GroupWriter, view: View) -> None:
+def test_the_window_is_bounded_by_count_and_by_size(writer: GroupWriter, view: View) -> None:
     for seqno in range(1, 11):
         publish(writer, 0, [(A, b"x" * 1000, seqno)])
     purge(writer, Window(boundaries=4))
@@ -62,7 +64,7 @@ def test_the_window_by_count_and_by_size(writer: GroupWriter, view: View) -> Non
     assert purge(writer, Window(size_bytes=2500)) == 0
 
 
-def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWriter, view: View) -> None:
+def test_a_purged_tombstone_is_remembered_by_its_seqno(writer: GroupWriter, view: View) -> None:
     snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, None, 3)], [(B, b"2", 4)])
     purge(writer, Window(boundaries=2))  # floor 3: the tombstone is current there
     assert seqnos(view) == [2, 4]
@@ -75,7 +77,7 @@ def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWrite
     assert [c.token.seqno for c in view.changes(0)] == [2, 4]  # from the beginning nothing is missing
 
 
-def test_a_tombstone_that_a_version_replaced_refuses_no_reader_of_changes(writer: GroupWriter, view: View) -> None:
+def test_a_purged_tombstone_below_a_newer_version_refuses_no_reader(writer: GroupWriter, view: View) -> None:
     snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, None, 3)], [(A, b"2", 4)], [(B, b"2", 5)])
     purge(writer, Window(boundaries=1))  # floor 5: the tombstone went, what replaced it did not
     assert seqnos(view) == [4, 5]
@@ -93,7 +95,7 @@ def test_tombstones_of_a_first_backfill_stay_for_the_window_too(writer: GroupWri
     assert writer.vbuckets[0].state.local_purge_seqno == 2
 
 
-def test_rows_of_a_dropped_collection_go_when_the_drop_is_history(
+def test_rows_of_a_dropped_collection_are_purged_below_the_floor(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 2)
@@ -111,7 +113,9 @@ def test_rows_of_a_dropped_collection_go_when_the_drop_is_history(
     assert [d.key for d in view.scan(0)] == sorted([A, B])
 
 
-def test_retracted_rows_alone_wait_for_the_window(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_retracted_rows_wait_for_the_window_and_abandoned_ones_do_not(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
     snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2), (B, b"2", 3)])
     token = view.token(0, 1, 3)
     clock.now = HOUR_MS
@@ -160,7 +164,7 @@ def branch_count(writer: GroupWriter) -> int:
         return len(branches.all_branches(txn, 0))
 
 
-def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view: View) -> None:
+def test_broken_snapshots_leave_no_branches_behind(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
     tokens = [view.token(0, writer.vbuckets[0].state.branch, 2)]
     for _ in range(60):
@@ -193,7 +197,7 @@ def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view
     ]
 
 
-def test_resyncs_that_are_given_up_leave_nothing_behind(writer: GroupWriter, view: View) -> None:
+def test_resyncs_that_are_given_up_leave_no_rows_behind(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
     for _ in range(50):
         writer.vbuckets[0].begin_resync()
@@ -257,7 +261,7 @@ class Looked(Transaction):
         return Cursor()
 
 
-def test_a_look_for_work_costs_the_same_however_much_history_is_kept(writer: GroupWriter) -> None:
+def test_a_search_for_work_costs_the_same_with_any_amount_of_history(writer: GroupWriter) -> None:
     window = Window(time_ms=HOUR_MS, boundaries=100_000, size_bytes=1 << 30)
     looks = []
     for count in (10, 500):
@@ -273,7 +277,7 @@ def test_a_look_for_work_costs_the_same_however_much_history_is_kept(writer: Gro
     assert looks[1] <= looks[0] + 5, looks
 
 
-def test_the_counters_of_boundaries_hold_through_whatever_made_them(writer: GroupWriter, view: View) -> None:
+def test_the_counters_of_boundaries_are_correct_after_every_kind_of_publish(writer: GroupWriter, view: View) -> None:
     snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, b"2" * 50, 3)])
     broken_backfill(writer)
     stage(writer, 6, (A, b"4", 4), flush=True)
@@ -331,7 +335,7 @@ def test_a_flushed_and_resynced_collection_is_purged_in_bounded_steps_of_linear_
     assert len(list(view.scan(0, collection=9))) == count
 
 
-def test_a_resynced_copy_begins_a_purge_record_of_its_own(writer: GroupWriter, view: View) -> None:
+def test_a_resynced_copy_begins_its_own_purge_record(writer: GroupWriter, view: View) -> None:
     """With that of the old copy, tombstones would stay for ever, and new tokens would be refused for what is there."""
     snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, None, 8)], [(B, b"2", 9)])
     purge(writer, Window(boundaries=1))
@@ -346,7 +350,7 @@ def test_a_resynced_copy_begins_a_purge_record_of_its_own(writer: GroupWriter, v
     assert view.state(0).local_purge_seqno == 4
 
 
-def test_batches_of_a_removal_do_not_overlap_and_none_is_much_larger_than_requested() -> None:
+def test_batches_of_a_removal_do_not_overlap_and_keep_their_size() -> None:
     rng = Random(3)
     slices = [sorted(b"%06d" % rng.randrange(10**6) for _ in range(1000)) for _ in range(20)]
     marks = marks_of(slices, 500)

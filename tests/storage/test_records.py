@@ -62,7 +62,7 @@ def xattrs(*pairs: tuple[bytes, bytes]) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-def test_a_reader_gets_the_body_without_compression_and_xattrs_unless_it_asks() -> None:
+def test_a_reader_gets_the_body_without_compression_and_xattrs_by_default() -> None:
     whole = xattrs((b"_sync", b"{}")) + b'{"a":1}'
     packed = bytes(cramjam.snappy.compress_raw(whole))
     frame = records.encode_mutation(b"k", packed, 5, datatype=7)
@@ -81,13 +81,13 @@ def test_a_reader_gets_the_body_without_compression_and_xattrs_unless_it_asks() 
         (b"\0\0\0\x09abc", 4, "longer than the value"),
     ],
 )
-def test_a_value_that_cannot_be_is_named(value: bytes, datatype: int, message: str) -> None:
+def test_a_malformed_value_is_an_error(value: bytes, datatype: int, message: str) -> None:
     with pytest.raises(CorruptedError, match=message):
         records.decode_row(VB, BR, records.encode_mutation(b"k", value, 1, datatype=datatype))
 
 
 @pytest.mark.parametrize(("value", "datatype"), [(b"\xff\xff\xff\xff\x0f", 2), (b"\0\0\0\x09abc", 5)])
-def test_a_value_that_cannot_be_taken_apart_can_stay_as_it_is_stored(value: bytes, datatype: int) -> None:
+def test_a_malformed_value_can_be_read_as_stored(value: bytes, datatype: int) -> None:
     frame = records.encode_mutation(b"k", value, 1, datatype=datatype)
     found = records.decode_row(VB, BR, frame, lenient=True)
     assert (found.value, found.datatype) == (value, datatype)
@@ -97,7 +97,7 @@ def test_a_value_that_cannot_be_taken_apart_can_stay_as_it_is_stored(value: byte
 
 
 @given(st.binary(max_size=80), st.integers(0, 70), st.integers(0, 255))
-def test_damaged_rows_raise_corrupted_and_nothing_else(garbage: bytes, position: int, byte: int) -> None:
+def test_damaged_rows_raise_only_the_corrupted_error(garbage: bytes, position: int, byte: int) -> None:
     whole = bytearray(records.encode_mutation(b"key", b"some value", 9, datatype=1))
     whole[position % len(whole)] = byte
     for frame in (garbage, bytes(whole), bytes(whole[: position % len(whole)])):
@@ -154,7 +154,7 @@ def test_records_that_cannot_be_read_are_named(data: bytes | None) -> None:
 
 
 @pytest.mark.parametrize(("collection_id", "encoded"), [(0, "00"), (8, "08"), (0x7F, "7f"), (0x1234, "b424")])
-def test_the_prefix_is_leb128(collection_id: int, encoded: str) -> None:
+def test_the_prefix_of_a_key_is_leb128(collection_id: int, encoded: str) -> None:
     assert keys.encode_collection_id(collection_id).hex() == encoded
 
 
@@ -165,7 +165,7 @@ def test_a_prefix_that_does_not_end_is_refused(bad: bytes) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32])
-def test_a_collection_id_is_32_bits(bad: int) -> None:
+def test_a_collection_id_has_32_bits(bad: int) -> None:
     with pytest.raises(ValueError, match="not a 32 bit number"):
         keys.encode_collection_id(bad)
 

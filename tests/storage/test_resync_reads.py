@@ -41,7 +41,7 @@ READS: dict[str, Callable[[View], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_unavailable_until_the_resync_is_published(path: str, read: Callable[[View], Any]) -> None:
+def test_a_vbucket_is_unavailable_until_its_resync_is_published(path: str, read: Callable[[View], Any]) -> None:
     writer = open_writer(path, resync_reads="unavailable")
     with open_view(path) as view, open_view(path, stale_reads=True) as patient:
         assert read(view)
@@ -63,7 +63,7 @@ def test_unavailable_until_the_resync_is_published(path: str, read: Callable[[Vi
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_the_old_copy_marked_stale(path: str, read: Callable[[View], Any]) -> None:
+def test_the_old_copy_is_served_and_marked_stale(path: str, read: Callable[[View], Any]) -> None:
     writer = open_writer(path, resync_reads="stale")
     writer.vbuckets[0].begin_resync()
     with open_view(path) as view:

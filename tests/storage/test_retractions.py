@@ -22,7 +22,7 @@ from tests.storage.model import DEFAULT, SCOPES, A, B, C, D, keys_of
 from tests.storage.rig import HOUR_MS, Clock, commit, publish, purge, put, snapshots, system_event
 
 
-def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: GroupWriter, view: View) -> None:
+def test_a_rollback_is_followed_by_its_retractions_and_restorations(writer: GroupWriter, view: View) -> None:
     snapshots(writer, [(A, b"a1", 1), (B, b"b1", 2)], [(A, b"a2", 3), (B, None, 4), (C, b"c1", 5), (A, b"a3", 6)])
     token = view.token(0, 1, 6)
     writer.vbuckets[0].rollback(4)
@@ -46,7 +46,7 @@ def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: Grou
     assert [e.kind for e in view.changes(0, since=events[5].token)] == ["mutation"]
 
 
-def test_two_rollbacks_in_a_row_are_reported_as_one_way_back(writer: GroupWriter, view: View) -> None:
+def test_two_rollbacks_in_a_row_are_reported_as_one(writer: GroupWriter, view: View) -> None:
     snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2)], [(A, b"3", 3)])
     token = view.token(0, 1, 3)
     writer.vbuckets[0].rollback(2)
@@ -72,7 +72,7 @@ def test_documents_of_a_collection_that_only_lost_history_dropped_are_restored(w
     assert reported == [("rollback", None), *(("restoration", key) for key in sorted((A, B, A + A)))]
 
 
-def test_what_lost_history_overwrote_and_then_flushed_is_restored_once(writer: GroupWriter, view: View) -> None:
+def test_documents_overwritten_and_flushed_in_lost_history_are_restored_once(writer: GroupWriter, view: View) -> None:
     orders = Collection(9, 8, "orders", Seqno(1))
     system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
     put(writer, A, 2, b"old", cid=9)
@@ -91,7 +91,7 @@ def test_what_lost_history_overwrote_and_then_flushed_is_restored_once(writer: G
     ]
 
 
-def test_what_a_flush_had_hidden_before_the_rollback_is_not_restored(writer: GroupWriter, view: View) -> None:
+def test_documents_flushed_before_the_rollback_are_not_restored(writer: GroupWriter, view: View) -> None:
     """Found by the simulation: the version below a flush came back as if the flush had been undone, too."""
     system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES)
     put(writer, A, 2, b"before", cid=9)
@@ -103,7 +103,7 @@ def test_what_a_flush_had_hidden_before_the_rollback_is_not_restored(writer: Gro
     assert reported == [("rollback", None), ("retraction", b"lost")]
 
 
-def test_a_deferred_rollback_restores_nothing_that_both_histories_dropped(writer: GroupWriter, view: View) -> None:
+def test_a_deferred_rollback_does_not_restore_what_both_histories_dropped(writer: GroupWriter, view: View) -> None:
     """Found by the simulation: the drop is the same event in both, so a reader is not given it again, but it was given
     the documents, which it then kept for ever.
     """
@@ -120,7 +120,7 @@ def test_a_deferred_rollback_restores_nothing_that_both_histories_dropped(writer
     assert reported == [("rollback", None), ("retraction", b"lost"), ("mutation", b"new")]
 
 
-def test_a_deferred_rollback_gives_again_what_lost_history_alone_dropped(writer: GroupWriter, view: View) -> None:
+def test_a_deferred_rollback_returns_documents_dropped_only_in_lost_history(writer: GroupWriter, view: View) -> None:
     """Its documents below the common seqno, those above it that both histories have, and where the collection itself is
     younger than that, its beginning too.
     """
@@ -151,7 +151,7 @@ def test_a_deferred_rollback_gives_again_what_lost_history_alone_dropped(writer:
     ]
 
 
-def test_a_deferred_rollback_gives_nothing_that_a_common_event_ended(writer: GroupWriter, view: View) -> None:
+def test_a_deferred_rollback_does_not_return_what_a_common_event_ended(writer: GroupWriter, view: View) -> None:
     """Found by the simulation: versions that the lost history had left out were given, and not the event after them
     that the reader had been given before. Documents of a collection that was gone stayed with it.
     """
@@ -174,7 +174,7 @@ def test_a_deferred_rollback_gives_nothing_that_a_common_event_ended(writer: Gro
     assert [each.document and each.document.seqno for each in view.changes(0, since=token)] == [7]
 
 
-def test_a_deferred_rollback_gives_no_flush_that_a_known_one_follows(writer: GroupWriter, view: View) -> None:
+def test_a_deferred_rollback_does_not_return_a_flush_below_a_known_one(writer: GroupWriter, view: View) -> None:
     """The earlier flush would remove documents that the reader got after the later one, and never gets again."""
     system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES, publish=True)
 
@@ -193,7 +193,7 @@ def test_a_deferred_rollback_gives_no_flush_that_a_known_one_follows(writer: Gro
     assert [each.document and each.document.seqno for each in view.changes(0, since=token)] == [6]
 
 
-def test_a_rollback_is_read_document_by_document_and_its_events_are_returned_again(
+def test_a_rollback_is_read_document_by_document_and_can_be_read_again(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All documents of 2,000 events were held at once, each of up to 20 MiB."""
@@ -238,7 +238,7 @@ def test_a_rollback_is_read_document_by_document_and_its_events_are_returned_aga
     assert [change.kind for change in view.changes(0, since=token)].count("restoration") == 200
 
 
-def test_what_is_purged_while_a_rollback_is_returned_is_gone_from_history(writer: GroupWriter, view: View) -> None:
+def test_a_row_purged_while_a_rollback_is_read_is_gone_from_history(writer: GroupWriter, view: View) -> None:
     """Between finding a row and reading it; a row that is missing where it is still named is damage."""
     snapshots(writer, [(A, b"old", 1)], [(A, b"new", 2)])
     token = view.token(0, 1, 2)
@@ -253,7 +253,7 @@ def test_what_is_purged_while_a_rollback_is_returned_is_gone_from_history(writer
         retractions.document_of(reader, gone, False)
 
 
-def test_what_is_purged_between_two_steps_is_gone_from_history(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_a_row_purged_between_two_steps_is_gone_from_history(writer: GroupWriter, view: View, clock: Clock) -> None:
     """The walk found no more lost rows, and ended as if there had been none."""
     names = keys_of(0, 6)
     publish(writer, 0, [(key, b"old", seqno) for seqno, key in enumerate(names, 1)])

@@ -19,7 +19,7 @@ from tests.storage.model import DEFAULT, SCOPES, A, B, C, D, events, keys_of
 from tests.storage.rig import Clock, commit, manifest_of, publish, purge, put, scan_page, system_event
 
 
-def test_ranges_limits_and_vbuckets(writer: GroupWriter, view: View) -> None:
+def test_a_scan_is_limited_by_range_count_and_vbucket(writer: GroupWriter, view: View) -> None:
     names = sorted([A, B, C, D])
     for seqno, key in enumerate(names, 1):
         put(writer, key, seqno)
@@ -78,7 +78,7 @@ def test_pages_of_a_pin_stay_until_a_rollback_passes_it(writer: GroupWriter, vie
 
 
 @pytest.mark.parametrize("left_by", ["rollback", "window"])
-def test_a_page_of_a_moment_that_is_gone_is_no_empty_last_one(writer: GroupWriter, view: View, left_by: str) -> None:
+def test_a_page_of_a_purged_moment_is_an_error_not_an_empty_page(writer: GroupWriter, view: View, left_by: str) -> None:
     """Its collection was not found any more in the manifests that are left of that moment."""
     orders = Collection(8, 0, "orders", Seqno(2))
     put(writer, D, 1, publish=True)
@@ -123,7 +123,9 @@ def test_large_documents_make_small_pages(writer: GroupWriter, view: View) -> No
     assert len(view.get_many([A, B], bytes_max=2 * CHUNK_BYTES)) == 2
 
 
-def test_keys_are_counted_without_documents(writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_counted_without_reading_documents(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many versions a key has, it is one step of the count."""
     for seqno in range(1, 301):
         put(writer, A, seqno)

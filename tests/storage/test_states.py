@@ -13,7 +13,7 @@ from tests.storage.model import A, B, keys_of, log
 from tests.storage.rig import Clock, open_writer, publish, purge, put, stage
 
 
-def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_the_published_seqnos_and_the_floor_are_shown(writer: GroupWriter, view: View, clock: Clock) -> None:
     assert view.history(0).floor_ms is None
     clock.now = 5_000
     put(writer, A, 1, publish=True)
@@ -34,7 +34,7 @@ def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: V
     assert view.history(0).resyncs_ms[0] >= 6_000
 
 
-def test_a_view_that_remembers_positions_says_what_a_new_one_says(path: str, writer: GroupWriter, view: View) -> None:
+def test_a_view_with_cached_positions_agrees_with_a_new_one(path: str, writer: GroupWriter, view: View) -> None:
     """After a publish, a rollback, and a resync."""
 
     def compare() -> None:
@@ -75,7 +75,7 @@ def ends(view: View) -> list[int]:
     return found
 
 
-def test_an_empty_vbucket_has_nowhere_to_go(view: View) -> None:
+def test_an_empty_vbucket_has_no_boundary(view: View) -> None:
     assert states.published_since(view.reader(0), None) == (None, 0)
     assert states.following(view.reader(0), 0) is None
     assert states.newest(view.reader(0), 99) is None
@@ -96,7 +96,7 @@ def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(w
     assert states.newest(view.reader(0), 373) is None
 
 
-def test_the_published_position_is_seen_from_a_readers_position(writer: GroupWriter, view: View) -> None:
+def test_the_published_position_is_compared_with_a_position_of_a_reader(writer: GroupWriter, view: View) -> None:
     fill(writer, 1, 3, 4)
     boundary, common_seqno = states.published_since(view.reader(0), view.token(0, 1, 3))
     assert boundary is not None
@@ -117,7 +117,7 @@ def test_the_published_position_is_seen_from_a_readers_position(writer: GroupWri
 KEYS = keys_of(0, 4)
 
 
-def test_figures_follow_what_is_stored(path: str) -> None:
+def test_figures_follow_the_stored_history(path: str) -> None:
     now = 1_000
     writer = open_writer(path, clock=lambda: now)
     writer.vbuckets[0].save(failover_log=log())

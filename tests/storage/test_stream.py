@@ -54,7 +54,7 @@ def all_rows(view: View, *, rows_max: int, after: int = 0, **options: object) ->
 
 
 @pytest.mark.parametrize("rows_max", [1, 2, 3, 100])
-def test_a_key_comes_once_in_its_newest_version_however_it_is_cut(store: Store, view: View, rows_max: int) -> None:
+def test_a_key_comes_once_in_its_newest_version_in_any_pieces(store: Store, view: View, rows_max: int) -> None:
     for seqno, key in enumerate((b"a", b"b", b"a", b"c", b"b", b"a", b"d"), start=1):
         store.put(key, b"v", seqno)
     store.delete(b"c", 8)
@@ -64,7 +64,7 @@ def test_a_key_comes_once_in_its_newest_version_however_it_is_cut(store: Store, 
 
 
 @pytest.mark.parametrize("rows_max", [1, 100])
-def test_versions_of_a_history_that_was_left_replace_nothing(store: Store, view: View, rows_max: int) -> None:
+def test_versions_of_a_lost_history_replace_nothing(store: Store, view: View, rows_max: int) -> None:
     for seqno, key in enumerate((b"a", b"b", b"c"), start=1):
         store.put(key, b"v", seqno)
     store.put(b"a", b"lost", 4)
@@ -85,7 +85,7 @@ def test_a_piece_fits_into_its_bytes(store: Store, view: View) -> None:
     assert (seqnos(rows), position) == ([10], 10)
 
 
-def test_only_selected_collections_and_what_is_alive_in_them(store: Store, view: View) -> None:
+def test_rows_come_only_from_live_selected_collections(store: Store, view: View) -> None:
     store.put(b"a", b"v", 1)
     store.put(b"c", b"flushed", 2, cid=9)
     store.put(b"x", b"dropped", 3, cid=300)
@@ -126,7 +126,7 @@ def test_a_rollback_below_what_is_read_is_reported_and_one_above_is_not(store: S
     assert seqnos(stream.rows(view.reader(0), low, 0, bytes_max=1 << 20)[0]) == [1, 2]
 
 
-def test_a_resync_is_not_whole_and_shares_nothing(store: Store, view: View) -> None:
+def test_a_resync_is_incomplete_and_shares_no_history(store: Store, view: View) -> None:
     store.put(b"a", b"v", 5)
     before = stream.served_state(view.reader(0))
     assert before.whole
@@ -142,7 +142,7 @@ def test_a_resync_is_not_whole_and_shares_nothing(store: Store, view: View) -> N
         stream.rows(view.reader(0), before, 0, bytes_max=1 << 20)
 
 
-def test_a_fresh_vbucket_is_whole_once_its_source_said_that_it_has_nothing(tmp_path: Path) -> None:
+def test_a_fresh_vbucket_is_complete_once_its_source_is_known_to_be_empty(tmp_path: Path) -> None:
     store = Store(tmp_path, vbuckets=1)
     with open_view(store.path) as view:
         assert not stream.served_state(view.reader(0)).whole
@@ -159,9 +159,7 @@ def test_a_fresh_vbucket_is_whole_once_its_source_said_that_it_has_nothing(tmp_p
 
 
 @pytest.mark.parametrize(("missing", "first"), [(SEQNO_MAX, 50), (20, 20), (0, 0)])
-def test_what_may_be_missing_does_not_move_with_the_floor_nor_with_what_the_source_says_later(
-    tmp_path: Path, missing: int, first: int
-) -> None:
+def test_the_purge_seqno_for_followers_does_not_move_with_the_floor(tmp_path: Path, missing: int, first: int) -> None:
     now_ms = 1_000_000
     store = Store(tmp_path, vbuckets=1, window=Window(time_ms=10), clock_ms=lambda: now_ms)
     log = FailoverLog.of([(7, 0)])
@@ -185,7 +183,7 @@ def test_what_may_be_missing_does_not_move_with_the_floor_nor_with_what_the_sour
     store.close()
 
 
-def test_a_resync_that_is_given_up_leaves_what_the_served_copy_lacks(store: Store, view: View) -> None:
+def test_a_resync_that_is_given_up_keeps_the_missing_seqno_of_the_served_copy(store: Store, view: View) -> None:
     store.writer.vbuckets[0].save(failover_log=store.writer.vbuckets[0].state.failover_log, missing_seqno=30)
     store.put(b"a", b"v", 50)
     store.writer.vbuckets[0].begin_resync()
@@ -225,7 +223,7 @@ def test_changes_of_a_closed_file_raise_the_error_of_a_read(tmp_path: Path) -> N
         Commits().news(reader)
 
 
-def test_a_publish_is_reported_also_to_who_looks_while_it_is_written(tmp_path: Path) -> None:
+def test_a_publish_is_reported_even_to_a_reader_that_looks_during_its_write(tmp_path: Path) -> None:
     """LMDB counts a commit before readers see it; with `full` it syncs the meta page in between."""
     store = Store(tmp_path, vbuckets=1, sync="full")
     with open_view(store.path) as view:
@@ -260,7 +258,7 @@ def test_the_next_snapshots_of_a_follower_end_at_the_next_boundaries(store: Stor
     assert ends(at + 5) == []
 
 
-def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(
+def test_a_follower_of_a_lost_history_shares_the_boundary_of_the_rollback(
     store: Store, view: View, clock: list[int]
 ) -> None:
     for seqno in (1, 4, 9):  # 4 lies in the newer half of the kept history, where no first snapshot ends
@@ -327,7 +325,7 @@ def test_a_follower_of_a_replaced_copy_that_is_forgotten_begins_again(windowed: 
     assert shared_seqno(windowed, 7, 15) == 0
 
 
-def test_a_follower_across_a_rollback_that_the_source_did_not_ask_for_begins_again(windowed: Store) -> None:
+def test_a_follower_across_a_rollback_on_command_begins_again(windowed: Store) -> None:
     """The follower got (71, 79] and resumed there after the mirror had published 79 again: 76 lies inside."""
     put_all(windowed, 55, 71, 79)
     windowed.writer.vbuckets[0].rollback(55)

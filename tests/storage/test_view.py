@@ -32,7 +32,7 @@ def test_a_view_has_the_reads_that_are_documented_and_no_others() -> None:
     assert all(getattr(View, name).__doc__ for name in READS)
 
 
-def test_a_view_that_was_closed_says_so(path: str, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_view_raises_closed(path: str, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the middle of a read."""
     monkeypatch.setattr("storage.read.scan.CHUNK_ROWS", 1)
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
@@ -67,7 +67,7 @@ def test_as_of_takes_the_newest_boundary_up_to_a_seqno_or_time(writer: GroupWrit
     assert [b.seqno for b in view.boundaries(0)] == [30, 20, 10]
 
 
-def test_what_a_vbucket_serves_is_looked_at_once_a_commit_and_never_used_in_another(
+def test_the_served_state_is_read_once_for_each_commit(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0
@@ -100,7 +100,7 @@ def test_what_a_vbucket_serves_is_looked_at_once_a_commit_and_never_used_in_anot
     assert looks == 7
 
 
-def test_what_ends_a_read_is_said(writer: GroupWriter, view: View) -> None:
+def test_an_invalidated_read_names_the_cause(writer: GroupWriter, view: View) -> None:
     """A later snapshot ends none, a rollback that of what is served alone, the purger all."""
     snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2)], [(A, b"3", 3)])
     reader = view.reader(0)

@@ -43,7 +43,7 @@ def writer(path: str) -> Iterator[GroupWriter]:
     opened.close()
 
 
-def test_a_write_is_waited_for_until_it_is_published(view: View, writer: GroupWriter) -> None:
+def test_a_wait_for_a_write_ends_when_it_is_published(view: View, writer: GroupWriter) -> None:
     assert write_status(view, token(OLD, 10)) is WriteStatus.PUBLISHED
     assert write_status(view, token(OLD, 11)) is WriteStatus.WAITING
     assert write_status(view, token(0, 10)) is WriteStatus.PUBLISHED
@@ -65,7 +65,7 @@ def test_a_write_is_waited_for_until_it_is_published(view: View, writer: GroupWr
     assert seen == [b"11"]
 
 
-def test_a_write_that_a_failover_undid_is_lost_at_once(view: View, writer: GroupWriter) -> None:
+def test_a_write_undone_by_a_failover_is_lost_at_once(view: View, writer: GroupWriter) -> None:
     """Between the rollback and the source's new log nothing is said of what may come again."""
     writer.vbuckets[0].rollback(7)
     assert write_status(view, token(OLD, 7)) is WriteStatus.PUBLISHED
@@ -85,14 +85,14 @@ def test_a_write_that_a_failover_undid_is_lost_at_once(view: View, writer: Group
     assert write_status(view, token(NEW, 9)) is WriteStatus.PUBLISHED
 
 
-def test_a_log_that_shows_the_loss_before_any_rollback_is_believed(view: View, writer: GroupWriter) -> None:
+def test_a_failover_log_that_shows_the_loss_suffices_without_a_rollback(view: View, writer: GroupWriter) -> None:
     writer.vbuckets[0].save(failover_log=log_of((NEW, 10), (OLD, 0)))
     writer.commit()
     assert write_status(view, token(OLD, 10)) is WriteStatus.PUBLISHED
     assert write_status(view, token(OLD, 11)) is WriteStatus.LOST
 
 
-def test_a_history_that_was_left_whole_is_lost_once_the_source_sent_its_own(view: View, writer: GroupWriter) -> None:
+def test_a_history_that_was_left_is_lost_once_the_source_sent_its_log(view: View, writer: GroupWriter) -> None:
     """The source failed over to a node that never knew the mirror's newest history."""
     writer.vbuckets[0].save(failover_log=log_of((NEW, 8), (OLD, 0)))
     publish(writer, 0, [(A, b"11", 11)])
@@ -106,7 +106,7 @@ def test_a_history_that_was_left_whole_is_lost_once_the_source_sent_its_own(view
     assert write_status(view, token(OLD, 7)) is WriteStatus.PUBLISHED
 
 
-def test_an_unknown_history_is_waited_for(view: View, writer: GroupWriter) -> None:
+def test_a_write_of_an_unknown_history_is_waited_for(view: View, writer: GroupWriter) -> None:
     assert write_status(view, token(NEWER, 3)) is WriteStatus.WAITING
     with pytest.raises(NotPublished):
         view.wait_for(token(NEWER, 3), 0)
@@ -115,7 +115,7 @@ def test_an_unknown_history_is_waited_for(view: View, writer: GroupWriter) -> No
     view.wait_for(token(NEWER, 11), 0)
 
 
-def test_while_a_vbucket_is_resynced_nothing_counts(view: View, writer: GroupWriter) -> None:
+def test_a_write_is_waited_for_during_a_resync(view: View, writer: GroupWriter) -> None:
     writer.vbuckets[0].begin_resync()
     writer.vbuckets[0].save(failover_log=log_of((NEW, 0)))
     writer.commit()
@@ -130,7 +130,7 @@ def test_a_vbucket_that_does_not_exist_is_an_error(view: View) -> None:
         view.wait_for(token(OLD, 1, vbid=900), 60)
 
 
-def test_pauses_grow_up_to_the_interval_of_commits(view: View) -> None:
+def test_pauses_between_looks_grow_up_to_their_limit(view: View) -> None:
     now = [0.0]
     pauses: list[float] = []
 
@@ -147,7 +147,7 @@ def test_pauses_grow_up_to_the_interval_of_commits(view: View) -> None:
     assert next_delay_s(POLL_MAX_S) == POLL_MAX_S
 
 
-def test_tokens_as_text_and_as_the_sdk_gives_them() -> None:
+def test_a_token_is_read_from_text_and_from_the_sdk() -> None:
     assert MutationToken.parse("3:18446744073709551615:5") == token(2**64 - 1, 5, vbid=3)
     assert MutationToken.parse(str(token(OLD, 5))) == token(OLD, 5)
     for bad in ("", "1:2", "1:2:3:4", "a:1:2", "-1:1:1", "70000:1:1", f"1:1:{2**64}", "1:1:" + "9" * 5000, "1:1:²"):

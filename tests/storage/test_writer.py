@@ -418,6 +418,8 @@ def test_every_view_equals_the_model_after_every_step(links_max: int, monkeypatc
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("links_max", [0, 16], ids=["merged", "few"])
-def test_every_view_equals_the_model_after_every_step_of_many(links_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_view_equals_the_model_after_every_step_of_many_runs(
+    links_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", links_max)
     run_state_machine_as_test(Store, settings=settings(LIMITS, max_examples=4000, stateful_step_count=60))
