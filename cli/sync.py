@@ -1,6 +1,6 @@
-"""`sync`: keeps Delta tables current, on Spark.
+"""`sync`: keeps Delta tables current.
 
-Invariants: everything that can be refused is refused before Java starts; progress goes to stderr; Ctrl-C and SIGTERM
+Invariants: everything that can be refused is refused before a task starts; progress goes to stderr; Ctrl-C and SIGTERM
 end after the current work.
 """
 
@@ -22,8 +22,7 @@ from cli import options, output, render, tasks
 from mirror.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mirror.spark.pipeline.metrics import SyncMetrics
-    from mirror.spark.pipeline.progress import BatchFigures, MergeFigures
+    from mirror.spark.pipeline.metrics import BatchFigures, MergeFigures, SyncMetrics
     from mirror.spark.pipeline.sync import Synced
 
 AUTO = "auto"
@@ -70,12 +69,6 @@ def sync(
             show_default=True,
         ),
     ] = "fail",
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--checkpoint", metavar="DIR", help="Local directory. Default: _checkpoint in --to, if that is a path."
-        ),
-    ] = None,
     max_age_s: Annotated[
         float, typer.Option("--max-age", min=0, help="Seconds that TO/documents may be older than TO/changes.")
     ] = 600.0,
@@ -114,7 +107,7 @@ def sync(
 
     With --schema, TO/documents has columns from the body. Columns added later are filled in all rows.
     """
-    tasks.need("pyspark", "pyarrow", "deltalake")
+    tasks.need("pyarrow", "deltalake")
     os.umask(0o077)  # libraries make the files
     source_options = {
         "maxRowsPerBatch": str(max_rows),
@@ -124,9 +117,8 @@ def sync(
         **({"connection": source} if source else {"path": str(tasks.path_from(options.data_directory(data, config)))}),
     }
     from mirror.spark.pipeline.metrics import SyncMetrics
-    from mirror.spark.pipeline.sync import How, checkpoint_for, look_at
+    from mirror.spark.pipeline.sync import How, look_at
     from mirror.spark.pipeline.sync import sync as run
-    from mirror.spark.places import folder_at
     from mirror.spark.tables.documents import Layout
     from mirror.typed.ddl import fields_of
 
@@ -134,7 +126,6 @@ def sync(
         None if schema is None else schema_of(schema, source_options.get("path"), tasks.collections_from(collection))
     )
     how = How(
-        checkpoint=None if checkpoint is None else tasks.path_from(checkpoint),
         trigger_s=trigger_s,
         available_now=available_now,
         max_age_s=max_age_s,
@@ -146,21 +137,19 @@ def sync(
             overwrite_schema,
         ),
     )
-    place = folder_at(to)
-    place.check_access()
-    checkpoint_for(place, how)
+    tasks.check_destination(to)
     counted = SyncMetrics()
     found = look_at(source_options, options.settings_from({"source": source}, config=config).settings)
     with (
         serving_metrics(counted, metrics),
-        tasks.spark_session("sync") as spark,
+        tasks.runner("sync") as runner,
         render.Screen(to_stderr=True) as screen,
         ending() as stop,
     ):
         done = run(
-            spark,
             source_options,
             to,
+            runner,
             how,
             part_vbuckets=found.part_vbuckets,
             on_figures=partial(show_figures, counted, screen, as_json),
@@ -176,7 +165,7 @@ def sync(
 def show_figures(
     counted: SyncMetrics, screen: render.Screen, as_json: bool, figures: BatchFigures | MergeFigures
 ) -> None:
-    from mirror.spark.pipeline.progress import BatchFigures
+    from mirror.spark.pipeline.metrics import BatchFigures
 
     counted.add(figures)
     is_batch = isinstance(figures, BatchFigures)

@@ -1,4 +1,4 @@
-"""Tasks of `export` and `verify`, on this machine's cores or on Spark, and options that `export` and `sync` share.
+"""Tasks of `export`, `sync` and `verify`, on this machine's cores or on Spark, and options that commands share.
 
 Under `spark-submit cli/main.py COMMAND ...` tasks run on Spark's executors, otherwise in processes of this machine.
 Invariant: packages of the extra `spark` are imported only when a command needs them; a missing one has a remedy.
@@ -6,6 +6,7 @@ Invariant: packages of the extra `spark` are imported only when a command needs 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -104,19 +105,26 @@ def submitted() -> bool:
 
 
 @contextmanager
+def runner(name: str) -> Iterator[Runner]:
+    """Yield the runner of a command's tasks."""
+    if not submitted():
+        with contextlib.closing(LocalRunner(prepare=die_with_parent)) as local:
+            yield local
+        return
+    with spark_session(name) as session:
+        yield SparkRunner(session)
+
+
+@contextmanager
 def running(name: str, *, quiet: bool = False) -> Iterator[tuple[Runner, Callable[[int, int], None]]]:
     """Yield the runner of a command's tasks, and a function that shows the number of finished tasks on stderr.
 
     `quiet`: spark-submit joins stderr and stdout, so show nothing there.
     """
-    with render.task_screen() as screen:
+    with render.task_screen() as screen, runner(name) as found:
 
         def progress(done: int, of: int) -> None:
             if not (quiet and submitted()):
                 screen.show_line(f"{name}: {done} of {of} tasks")
 
-        if not submitted():
-            yield LocalRunner(prepare=die_with_parent), progress
-            return
-        with spark_session(name) as session:
-            yield SparkRunner(session), progress
+        yield found, progress

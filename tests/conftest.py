@@ -103,12 +103,13 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Send tests that need the Spark session, which takes half a minute to start, to one process, in .ci/run alone.
-    xdist reads the mark before items are sorted.
+    """Send tests that need the Spark session, which takes half a minute to start, to one process, in .ci/run alone;
+    those that have a group already, to that group's. xdist reads the mark before items are sorted.
     """
     if "spark" in getattr(item, "fixturenames", ()):
-        item.add_marker(pytest.mark.xdist_group("spark"))
         item.add_marker(pytest.mark.ci)
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("spark"))
 
 
 @pytest.hookimpl(trylast=True)

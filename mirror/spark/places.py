@@ -100,7 +100,10 @@ class LocalFolder(Folder):
         return LocalFolder(self.path / name)
 
     def create(self, name: str) -> Any:
-        return _SyncedFile(FileIO(self.path / name, "xb"))
+        path = self.path / name
+        if path.parent != self.path:
+            path.parent.mkdir(exist_ok=True)
+        return _SyncedFile(FileIO(path, "xb"))
 
     def discard(self, file: Any, name: str) -> None:
         with contextlib.suppress(Exception):

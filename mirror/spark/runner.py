@@ -51,11 +51,15 @@ class Runner(Protocol):
 
 
 class LocalRunner:
-    """Runs tasks in processes of this machine, by default one for each core. A new process first calls `prepare`."""
+    """Runs tasks in processes of this machine, by default one for each core, which stay for the next run. A new process
+    first calls `prepare`.
+    """
 
     def __init__(self, processes: int | None = None, prepare: Callable[[], None] | None = None) -> None:
         self.parallelism = processes or len(os.sched_getaffinity(0))
         self._prepare = prepare
+        self._others = set(multiprocessing.active_children())
+        self._pool: ProcessPoolExecutor | None = None
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
         """Run a single task, or all if `parallelism` is 1, in this process. Other processes are spawned, because this
@@ -64,31 +68,31 @@ class LocalRunner:
         if self.parallelism == 1 or len(tasks) <= 1:
             return self._run_here(function, tasks, progress)
         results: list[Any] = [None] * len(tasks)
-        before = set(multiprocessing.active_children())
-        pool = ProcessPoolExecutor(
-            min(self.parallelism, len(tasks)),
-            multiprocessing.get_context("spawn"),
-            _begin,
-            (os.getpid(), self._prepare),
-        )
+        if self._pool is None:
+            spawn = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.parallelism, spawn, _begin, (os.getpid(), self._prepare))
         try:
             with _no_interrupt():
-                futures = {pool.submit(function, task): number for number, task in enumerate(tasks)}
+                futures = {self._pool.submit(function, task): number for number, task in enumerate(tasks)}
             for done, future in enumerate(as_completed(futures), 1):
                 results[futures[future]] = future.result()
                 if progress is not None:
                     progress(done, len(tasks))
         except BaseException as error:
-            for process in set(multiprocessing.active_children()) - before:
+            for process in set(multiprocessing.active_children()) - self._others:
                 process.kill()  # the run has failed: no result is needed
+            self.close()
             if isinstance(error, BrokenProcessPool):
                 raise MirrorError(
                     "a process of this job died", hint="look for a kill or short memory; no data was committed"
                 ) from error
             raise
-        finally:
-            pool.shutdown(cancel_futures=True)
         return results
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
     @staticmethod
     def _run_here(function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None) -> list[R]:

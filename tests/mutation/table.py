@@ -57,6 +57,7 @@ _LAKE_MERGE, _LAKE, _OF_LAKE = (
     "mirror/spark/tables/lake.py",
     "tests/spark/tables/test_lake.py",
 )
+_OF_MERGE_OF_PART = "tests/spark/tables/test_merge.py"
 _HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
 _POINT_READS, _READER = "storage/read/point_reads.py", "storage/read/vbucket_reader.py"
 _OF_BIT_FLIPS = "tests/storage/test_bit_flips.py -k 'not no_wrong_document'"
@@ -596,6 +597,45 @@ MUTATIONS = (
         _OF_LAKE,
     ),
     Mutation(_LAKE_MERGE, "met = met.filter(rises)", "pass", f"{_OF_LAKE} -k older_event"),
+    # --- the order of events before a drop, a flush and a resync, and which rows each of them removes
+    Mutation(
+        _LAKE_MERGE,
+        'last = last.filter(pc.or_(pc.not_equal(last["vbid"], vbid), pc.greater(last["number"], number)))',
+        "pass",
+        _OF_MERGE_OF_PART,
+    ),
+    Mutation(
+        _LAKE_MERGE, 'last = last.filter(pc.or_(other, pc.greater(last["number"], number)))', "pass", _OF_MERGE_OF_PART
+    ),
+    Mutation(
+        _LAKE_MERGE, "void = pc.or_(void, pc.and_(mine, _below", "pc.or_(void, pc.and_(mine, _below", _OF_MERGE_OF_PART
+    ),
+    Mutation(
+        _LAKE_MERGE,
+        'mine = pc.and_(pc.equal(rows["vbid"], vbid), pc.equal(',
+        "mine = pc.and_(True, pc.equal(",
+        _OF_MERGE_OF_PART,
+    ),
+    Mutation(_LAKE_MERGE, "rises = pc.or_(rises, pc.is_in(met", "pc.or_(rises, pc.is_in(met", _OF_MERGE_OF_PART),
+    Mutation(
+        _LAKE_MERGE,
+        'aggregate([("number", "max")])["number_max"]',
+        'aggregate([("number", "min")])["number_min"]',
+        _OF_MERGE_OF_PART,
+    ),
+    Mutation(
+        _LAKE_MERGE,
+        "same = pc.and_(pc.equal(branch, other_branch), pc.less(seqno, other_seqno))",
+        "return pc.less(seqno, other_seqno)",
+        _OF_MERGE_OF_PART,
+    ),
+    # --- a batch and its position are one commit
+    Mutation(
+        _LAKE,
+        "marks = [Transaction(BATCH_MARK, number), Transaction(POSITION_MARK, mark)]",
+        "marks = [Transaction(BATCH_MARK, number)]",
+        _OF_LAKE,
+    ),
     Mutation(_DELTA, "return all(each.name in fields and", "return all(each.name not in fields or", _OF_DOCUMENTS),
     Mutation(_SPARK_CHANGES, "here = (at[0], 0) if retracted else at", "here = at", _OF_RISING),
     Mutation(_BODIES, "[0-9.][eE][-+]?[0-9]|", "", _OF_NUMBERS),

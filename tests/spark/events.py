@@ -7,6 +7,8 @@ are held against. `History` is one vbucket: `write`, `delete`, `drop`, `roll_bac
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +74,8 @@ class History:
     """Everything that was reported, in order."""
     states: dict[int, dict[Name, Event]] = field(default_factory=lambda: {0: {}})
     """What was current at each seqno of the history that is valid now."""
+    begin: int = 0
+    """The place in the log of the last resync."""
 
     @property
     def state(self) -> dict[Name, Event]:
@@ -122,7 +126,7 @@ class History:
     def log_since(self, seqno: int) -> list[Event]:
         """Published events of the history that is valid now, above a seqno; each key's newest."""
         newest: dict[tuple[str, str | None], Event] = {}
-        for each in self.log:
+        for each in self.log[self.begin :]:
             published = each["kind"] not in ("retraction", "restoration", "resync")
             if published and each["branch"] == self.branch_at(each["seqno"]) and seqno < each["seqno"] <= self.seqno:
                 newest[each["collection"], each["key"]] = each
@@ -132,15 +136,18 @@ class History:
         """The branch whose event the valid history has at a seqno: the newest that reported one."""
         branches: list[int] = [
             each["branch"]
-            for each in self.log
+            for each in self.log[self.begin :]
             if each["seqno"] == seqno and each["kind"] not in ("retraction", "restoration", "resync")
         ]
         return max(branches)
 
-    def resync(self) -> None:
-        """Everything again on a further branch, as after a history that could not be followed."""
-        self.branch += 1
-        current = self.state
+    def resync(self, branch: int | None = None, lost: Callable[[], bool] = lambda: False) -> None:
+        """Everything again, as after a history that could not be followed, in which documents were `lost`. The branch
+        may be lower: the mirror was made again.
+        """
+        self.branch = branch or self.branch + 1
+        self.begin = len(self.log)
+        current = {name: each for name, each in self.state.items() if not lost()}
         self.log.append(event("resync", None, (self.branch, 0), vbid=self.vbid, collection=None))
         added = {
             name: each
@@ -149,3 +156,20 @@ class History:
         }
         self.log.extend(added.values())
         self.states = {0: {}, self.seqno: added}
+
+
+def act(history: History, chance: random.Random) -> None:
+    """Something happens at the source. Keys are the vbucket's own, as a key lies in one."""
+    key = f"v{history.vbid}-{chance.randrange(6)}"
+    collection = chance.choice(["_default._default", "s.it's"])
+    choice = chance.random()
+    if choice < 0.55:
+        history.write(key, chance.randbytes(3), collection)
+    elif choice < 0.75:
+        history.delete(key, collection, chance.choice(["deletion", "expiration"]))
+    elif choice < 0.8:
+        history.drop("s.it's", chance.choice(["collection_dropped", "collection_flushed"]))
+    elif choice < 0.95:
+        history.roll_back(chance.choice(sorted(history.states)))
+    else:
+        history.resync(chance.choice([None, 1]), lambda: chance.random() < 0.3)

@@ -1,19 +1,21 @@
 """A standalone Spark cluster on this machine: a master and two workers, started as the pip package starts them.
 
-Knows Spark's classes and how to find and kill an executor; nothing of pipelines. Invariant: leaving the context leaves
-no process of the cluster behind.
+Knows Spark's classes, how to find and kill an executor, and how to run commands in one application; nothing of what
+they do. Invariant: leaving a context leaves none of its processes behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 import psutil
 import pyspark
@@ -99,8 +101,73 @@ class Standalone:
                             found.append(child.pid)
         return sorted(found)
 
-    def kill_executor(self) -> int:
-        """SIGKILL one; its process id."""
-        pid = until("an executor", self.executors, limit_s=LIMIT_S, poll_s=0.01)[0]
-        os.kill(pid, signal.SIGKILL)
-        return pid
+    def kill_executor(self) -> None:
+        os.kill(until("an executor", self.executors, limit_s=LIMIT_S, poll_s=0.01)[0], signal.SIGKILL)
+
+
+class Application:
+    """A driver on the cluster, which runs commands (application.py), started again when it was killed."""
+
+    def __init__(self, cluster: Standalone, folder: Path) -> None:
+        self.log = folder / "driver.log"
+        self._cluster = cluster
+        self._commands = folder / "commands"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: TextIO | None = None
+        os.mkfifo(self._commands)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._process is not None:
+            self.kill()
+        if error is not None and self.log.exists():
+            error.add_note("the driver's last words:\n" + "\n".join(self.log.read_text().splitlines()[-30:]))
+
+    def begin(self, *words: object) -> None:
+        """Begin a command once the one before has ended."""
+        if self._process is None:
+            script = Path(__file__).with_name("application.py")
+            with self.log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [HOME / "bin" / "spark-submit", "--master", self._cluster.url, script, self._commands],
+                    env=spark_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self._line = os.fdopen(os.open(self._commands, os.O_RDWR), "w")  # for reading too: it need not wait then
+        assert self._line is not None
+        self._line.write(json.dumps([str(word) for word in words]) + "\n")
+        self._line.flush()
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def run(self, *words: object, meanwhile: Callable[[], None]) -> str:
+        """Run a command to its end, and `meanwhile`, which ends an executor; return its output."""
+        before = self.log.stat().st_size if self.log.exists() else 0
+        self.begin(*words)
+        meanwhile()
+
+        def said() -> str | None:
+            assert self.running(), "the driver ended by itself"
+            text = self.log.read_text()[before:]
+            return text if "\nended: " in text else None
+
+        found = until("the command's end", said, limit_s=LIMIT_S, poll_s=0.1)
+        assert "\nended: 0\n" in found, found[-4000:]
+        assert "Lost executor" in found, "the kill came too late to hurt"
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL Java and Python."""
+        assert self._process is not None
+        assert self._line is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+        self._line.close()

@@ -1,143 +1,227 @@
-"""`sync` as a real process, to be killed in the middle of a batch, and the verdict on its tables.
+"""`sync`, to be killed in the middle of its work, and the verdict on its tables.
 
-Knows the command, Spark's checkpoint (a batch runs while the offset log is one ahead of the commit log), the mirror and
-the source; nothing of how sync works. Invariant: a kill counts only if the checkpoint, looked at after the process is
-gone, proves that it hit a running batch.
+Knows the command, the names of its files, the mirror and the source; nothing of how sync works. Invariant: a kill
+counts only if it left files behind that no commit names.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from random import Random
+from typing import Any, Protocol
 
+import psutil
 from deltalake import DeltaTable
 
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.data.bucket import vbucket_of
 from mirror.sandbox.thread import SandboxThread
+from mirror.spark.pipeline.sync import How, sync
+from mirror.spark.runner import LocalRunner
+from mirror.spark.tables.documents import BATCH_MARK, batch_of
 from storage.env import directory
 from storage.read.view import open_view
-from tests.cli.conftest import COMMAND
-from tests.crash.service import gone, until
+from tests.cli.conftest import COMMAND, environment
+from tests.crash.load import Load
+from tests.crash.service import Service, gone, until
 from tests.sandbox.past import state_at
-from tests.spark.standalone import spark_environment
 
+VBUCKETS = 16
+KEYS = 800
+ROLLBACKS = 3
+TAIL = 6
 LIMIT_S = 240.0
 """For a driver to start and do a batch. It takes some ten seconds; on a busy machine many times that."""
 PUBLISHED = ("mutation", "deletion", "expiration")
 
 
-class Kill(NamedTuple):
-    """A kill, and what the checkpoint said before and after it."""
+class Driver(Protocol):
+    """A `sync` that can be killed and started again."""
 
-    victim: str
-    before: tuple[int, int]
-    after: tuple[int, int]
+    def start(self) -> None: ...
+    def running(self) -> bool: ...
+    def kill(self) -> None: ...
+    def workers(self) -> list[int]:
+        """Process ids of those that do the work."""
+        ...
 
-    @property
-    def confirmed(self) -> bool:
-        """True if the kill hit a running batch: its begin is on disk, its end is not."""
-        return self.after[0] == self.before[0] == self.after[1] + 1
-
-    def __str__(self) -> str:
-        return f"{self.victim} killed in batch {self.after[0]}, last committed {self.after[1]}"
+    def worker_lost(self) -> None:
+        """Go on after a worker was killed."""
+        ...
 
 
-class Stream:
-    def __init__(self, lake: Path, *arguments: str) -> None:
-        self.lake = lake
-        self.log = lake.parent / "sync.log"
-        self.kills: list[Kill] = []
-        self._arguments = [*COMMAND, "sync", "--to", str(lake), *arguments]
+class LocalDriver:
+    """The command on this machine's cores."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        self.log = folder / "sync.log"
+        self._command = [*COMMAND, "sync", *map(str, arguments)]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        if error is not None and self.log.exists():
-            error.add_note("the stream's last words:\n" + "\n".join(self.log.read_text().splitlines()[-30:]))
-
-    def start(self, *more: str) -> subprocess.Popen[bytes]:
+    def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._arguments, *more],
-                env=spark_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                self._command, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
             )
-        return self._process
 
-    def finish(self) -> None:
-        """Run until all that is there is in the tables."""
-        assert self.start("--available-now").wait(LIMIT_S) == 0
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
-    def terminate(self) -> int:
+    def kill(self) -> None:
+        """SIGKILL the driver alone: what it started ends with it."""
         assert self._process is not None
-        self._process.terminate()
-        return self._process.wait(LIMIT_S)
-
-    def batches(self) -> tuple[int, int]:
-        """The newest batch that was begun, and the newest that was done; -1: none."""
-        folder = self.lake / "_checkpoint"
-        return (newest(folder / "offsets"), newest(folder / "commits"))
-
-    def _running_batch(self) -> tuple[int, int] | None:
-        assert self._process is not None
-        assert self._process.poll() is None, "the stream ended by itself"
-        begun, done = self.batches()
-        return (begun, done) if begun > done else None
-
-    def kill_in_batch(self, victim: str, kill: Callable[[], None], revive: Callable[[], object]) -> Kill:
-        """Kill somebody while a batch runs, and start it again; until the checkpoint, looked at right after the kill,
-        proves that it did.
-        """
-        for _ in range(50):
-            before = until("a batch to run", self._running_batch, limit_s=LIMIT_S, poll_s=0.002)
-            kill()
-            found = Kill(victim, before, self.batches())
-            revive()
-            if found.confirmed:
-                self.kills.append(found)
-                return found
-        raise AssertionError("no kill hit a running batch")
-
-    def kill_driver(self, *, whole_group: bool) -> None:
-        """SIGKILL Python alone, whose Java then finds out by itself, or all of it."""
-        assert self._process is not None
-        if whole_group:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        else:
-            self._process.kill()
+        workers = self.workers()
+        self._process.kill()
         self._process.wait()
-        until("the driver to be gone", lambda: gone(self._process.pid) if self._process else True, poll_s=0.002)
+        until("the driver's processes to end", lambda: all(map(gone, workers)))
 
-    def keys_reported(self) -> set[str]:
-        """Keys that `changes` has."""
+    def workers(self) -> list[int]:
+        assert self._process is not None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self._process.pid).children()
+            return [each.pid for each in children if "spawn_main" in " ".join(each.cmdline())]
+        return []
+
+    def worker_lost(self) -> None:
+        assert self._process is not None
+        assert self._process.wait(LIMIT_S) == 1
+        last = self.log.read_text().splitlines()[-1]
+        assert last.startswith("dcp-mirror: a process of this job died"), last
+        self.start()
+
+
+def unfinished(lake: Path, table: str) -> list[str]:
+    """Names of files that no commit names, and that are of a batch after the newest in the table."""
+    with contextlib.suppress(Exception):  # there is no table yet
+        done = DeltaTable(str(lake / table)).transaction_version(BATCH_MARK)
+        names = (path.name for path in (lake / table).glob("**/part-*.parquet"))
+        return [
+            name for name in names if (number := batch_of(name)) is not None and number > (-1 if done is None else done)
+        ]
+    return []
+
+
+def kill_at_work(
+    driver: Driver, lake: Path, table: str, wait_s: float, kill: Callable[[], None], revive: Callable[[], None]
+) -> None:
+    """Kill somebody `wait_s` after files of the next batch, or of the next merge, were seen; until files are left."""
+    for _ in range(100):
+
+        def at_work() -> bool:
+            assert driver.running(), "the driver ended by itself"
+            return bool(unfinished(lake, table))
+
+        until(f"a file in {table}", at_work, limit_s=LIMIT_S, poll_s=0.002)
+        time.sleep(wait_s)
+        if unfinished(lake, table):
+            kill()
+            hit = bool(unfinished(lake, table))
+            revive()
+            if hit:
+                return
+        wait_s /= 2
+    raise AssertionError("no kill hit work")
+
+
+def through_kills(
+    source: SandboxThread,
+    folder: Path,
+    driver_of: Callable[..., Driver],
+    victims: list[str],
+    changes: int,
+    rate: int,
+    seed: int = 20261121,
+) -> str:
+    """Kill driver, workers and mirror at random moments while the source is written and fails over, and say what the
+    tables are at the end.
+
+    Whatever dies, and whenever: each event is in `changes` once, what the source lost is taken back, and `documents` is
+    the source.
+    """
+    rng = Random(seed)
+    load = Load(source.cluster, seed, rate=0, keys=KEYS)
+    source.call(load.write, changes // 2)
+    writing = asyncio.run_coroutine_threadsafe(load.run(), source._loop)
+    data, lake = folder / "data", folder / "lake"
+    limits = ["--trigger", "0.2", "--max-age", "0", "--max-rows", max(500, changes // 20)]
+    driver = driver_of(folder, "--data", data, "--to", lake, *limits)
+    with Service(source.connection_string, data, "--groups", "4", "--workers", "2") as service:
+
+        def kill_workers(count: int) -> None:
+            for pid in driver.workers()[:count]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        def kill_all() -> None:
+            kill_workers(2)
+            driver.kill()
+
+        def revive_mirror() -> None:
+            service.kill_supervisor()
+            service.start()
+
+        kills: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+            "worker": (partial(kill_workers, 1), driver.worker_lost),
+            "workers": (partial(kill_workers, 2), driver.worker_lost),
+            "mirror": (lambda: os.kill(service.pid, signal.SIGKILL), revive_mirror),
+            "driver": (driver.kill, driver.start),
+            "driver and workers": (kill_all, driver.start),
+        }
+        try:
+            service.start()
+            follow(source, data)
+            driver.start()
+            load.rate = rate
+            for number, victim in enumerate(victims):
+                table = ("changes", "documents")[number % 2]
+                kill_at_work(driver, lake, table, rng.uniform(0, 0.5), *kills[victim])
+                if number < ROLLBACKS or rng.random() < 0.2:
+                    lose_a_tail(source, load, lake, data, f"tail{number}")
+                left = changes // 2 * (number + 1) // len(victims) - (load.written - changes // 2)
+                source.call(load.write, max(0, left))
+            load.rate = 0
+            writing.cancel()
+            follow(source, data)
+        finally:
+            driver.kill()
+        sync({"path": str(data)}, lake, LocalRunner(1), How(available_now=True))
+        found = verdict(source, data, lake)
+    assert load.written >= changes
+    assert found["rollbacks"] >= ROLLBACKS
+    assert found["retractions"] >= ROLLBACKS * TAIL
+    assert service.tracebacks() == ""
+    return f"{len(victims)} kills ({dict(Counter(victims))}); {found}"
+
+
+def lose_a_tail(source: SandboxThread, load: Load, lake: Path, data: Path, name: str) -> None:
+    """A failover that loses what `changes` has already."""
+    rate, load.rate = load.rate, 0
+    follow(source, data)
+    keys = [f"{name}-{number}" for number in range(TAIL)]
+    for key in keys:
+        source.call(source.cluster.set, key, b'{"tail": true}')
+    vbids = sorted({vbucket_of(key.encode(), VBUCKETS) for key in keys})
+
+    def reported() -> bool:
         with contextlib.suppress(Exception):  # there is no table yet
-            return set(DeltaTable(str(self.lake / "changes")).to_pyarrow_table(columns=["key"])["key"].to_pylist())
-        return set()
+            return set(keys) <= set(
+                DeltaTable(str(lake / "changes")).to_pyarrow_table(columns=["key"])["key"].to_pylist()
+            )
+        return False
 
-
-def newest(folder: Path) -> int:
-    """The highest number among the files; Spark writes them under another name first."""
-    with contextlib.suppress(FileNotFoundError):
-        return max((int(name) for name in os.listdir(folder) if name.isdigit()), default=-1)
-    return -1
+    until("the tail to be reported", reported, limit_s=LIMIT_S, poll_s=0.2)
+    for vbid in vbids:
+        source.call(source.cluster.failover, vbid, lose=TAIL)
+    load.rate = rate
 
 
 def follow(source: SandboxThread, data: Path) -> None:

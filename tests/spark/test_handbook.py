@@ -19,7 +19,7 @@ from tests.spark.sessions import java_environment
 HANDBOOK = Path(mirror.spark.__file__).with_name("HANDBOOK.md")
 FOLDER, PORT = "/tmp/shop", "11310"
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200), pytest.mark.xdist_group("pages")]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.lease import Lease
 from mirror.spark.pipeline import export as exports
 from mirror.spark.pipeline.export import export
-from mirror.spark.pipeline.sync import How, checkpoint_for
 from mirror.spark.places import LocalFolder, ObjectFolder, folder_at, local_path
 from mirror.spark.runner import LocalRunner
 from mirror.spark.source.columns import CHANGES
@@ -29,7 +28,7 @@ from tests.cli.conftest import call_here
 from tests.spark.events import event, table_of
 from tests.spark.mirrors import SmallMirror, orders, scanned
 from tests.spark.sessions import ObjectStore
-from tests.spark.tables.test_lake import apply, batch, current, reported, write_files
+from tests.spark.tables.test_lake import apply, current, reported, write_files
 
 REFUSED = [
     ("hdfs://namenode/x", "hdfs:// cannot be written"),
@@ -224,30 +223,21 @@ def test_a_missing_bucket_is_one_line(small: SmallMirror, s3: ObjectStore) -> No
 def test_the_tables_of_a_lake_in_s3_have_each_batch_once(s3: ObjectStore, tmp_path: Path) -> None:
     folder = folder_at(f"s3://lake/{tmp_path.name}")
     events = [[event("mutation", "a", (1, 1), value=b"1"), event("mutation", "b", (1, 2), value=b"2")]]
-    zombie = Lake(folder, None)
-    assert not zombie.has_changes(batch(0))
-    written = write_files(zombie, batch(0), events)
-    with Lake(folder, None) as lake:  # no lock: commits decide
-        apply(lake, batch(0), events)
+    zombie = Lake(folder)
+    written = write_files(zombie, events)
+    with Lake(folder) as lake:  # no lock: commits decide
+        apply(lake, events, position={"at": 1})
         with pytest.raises(CommitConflict):
-            zombie.add_changes(batch(0), written)
-        apply(lake, batch(1), [[event("deletion", "b", (1, 3))]])
+            zombie.add_changes(written, {"at": 2})
+        apply(lake, [[event("deletion", "b", (1, 3))]], position={"at": 3})
         assert lake.remove_unfinished() == []  # they may be another process's
         assert sum(reported(lake).values()) == 3
         assert current(lake) == {("_default._default", "a"): (1, b"1")}
         lake.tidy()
         assert sum(reported(lake).values()) == 3
-    with pytest.raises(ConfigError, match="another checkpoint"):
-        Lake(folder, "another")
+    with Lake(folder) as lake:
+        assert lake.position == {"at": 3}
     assert table_of([]).schema == CHANGES
-
-
-def test_a_sync_to_s3_requires_a_local_checkpoint(tmp_path: Path) -> None:
-    folder = folder_at("s3://lake/x")
-    with pytest.raises(ConfigError, match="--checkpoint"):
-        checkpoint_for(folder, How())
-    assert checkpoint_for(folder, How(checkpoint=tmp_path)) == tmp_path
-    assert checkpoint_for(folder_at(tmp_path), How()) == tmp_path / "_checkpoint"
 
 
 def test_an_object_store_without_credentials_is_refused_in_one_line(

@@ -1,29 +1,29 @@
-"""The same pipelines on a cluster of Spark's own, each with an executor killed in the middle of its work."""
+"""The same pipelines on a cluster of Spark's own, while executors, drivers and the mirror are killed."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from deltalake import DeltaTable
 
-import cli.main
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.read.view import open_view
 from tests.bench import stores
 from tests.crash.load import Load
 from tests.crash.service import until
-from tests.spark.standalone import HOME, LIMIT_S, Standalone, spark_environment
-from tests.spark.stream_rig import PUBLISHED, Stream, documents_of, wire_key_text
+from tests.spark.standalone import LIMIT_S, Application, Standalone
+from tests.spark.stream_rig import PUBLISHED, VBUCKETS, documents_of, through_kills, unfinished, wire_key_text
 
-VBUCKETS = 16
 DOCUMENTS = 60_000
 
-pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("spark processes"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("processes"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -33,53 +33,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
 
 
 @pytest.fixture(scope="module")
+def application(cluster: Standalone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+    with Application(cluster, tmp_path_factory.mktemp("application")) as made:
+        yield made
+
+
+@pytest.fixture
 def source() -> Iterator[SandboxThread]:
     with SandboxThread(SandboxCluster(nodes=2, vbuckets=VBUCKETS)) as thread:
-        thread.call(Load(thread.cluster, 5, rate=0, keys=1500).write, 4000)
         yield thread
 
 
-def submit(cluster: Standalone) -> list[object]:
-    return [HOME / "bin" / "spark-submit", "--master", cluster.url, cli.main.__file__]
-
-
-class Driver:
-    def __init__(self, folder: Path, *command: object) -> None:
-        self.out, self.err = folder / "driver.out", folder / "driver.err"
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [str(word) for word in command],
-                env=spark_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
-
-    def running(self) -> bool:
-        return self.process.poll() is None
-
-    def end(self) -> str:
-        """Its stdout. Fails unless it ended well, and an executor was lost on the way."""
-        try:
-            code = self.process.wait(LIMIT_S)
-        finally:
-            self.process.kill()
-        said = self.err.read_text()
-        assert code == 0, said[-4000:]
-        assert "Lost executor" in said, "the kill came too late to hurt"
-        return self.out.read_text()
-
-
-def test_an_export_by_spark_submit_outlives_an_executor(cluster: Standalone, tmp_path: Path) -> None:
+def test_an_export_outlives_an_executor(cluster: Standalone, application: Application, tmp_path: Path) -> None:
     data, target = tmp_path / "data", tmp_path / "out"
     stores.mirror(str(data), DOCUMENTS, VBUCKETS)
-    driver = Driver(tmp_path, *submit(cluster), "export", "--data", data, "--to", target, "--format", "delta", "--json")
-    until(
-        "the first file", lambda: list(target.glob("*.parquet")) or not driver.running(), limit_s=LIMIT_S, poll_s=0.005
-    )
-    assert driver.running()
-    cluster.kill_executor()
-    done = json.loads(driver.end())
+
+    def kill_in_export() -> None:
+        until("the first file", lambda: list(target.glob("*.parquet")), limit_s=LIMIT_S, poll_s=0.005)
+        cluster.kill_executor()
+
+    words = ["export", "--data", data, "--to", target, "--format", "delta", "--json"]
+    said = application.run(*words, meanwhile=kill_in_export)
+    (done,) = (json.loads(line) for line in said.splitlines() if line.startswith("{"))
     assert done["documents"] == DOCUMENTS
     table = DeltaTable(str(target))
     assert table.version() == 0
@@ -90,27 +65,19 @@ def test_an_export_by_spark_submit_outlives_an_executor(cluster: Standalone, tmp
     assert keys.num_rows == DOCUMENTS
 
 
-@pytest.mark.parametrize("work", ["batch", "merge"])
-def test_a_stream_over_a_connection_outlives_an_executor(
-    cluster: Standalone, source: SandboxThread, tmp_path: Path, work: str
+def test_a_stream_over_a_connection_outlives_an_executor_in_a_merge(
+    cluster: Standalone, application: Application, source: SandboxThread, tmp_path: Path
 ) -> None:
-    """Killed while it writes events, and while it merges them: `documents` has files that no commit names yet."""
+    source.call(Load(source.cluster, 5, rate=0, keys=1500).write, 4000)
     lake = tmp_path / "lake"
-    stream = Stream(lake, "--source", source.connection_string)
-    where = ["--to", lake, "--source", source.connection_string, "--max-rows", "1000", "--max-age", "0"]
-    driver = Driver(tmp_path, *submit(cluster), "sync", *where, "--available-now")
 
-    def at_work() -> bool:
-        begun, done = stream.batches()
-        merging = work == "batch" or any((lake / "documents").glob(f"*-b{begun}-*.parquet"))
-        return (begun > done >= 0 and merging) or not driver.running()
+    def kill_in_merge() -> None:
+        until("a file of a merge", lambda: unfinished(lake, "documents"), limit_s=LIMIT_S, poll_s=0.005)
+        cluster.kill_executor()
+        assert unfinished(lake, "documents"), "the kill hit no merge"
 
-    until(f"a {work} after the first", at_work, limit_s=LIMIT_S, poll_s=0.005)
-    assert driver.running()
-    cluster.kill_executor()
-    begun, done = stream.batches()
-    assert begun == done + 1, "the kill hit no running batch"
-    driver.end()
+    words = ["sync", "--to", lake, "--source", source.connection_string, "--max-rows", "1000", "--max-age", "0"]
+    application.run(*words, "--available-now", meanwhile=kill_in_merge)
     rows = DeltaTable(str(lake / "changes")).to_pyarrow_table(columns=["kind", "vbid", "seqno"]).to_pylist()
     reported = [(row["vbid"], row["seqno"]) for row in rows if row["kind"] in PUBLISHED]
     assert len(reported) == len(set(reported)) > 1000
@@ -118,3 +85,46 @@ def test_a_stream_over_a_connection_outlives_an_executor(
     held = sorted((row["key"], row["seqno"], row["cas"]) for row in table)
     current = source.call(documents_of, source.cluster).items()
     assert held == sorted((wire_key_text(key), seqno, cas) for key, (seqno, cas) in current)
+
+
+class OnCluster:
+    """`sync` in the application."""
+
+    def __init__(self, cluster: Standalone, application: Application, _: Path, *arguments: object) -> None:
+        self.workers = cluster.executors
+        self.running, self.kill = application.running, application.kill
+        self.start = partial(application.begin, "sync", *arguments)
+
+    def worker_lost(self) -> None:
+        """Do nothing: Spark starts another executor, and its task again."""
+
+
+VICTIMS = ("worker", "workers", "mirror", "driver", "driver and workers")
+
+
+@pytest.mark.parametrize(
+    ("victims", "changes", "rate"),
+    [
+        pytest.param(["worker", "driver and workers", "worker"], 2_000, 150, id="3"),
+        pytest.param(
+            Random(42).choices(VICTIMS, k=30),
+            300_000,
+            400,
+            id="30",
+            marks=[pytest.mark.long, pytest.mark.timeout(7200)],
+        ),
+    ],
+)
+def test_the_tables_are_exact_whichever_executors_and_drivers_were_killed(
+    cluster: Standalone,
+    application: Application,
+    source: SandboxThread,
+    tmp_path: Path,
+    victims: list[str],
+    changes: int,
+    rate: int,
+    record_property: Any,
+) -> None:
+    """A process without Spark goes on at their position, and ends what they began."""
+    driver_of = partial(OnCluster, cluster, application)
+    record_property("kills", through_kills(source, tmp_path, driver_of, victims, changes, rate))

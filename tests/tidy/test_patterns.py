@@ -19,7 +19,6 @@ WRITERS = {
     "mirror/inspection/recording.py": "O_EXCL: a recording is there while it grows",
     "mirror/spark/places.py": "O_EXCL: no name of a part is used twice",
     "mirror/spark/tables/delta.py": "O_NOFOLLOW: an empty file for a lock",
-    "mirror/spark/pipeline/sink.py": "in a folder of `tempfile`",
     "cli/export.py": "a pipe or device",
     "cli/stage.py": "logs of a demonstration, in its own folder",
     "cli/sql.py": "the shell's history, in its user's own folder",

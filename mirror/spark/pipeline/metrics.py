@@ -1,6 +1,6 @@
 """Figures of `sync` for Prometheus: counters of its batches and merges, and the lag of the tables.
 
-Knows figures (progress.py) and prometheus_client; never a table or a stream. Invariant: an unknown figure is left out,
+Knows figures and prometheus_client; never a table or a stream. Invariant: an unknown figure is left out,
 never 0.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import time
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -17,7 +18,30 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from mirror.errors import ConfigError
-from mirror.spark.pipeline.progress import BatchFigures, MergeFigures
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    batch: int
+    events: int
+    events_per_s: float
+    duration_ms: int
+    """Time from the trigger to the end of the batch."""
+    lag_seqnos: int | None = None
+    """Number of published seqnos above the batch's end offset; None if unknown."""
+
+
+@dataclass(frozen=True)
+class MergeFigures:
+    batch: int
+    """The newest batch in `documents`."""
+    inserted: int
+    updated: int
+    deleted: int
+    misfits: int
+    rewritten_bytes: int
+    duration_ms: int
+
 
 _COUNTERS = {
     "batches": "Batches that `changes` got.",

@@ -1,62 +1,56 @@
-"""`sync`: run a stream of changes into Delta tables (lake.py), and restart the stream from its checkpoint.
+"""`sync`: read the changes since the tables' position, batch by batch, into Delta tables (lake.py).
 
-Knows Spark's streaming queries and their batches; lake.py explains why tables get each event exactly once. Spark writes
-a batch's offsets to the checkpoint (`offsets/N`) before the batch runs, and `commits/N` after the batch. So after a
-crash only the newest batch runs again, with the same number and offsets. Executors write events to the folder of
-`changes` and merge them into `documents`; the driver gets names, sizes and statistics of files. Invariants: no stop
-loses or repeats an event, even within a batch; the start and each batch check that the checkpoint and the tables belong
-together.
+Knows offsets, tasks and the tables; a Runner runs the tasks, so never Spark. A batch ends where the source's limits end
+it (`ChangesDriver.latest`). Tasks write its events to the folder of `changes`, and merge them into `documents`. The
+driver gets names, sizes and statistics of files, and commits them. Invariant: no stop loses or repeats an event, even
+within a batch: the tables have the position (lake.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
-from mirror.errors import ConfigError, MirrorError
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.connection import connection_string
 from mirror.feed.connection.bootstrap import Access
-from mirror.spark.pipeline.progress import BatchFigures, Listener, MergeFigures
-from mirror.spark.pipeline.sink import write_parts
-from mirror.spark.places import Folder, LocalFolder, folder_at
-from mirror.spark.runner import SparkRunner, error_of
-from mirror.spark.source.options import parse
-from mirror.spark.tables.delta import FolderLock
+from mirror.spark.pipeline.metrics import BatchFigures, MergeFigures
+from mirror.spark.places import folder_at
+from mirror.spark.runner import Runner
+from mirror.spark.source.changes import ChangesTask
+from mirror.spark.source.columns import CHANGES
+from mirror.spark.source.options import Options, parse
+from mirror.spark.source.origin import batches_of, driver_of
 from mirror.spark.tables.documents import Applied, Layout, prefix
-from mirror.spark.tables.lake import Batch, Lake
-from storage.errors import StorageError
+from mirror.spark.tables.lake import Lake
+from mirror.spark.tables.parts import Part, PartWriter, text_keys
 from storage.read.view import open_view
 
-CHECKPOINT_FOLDER = "_checkpoint"
 TIDY_BATCHES = 100
 """Batches between two clean-ups of the tables."""
+POLL_S = 0.1
+"""Shortest time between two looks at a source that has nothing new."""
 PARTS = 64
 """Parts of a table of documents, if the size of the source is unknown."""
 PART_BYTES = 32 * 1024 * 1024
 """Stored bytes of the source for each part."""
 PARTS_MIN, PARTS_MAX = 4, 256
-POLL_S = 0.2
-STARTS_MAX = 3
-NOT_CONNECTED = "Python worker failed to connect back"
-"""Spark's error if a Python process does not connect within ten seconds. No setting changes this time, and a busy
-machine may need more. The query then restarts from its checkpoint.
-"""
+GROUP_ROWS = 16 * 1024
+"""Rows of a row group in `changes`. A merge reads only the row groups that have vbuckets of its part."""
 
 
 @dataclass(frozen=True)
 class How:
-    checkpoint: Path | None = None
     trigger_s: float = 10.0
+    """Time from the start of a batch to the start of the next."""
     available_now: bool = False
     max_age_s: float = 0.0
     """The time that events may wait in `changes` until they are merged into `documents`."""
@@ -90,28 +84,11 @@ class Synced:
     """Documents that did not fit the schema when they were merged."""
 
 
-def checkpoint_for(folder: Folder, how: How) -> Path:
-    """Return the folder of Spark's checkpoint. Raises ConfigError for tables in an object store if none is given.
-
-    The checkpoint also keeps out a second writer: only one process can lock it, and the tables accept no batches of
-    another checkpoint (lake.py).
-    """
-    if how.checkpoint is not None:
-        return how.checkpoint.absolute()
-    if isinstance(folder, LocalFolder):
-        return folder.path / CHECKPOINT_FOLDER
-    raise ConfigError(
-        f"{folder}: tables in an object store need a checkpoint on this machine", hint="give --checkpoint DIR"
-    )
-
-
-def checkpoint_name(folder: Path) -> str | None:
-    try:
-        return str(json.loads((folder / "metadata").read_text())["id"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder}: cannot be read as a checkpoint: {error}", hint="restore it as a whole") from error
+class EventsTask(NamedTuple):
+    options: Options
+    work: ChangesTask
+    folder: str
+    prefix: str
 
 
 def look_at(options: Mapping[str, str], settings: Settings) -> SourceSize:
@@ -126,164 +103,110 @@ def look_at(options: Mapping[str, str], settings: Settings) -> SourceSize:
     return SourceSize(found.vbucket_count)
 
 
-class SyncTarget:
-    """The function for foreachBatch. `on_batch` gets the events of each batch, `on_merge` the figures of merges."""
-
-    def __init__(
-        self,
-        lake: Lake,
-        checkpoint: Path,
-        how: How,
-        on_batch: Callable[[int], None] = lambda _: None,
-        on_merge: Callable[[MergeFigures], None] = lambda _: None,
-    ) -> None:
-        self._lake = lake
-        self._checkpoint = checkpoint
-        self._how = how
-        self._on_batch = on_batch
-        self._on_merge = on_merge
-        self.failed: Exception | None = None
-        self._busy = threading.Lock()
-
-    def __call__(self, frame: Any, number: int) -> None:
-        """Apply a batch. An error is kept in `failed`, because Spark passes on only its text."""
-        try:
-            with self._busy:
-                self._apply(frame, number)
-        except Exception as error:
-            self.failed = error
-            raise
-
-    def _apply(self, frame: Any, number: int) -> None:
-        name = checkpoint_name(self._checkpoint)
-        assert name is not None, "Spark makes it before the first batch"
-        offsets = (self._checkpoint / "offsets" / str(number)).read_text()
-        batch = Batch(number, name, offsets)
-        if not self._lake.has_changes(batch):
-            parts = write_parts(frame, self._lake.changes_folder, prefix(number))
-            if not parts:
-                return
-            self._on_batch(self._lake.add_changes(batch, parts))
-        tidy = bool(self._how.tidy_batches) and number % self._how.tidy_batches == self._how.tidy_batches - 1
-        if tidy or self._lake.due():
-            self._merge()
-        if tidy:
-            self._lake.tidy()
-
-    def _merge(self) -> None:
-        began_s, before = time.monotonic(), self._lake.merged_batch
-        done = self._lake.merge()
-        if self._lake.merged_batch != before:
-            took_ms = round((time.monotonic() - began_s) * 1000)
-            rewritten_bytes = self._lake.documents.rewritten_bytes
-            self._on_merge(MergeFigures(self._lake.merged_batch, *done, rewritten_bytes, took_ms))
-            self._lake.tidy_documents()
-
-    def catch_up(self, *, due_only: bool) -> None:
-        """Merge waiting batches into `documents`. With `due_only`: only if they are due and no batch is running."""
-        if not self._busy.acquire(blocking=not due_only):
-            return
-        try:
-            if not due_only or self._lake.due():
-                self._merge()
-        finally:
-            self._busy.release()
+def write_events(task: EventsTask) -> list[Part]:
+    with PartWriter(task.folder, task.prefix, CHANGES, group_rows=GROUP_ROWS) as parts:
+        for batch in batches_of(task.options, task.work):
+            parts.write(text_keys(batch))
+    return parts.finished
 
 
 def sync(
-    spark: Any,
     source: Mapping[str, str],
     to: Path | str,
+    runner: Runner,
     how: How | None = None,
     *,
     part_vbuckets: int = SourceSize(1024).part_vbuckets,
-    on_figures: Callable[[BatchFigures | MergeFigures], None] | None = None,
+    on_figures: Callable[[BatchFigures | MergeFigures], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Synced:
     """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set. With `how.available_now`,
-    return when the tables are current.
+    return when the tables have everything that the source had at the start.
 
     `source` are options of the data source. New tables have parts of `part_vbuckets`. Raises MirrorError and the
     store's errors.
     """
-    how = how or How()
-    folder = folder_at(to)
-    checkpoint = checkpoint_for(folder, how)
-    selection = parse({**source, "table": "changes"}).selection
-    batches: list[int] = []
-    total = Applied()
+    how, stop = how or How(), stop or threading.Event()
+    options = replace(parse({**source, "table": "changes"}), partitions=runner.parallelism)
     with (
-        FolderLock(checkpoint) if not isinstance(folder, LocalFolder) else nullcontext(),
         Lake(
-            folder,
-            checkpoint_name(checkpoint),
-            selection,
+            folder_at(to),
             how.layout,
-            SparkRunner(spark),
+            runner,
             part_vbuckets=part_vbuckets,
             max_age_s=how.max_age_s,
             keep_hours=how.keep_hours,
         ) as lake,
-        _listening(spark, on_figures),
+        closing(driver_of(options)) as driver,
     ):
-        if lake.done_batch is None and any((checkpoint / "commits").glob("[0-9]*")):
-            raise ConfigError(
-                f"{checkpoint}: belongs to tables that are gone, {folder} has none of its batches",
-                hint="restore the tables, or remove the checkpoint to begin again",
-            )
         lake.remove_unfinished()
-
-        def on_merge(figures: MergeFigures) -> None:
-            nonlocal total
-            total = total.plus(Applied(figures.inserted, figures.updated, figures.deleted, figures.misfits))
-            if on_figures is not None:
-                on_figures(figures)
-
-        sink = SyncTarget(lake, checkpoint, how, batches.append, on_merge)
-        try:
-            sink.catch_up(due_only=False)
-            for left in reversed(range(STARTS_MAX)):
-                try:
-                    _run_query(spark, source, checkpoint, how, sink, stop)
+        work = _Sync(lake, driver, options, runner, how, on_figures)
+        work.merge()
+        if how.available_now:
+            driver.stop_at_published()
+        while not stop.is_set():
+            began_s = time.monotonic()
+            moved = work.batch()
+            if how.available_now and not moved:
+                break
+            next_s = began_s if how.available_now else began_s + max(how.trigger_s, 0.0 if moved else POLL_S)
+            while not stop.is_set():
+                if lake.due_in_s <= 0:
+                    work.merge()
+                left_s = next_s - time.monotonic()
+                if left_s <= 0:
                     break
-                except Exception as error:
-                    if not left or sink.failed is not None or NOT_CONNECTED not in str(error):
-                        raise
-            sink.catch_up(due_only=False)
-        except Exception as error:
-            raise _cause(sink, error) from error
-    return Synced(len(batches), sum(batches), *total)
+                stop.wait(min(left_s, max(0.0, lake.due_in_s)))
+        work.merge()
+        return Synced(work.batches, work.events, *work.total)
 
 
-def _run_query(
-    spark: Any, source: Mapping[str, str], checkpoint: Path, how: How, sink: SyncTarget, stop: threading.Event | None
-) -> None:
-    stream = spark.readStream.format("mirror").options(**source, table="changes").load()
-    writer = stream.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint)).queryName("sync")
-    every = {"processingTime": f"{round(how.trigger_s * 1000)} milliseconds"}
-    query = writer.trigger(**({"availableNow": True} if how.available_now else every)).start()
-    while not query.awaitTermination(POLL_S):
-        if stop is not None and stop.is_set():
-            query.stop()
-        else:
-            sink.catch_up(due_only=True)
+class _Sync:
+    def __init__(
+        self,
+        lake: Lake,
+        driver: Any,
+        options: Options,
+        runner: Runner,
+        how: How,
+        on_figures: Callable[[BatchFigures | MergeFigures], None],
+    ) -> None:
+        self._lake, self._driver, self._options, self._runner = lake, driver, options, runner
+        self._how, self._on_figures = how, on_figures
+        self.batches = self.events = 0
+        self.total = Applied()
 
+    def batch(self) -> bool:
+        """Append the next events to `changes`. Return False if there are none."""
+        lake, driver, began_s = self._lake, self._driver, time.monotonic()
+        start = driver.beginning() if lake.position is None else driver.decode(lake.position)
+        end = driver.latest(start, limited=True)
+        if end == start:
+            return False
+        number, name = lake.next_batch, prefix(lake.next_batch)
+        tasks = [
+            EventsTask(self._options, work, lake.changes_folder.url, f"{name}-{at:05d}")
+            for at, work in enumerate(driver.plan(start, end))
+        ]
+        written = self._runner.run(write_events, tasks)
+        events = lake.add_changes([part for parts in written for part in parts], end.encode())
+        if events:
+            took_s = time.monotonic() - began_s
+            lag = sum(max(0, at.seqno - end.of(vbid).seqno) for vbid, at in driver.published().at.items())
+            self.batches += 1
+            self.events += events
+            self._on_figures(BatchFigures(number, events, round(events / took_s, 1), round(took_s * 1000), lag))
+        if self._how.tidy_batches and number % self._how.tidy_batches == self._how.tidy_batches - 1:
+            self.merge()
+            lake.tidy()
+        return True
 
-def _cause(sink: SyncTarget, error: Exception) -> BaseException:
-    failed = sink.failed
-    if isinstance(failed, MirrorError | StorageError):
-        return failed
-    return error_of(failed or error)
-
-
-@contextmanager
-def _listening(spark: Any, on_figures: Callable[[BatchFigures], None] | None) -> Iterator[None]:
-    if on_figures is None:
-        yield
-        return
-    listener = Listener(on_figures)
-    spark.streams.addListener(listener)
-    try:
-        yield
-    finally:
-        spark.streams.removeListener(listener)
+    def merge(self) -> None:
+        began_s, before = time.monotonic(), self._lake.merged_batch
+        done = self._lake.merge()
+        if self._lake.merged_batch != before:
+            self.total = self.total.plus(done)
+            took_ms = round((time.monotonic() - began_s) * 1000)
+            rewritten_bytes = self._lake.documents.rewritten_bytes
+            self._on_figures(MergeFigures(self._lake.merged_batch, *done, rewritten_bytes, took_ms))
+            self._lake.tidy_documents()

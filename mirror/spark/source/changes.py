@@ -26,7 +26,7 @@ from mirror.errors import MirrorError
 from mirror.lease import Lease
 from mirror.spark.source.columns import change_row, control_row
 from mirror.spark.source.local import dealt
-from mirror.spark.source.offsets import BEGINNING, At, Lag, Offset, admit, decode
+from mirror.spark.source.offsets import BEGINNING, RESTART, At, Lag, Offset, admit, decode
 from mirror.spark.source.options import Options
 from storage.env.directory import MapRecord
 from storage.errors import Unavailable, ViewInvalidated
@@ -39,7 +39,7 @@ from storage.read.view import Token, View, open_view
 class LostHistory(MirrorError):
     default_hint = (
         "set onLostHistory=resync (sync: --on-lost-history resync): a row says so, and all of the vbucket is sent "
-        "again; or begin with a new checkpoint and a new target"
+        f"again; or {RESTART}"
     )
 
 
@@ -200,9 +200,9 @@ class LocalChanges(ChangesDriver):
             if vbid not in self._known:
                 there = states.boundaries_between(self._view.reader(vbid), at.branch, at.seqno - 1, at.seqno)
                 if there and there[0].vbuuid != at.vbuuid:
-                    return f"the checkpoint's position {at.branch}:{at.seqno} is of another history of the source"
+                    return f"the position {at.branch}:{at.seqno} is of another history of the source"
         except ViewInvalidated as error:
-            return f"the checkpoint's position {at.branch}:{at.seqno} cannot be followed: {error.message}"
+            return f"the position {at.branch}:{at.seqno} cannot be followed: {error.message}"
         return ""
 
     def _newest(self, vbid: int, seqno: int) -> At | None:

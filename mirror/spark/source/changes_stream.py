@@ -18,10 +18,10 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from mirror.errors import ConfigError
 from mirror.spark.source import changes
 from mirror.spark.source.changes import LocalChanges
-from mirror.spark.source.columns import change_batches
 from mirror.spark.source.failures import Carried, clear_errors, with_clear_errors
 from mirror.spark.source.offsets import Encoded
 from mirror.spark.source.options import Options
+from mirror.spark.source.origin import batches_of, driver_of
 
 if TYPE_CHECKING:
     from mirror.spark.source.remote import RemoteChanges
@@ -32,28 +32,10 @@ class StreamTask(InputPartition):
     work: changes.ChangesTask
 
 
-def driver_of(options: Options) -> LocalChanges | RemoteChanges:
-    """Spark imports this module in a new process for each step of planning; `remote` would double the time for that."""
-    if options.path is not None:
-        return LocalChanges(options)
-    from mirror.spark.source.remote import RemoteChanges
-
-    return RemoteChanges(options)
-
-
 def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
     assert isinstance(task, StreamTask)
     with clear_errors():
-        collections = options.collections
-        if options.path is not None:
-            rows = changes.read(options.path, task.work)
-        else:
-            from mirror.spark.source import remote
-
-            rows = remote.read_changes(options, task.work)
-        if collections is not None:
-            rows = (row for row in rows if row[1] is None or row[1] in collections)
-        yield from change_batches(rows, options.names)
+        yield from batches_of(options, task.work)
 
 
 class ChangesReader(Carried, DataSourceReader):

@@ -1,9 +1,9 @@
 """Offsets of a stream: a position in each vbucket. `admit` chooses the end of the next batch.
 
-Spark keeps offsets in a checkpoint. Knows numbers only: no store, no connection, no Spark. Invariants: an offset names
-published boundaries (over a connection: seqnos) with branch and vbuuid. So two offsets alone decide which changes are
-between them. `admit` returns no position above the published one. If a boundary is ahead, `admit` advances even with
-the smallest limit.
+Spark keeps offsets in a checkpoint, `sync` beside its tables. Knows numbers only: no store, no connection, no Spark.
+Invariants: an offset names published boundaries (over a connection: seqnos) with branch and vbuuid. So two offsets
+alone decide which changes are between them. `admit` returns no position above the published one. If a boundary is
+ahead, `admit` advances even with the smallest limit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mirror.errors import ConfigError
 
 FORMAT = 2
 """Format of encoded offsets."""
+RESTART = "begin with a new checkpoint and target (sync: a new folder)"
 
 
 class At(NamedTuple):
@@ -39,7 +40,7 @@ BEGINNING = At()
 
 
 Encoded = dict[str, Any]
-"""An offset as Spark keeps it in a checkpoint: JSON."""
+"""An offset as it is kept: JSON."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str, selection: s
     try:
         if given["format"] != FORMAT:
             raise ConfigError(
-                f"the checkpoint is of format {given['format']}; this program knows {FORMAT}",
-                hint="begin with a new checkpoint",
+                f"the position is of format {given['format']}; this program knows {FORMAT}",
+                hint=RESTART,
             )
         found = Offset(
             str(given["origin"]),
@@ -94,26 +95,21 @@ def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str, selection: s
             str(given.get("selection", "")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"the checkpoint cannot be read: {error!r}", hint="use a checkpoint of this source") from None
+        raise ConfigError(f"the position cannot be read: {error!r}", hint=RESTART) from None
     if found.origin != origin:
-        raise ConfigError(
-            f"the checkpoint was made with option {found.origin}, not {origin}", hint="use another checkpoint"
-        )
+        raise ConfigError(f"the position was made with option {found.origin}, not {origin}", hint=RESTART)
     if found.bucket_uuid != bucket_uuid:
         raise ConfigError(
-            f"the checkpoint is of the bucket with uuid {found.bucket_uuid}, this is {bucket_uuid}",
-            hint="the bucket was recreated or is another one: begin with a new checkpoint",
+            f"the position is of the bucket with uuid {found.bucket_uuid}, this is {bucket_uuid}",
+            hint=f"the bucket was recreated or is another one: {RESTART}",
         )
-    check_selection("the checkpoint", found.selection, selection)
-    return found
-
-
-def check_selection(what: str, made_with: str, now: str) -> None:
-    if made_with != now:
+    if found.selection != selection:
         raise ConfigError(
-            f"{what} was made with {made_with or 'all collections and vbuckets'}, not {now or 'all of them'}",
-            hint="make the same choice as before, or begin with a new checkpoint and a new target",
+            f"the position was made with {found.selection or 'all collections and vbuckets'}, not "
+            f"{selection or 'all of them'}",
+            hint=f"make the same choice as before, or {RESTART}",
         )
+    return found
 
 
 class Lag(NamedTuple):

@@ -197,7 +197,7 @@ def not_on(at: At, log: FailoverLog) -> str:
                 )
             return ""
         newer = entry
-    return f"the source does not know the history {at.vbuuid:#x} of the checkpoint's position {at.seqno}"
+    return f"the source does not know the history {at.vbuuid:#x} of the position {at.seqno}"
 
 
 def read_changes(options: Options, work: ChangesTask) -> Iterator[tuple[Any, ...]]:

@@ -26,7 +26,6 @@ from deltalake import DeltaTable, Schema, Transaction
 from mirror.errors import ConfigError
 from mirror.spark.places import Folder, LocalFolder
 from mirror.spark.runner import Runner
-from mirror.spark.source.offsets import check_selection
 from mirror.spark.tables.delta import (
     add_action,
     check_columns,
@@ -39,12 +38,11 @@ from mirror.spark.tables.delta import (
     remove_action,
     vacuum,
 )
-from mirror.spark.tables.merge import QUARANTINE, STATE, DocumentColumns, Merged, MergeTask, merge_part
+from mirror.spark.tables.merge import PART, QUARANTINE, STATE, DocumentColumns, Merged, MergeTask, merge_part
 from mirror.spark.tables.parts import groups_of, run_name, run_of
 from mirror.typed.bodies import MISFITS_MAX, Bodies, Reading, check_misfits, names_of
 from mirror.typed.values import folded
 
-PART = "_part"
 BATCH_MARK = "dcp-mirror"
 READING_MARK = "dcp-mirror/reading"
 PART_MARK = "dcp-mirror/vbuckets-of-a-part"
@@ -57,7 +55,7 @@ STATISTICS = ("key", "collection", "vbid", "seqno", "at_branch", "at_seqno")
 PERMISSIVE = Reading("permissive")
 """The default reading: a document that does not fit must not stop a stream for ever."""
 
-_NAME = re.compile(r"part-[0-9a-f]{16}-b(\d+)-[0-9a-f]{32}\.parquet")
+_NAME = re.compile(r"part-[0-9a-f]{16}-b(\d+)(?:-\d+)*-[0-9a-f]{32}\.parquet")
 _TAKEN = frozenset((PART, *(f"_{name}" for name in STATE.names)))
 
 
@@ -140,11 +138,9 @@ def fingerprint(text: str) -> int:
 
 
 class DocumentsTable:
-    def __init__(
-        self, folder: Folder, quarantine: Folder, layout: Layout, selection: str, part_vbuckets: int, runner: Runner
-    ) -> None:
+    def __init__(self, folder: Folder, quarantine: Folder, layout: Layout, part_vbuckets: int, runner: Runner) -> None:
         """Open or make the table. A new table has parts of `part_vbuckets`. If the table's columns differ from
-        `layout`, write all rows again. `selection` is the stream's. Raises ConfigError, MirrorError.
+        `layout`, write all rows again. Raises ConfigError, MirrorError.
         """
         self.folder = folder
         self._quarantine = quarantine
@@ -155,10 +151,9 @@ class DocumentsTable:
             quarantine.path.mkdir(exist_ok=True)
         table = open_table(folder)
         if table is None:
-            self.table = self._make(selection, part_vbuckets)
+            self.table = self._make(part_vbuckets)
         else:
             self.table = table
-            check_selection(folder.url, table.metadata().description or "", selection)
         width = self.table.transaction_version(PART_MARK)
         if width is None or self.table.metadata().partition_columns != [PART]:
             raise ConfigError(
@@ -168,14 +163,13 @@ class DocumentsTable:
         if table is not None:
             self._adapt()
 
-    def _make(self, selection: str, part_vbuckets: int) -> DeltaTable:
+    def _make(self, part_vbuckets: int) -> DeltaTable:
         skip_by = ",".join(self._layout.mark + name for name in STATISTICS)
         with committing(self.folder, None):
             return DeltaTable.create(
                 self.folder.url,
                 Schema.from_arrow(self._layout.whole_schema),
                 partition_by=[PART],
-                description=selection or None,
                 configuration=CONFIGURATION | {"delta.dataSkippingStatsColumns": skip_by},
                 commit_properties=only_next([*self._layout.marks, Transaction(PART_MARK, part_vbuckets)]),
             )
@@ -214,9 +208,9 @@ class DocumentsTable:
 
     # -- merges ---------------------------------------------------------------------------------------------------
 
-    def merge(self, changes: Folder, names: Sequence[str], marks: Sequence[Transaction], number: int) -> Applied:
+    def merge(self, changes: Folder, names: Sequence[str], number: int) -> Applied:
         """Merge files of `changes` into the table. `names` are all files up to batch `number` that the table lacks, in
-        the order of batches. The commit has `marks`. Raises CommitConflict, TooManyMisfits, MirrorError.
+        the order of batches. Raises CommitConflict, TooManyMisfits, MirrorError.
         """
         files = self._files()
         waiting: dict[int, list[str]] = {}
@@ -226,7 +220,7 @@ class DocumentsTable:
         tasks = [self._task(part, files.get(part, []), changes.url, waiting[part]) for part in sorted(waiting)]
         merged = self._run(tasks, number)
         self._note_misfits(merged, number, again=False)
-        self._commit(merged, marks, {"batch": str(number)}, again=False)
+        self._commit(merged, [Transaction(BATCH_MARK, number)], {"batch": str(number)}, again=False)
         done = Applied()
         for each in merged.values():
             done = done.plus(Applied(each.inserted, each.updated, each.deleted, each.misfit_count))

@@ -31,6 +31,8 @@ from mirror.typed.bodies import AS_DECLARED, Bodies, Reading
 PUTS = pa.array(["mutation", "restoration"])
 """Kinds after which the document exists."""
 RESYNC = "resync"
+PART = "_part"
+"""The column of the partition. Files lie in a folder `_part=N`, from which Hive's readers take its value."""
 
 STATE = pa.schema([*DOCUMENTS, CHANGES.field("vbuuid"), CHANGES.field("at_branch"), CHANGES.field("at_seqno")])
 """DocumentColumns of a table of documents: a document, and the position of the event that put it into the table."""
@@ -100,7 +102,7 @@ def merge_part(task: MergeTask) -> Merged:
     columns, folder = task.columns, folder_at(task.documents)
     waiting = WaitingEvents(folder_at(task.changes), task.names, task.vbids)
     with (
-        PartWriter(task.documents, task.prefix, columns.schema) as parts,
+        PartWriter(task.documents, f"{PART}={task.part}/{task.prefix}", columns.schema) as parts,
         PartWriter(task.quarantine, task.prefix, QUARANTINE) as misfits,
     ):
         typed = Typed(columns, misfits)

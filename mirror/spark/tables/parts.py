@@ -54,7 +54,7 @@ def run_name() -> str:
 
 
 def run_of(name: str) -> str | None:
-    found = NAME.fullmatch(name)
+    found = NAME.fullmatch(name.rpartition("/")[2])
     return found[1] if found else None
 
 
@@ -88,7 +88,9 @@ class PartWriter:
         part_bytes_max: int = PART_BYTES_MAX,
         group_rows: int | None = None,
     ) -> None:
-        """Files are `<prefix>-<unique>.parquet` in `folder`, which must exist; `prefix` begins with `part-<run>`."""
+        """Files are `<prefix>-<number>-<unique>.parquet` in `folder`, which must exist, in the order of rows. `prefix`
+        begins with `part-<run>`, or with the name of a folder before that.
+        """
         assert run_of(f"{prefix}-x.parquet"), "the prefix names the run"
         self.finished: list[Part] = []
         self._folder = folder_at(folder)
@@ -138,7 +140,7 @@ class PartWriter:
     def _write_group(self) -> None:
         try:
             if self._writer is None:
-                name = f"{self._prefix}-{uuid.uuid4().hex}.parquet"
+                name = f"{self._prefix}-{len(self.finished):04d}-{uuid.uuid4().hex}.parquet"
                 self._file = self._folder.create(name)
                 self._name = name
                 self._writer = pq.ParquetWriter(

@@ -9,8 +9,7 @@ import pytest
 
 from cli.sync import merge_line, serving_metrics
 from mirror.errors import ConfigError
-from mirror.spark.pipeline.metrics import SyncMetrics, serving
-from mirror.spark.pipeline.progress import BatchFigures, MergeFigures
+from mirror.spark.pipeline.metrics import BatchFigures, MergeFigures, SyncMetrics, serving
 
 
 def scraped(port: int) -> dict[str, float]:

@@ -1,19 +1,15 @@
-"""SIGKILL of driver and mirror in the middle of batches, and failovers that lose what was reported already.
+"""SIGKILL of `sync`, of its processes and of the mirror, in the middle of batches and merges, with failovers between.
 
-Whatever dies, and whenever: each event is in `changes` once, what the source lost is taken back, and `documents` is the
-source. Each kill is proved to have hit a running batch by Spark's own checkpoint.
+test_standalone.py does the same on a cluster of Spark.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,23 +19,21 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.data.bucket import vbucket_of
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark.pipeline.sync import How, sync
-from tests.cli.conftest import COMMAND
-from tests.crash.load import Load
-from tests.crash.service import Service, until
+from mirror.spark.places import folder_at
+from mirror.spark.runner import LocalRunner
+from mirror.spark.tables.documents import BATCH_MARK, batch_of
+from tests.cli.conftest import COMMAND, environment
+from tests.crash.service import until
 from tests.spark.mirrors import SmallMirror, scanned
 from tests.spark.sessions import ObjectStore
 from tests.spark.standalone import spark_environment
-from tests.spark.stream_rig import LIMIT_S, Stream, follow, newest, verdict
+from tests.spark.stream_rig import LIMIT_S, VBUCKETS, LocalDriver, through_kills
 
-VBUCKETS = 16
-KEYS = 800
-ROLLBACKS = 3
-TAIL = 6
+VICTIMS = ("worker", "workers", "mirror", "driver", "driver and workers")
 
-pytestmark = pytest.mark.xdist_group("spark processes")
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -48,107 +42,27 @@ def source() -> Iterator[SandboxThread]:
         yield thread
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("changes", "kills", "rate"),
+    ("victims", "changes", "rate"),
     [
-        pytest.param(2_000, 2, 150, marks=pytest.mark.ci),
-        pytest.param(300_000, 20, 400, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
+        pytest.param(["driver", "worker", "mirror", "driver and workers", "driver"], 3_000, 200, id="5"),
+        pytest.param(
+            Random(7).choices(VICTIMS, k=80),
+            300_000,
+            400,
+            id="80",
+            marks=[pytest.mark.long, pytest.mark.timeout(7200)],
+        ),
     ],
 )
-def test_the_tables_are_exact_after_a_kill_of_any_process_during_a_batch(
-    source: SandboxThread, tmp_path: Path, changes: int, kills: int, rate: int, record_property: Any
+def test_the_tables_are_exact_whichever_process_was_killed_at_work(
+    source: SandboxThread, tmp_path: Path, victims: list[str], changes: int, rate: int, record_property: Any
 ) -> None:
-    seed = 20261121
-    record_property("seed", seed)
-    rng = Random(seed)
-    rollbacks = min(kills, ROLLBACKS)
-    load = Load(source.cluster, seed, rate=0, keys=KEYS)
-    source.call(load.write, changes // 2)
-    writing = asyncio.run_coroutine_threadsafe(load.run(), source._loop)
-    tails = itertools.count()
-    data, lake = tmp_path / "data", tmp_path / "lake"
-    stream = Stream(
-        lake, "--data", str(data), "--trigger", "0.2", "--max-age", "0", "--max-rows", str(max(500, changes // 20))
-    )
-    with Service(source.connection_string, data, "--groups", "4", "--workers", "2") as service, stream:
-        service.start()
-        follow(source, data)
-        stream.start()
-        load.rate = rate
-        for number in range(kills):
-            if number % 2:
-                stream.kill_in_batch("mirror", lambda: os.kill(service.pid, signal.SIGKILL), lambda: bury(service))
-            else:
-                whole = bool(rng.randrange(2))
-                stream.kill_in_batch("driver", partial(stream.kill_driver, whole_group=whole), stream.start)
-            if number < rollbacks:
-                lose_a_tail(source, load, stream, data, f"tail{next(tails)}")
-            left = changes // 2 * (number + 1) // kills - (load.written - changes // 2)
-            source.call(load.write, max(0, left))
-        load.rate = 0
-        writing.cancel()
-        follow(source, data)
-        stream.terminate()
-        stream.finish()
-        found = verdict(source, data, lake)
-    record_property("kills", f"{'; '.join(map(str, stream.kills))}; {found}")
-    assert len(stream.kills) == kills
-    assert load.written >= changes
-    assert found["rollbacks"] >= rollbacks
-    assert found["retractions"] >= rollbacks * TAIL
-    assert service.tracebacks() == ""
+    record_property("kills", through_kills(source, tmp_path, LocalDriver, victims, changes, rate))
 
 
-def bury(service: Service) -> None:
-    """Wait until its workers have followed it, then start it again."""
-    service.kill_supervisor()
-    service.start()
-
-
-def lose_a_tail(source: SandboxThread, load: Load, stream: Stream, data: Path, name: str) -> None:
-    """A failover that loses what the stream has reported already."""
-    rate, load.rate = load.rate, 0
-    follow(source, data)
-    keys = [f"{name}-{number}" for number in range(TAIL)]
-    for key in keys:
-        source.call(source.cluster.set, key, b'{"tail": true}')
-    vbids = sorted({vbucket_of(key.encode(), VBUCKETS) for key in keys})
-    until("the tail to be reported", lambda: set(keys) <= stream.keys_reported(), limit_s=LIMIT_S, poll_s=0.2)
-    for vbid in vbids:
-        source.call(source.cluster.failover, vbid, lose=TAIL)
-    load.rate = rate
-
-
-class Killed:
-    """A streaming program that is killed again and again, over a mirror that is written and rolled back meanwhile."""
-
-    def __init__(self, command: list[str], checkpoint: Path, log: Path) -> None:
-        self._command = command
-        self._checkpoint = checkpoint
-        self._log = log
-
-    def kill_in_batch(self) -> None:
-        with self._log.open("ab") as log:
-            process = subprocess.Popen(
-                self._command, env=spark_environment(), stdout=log, stderr=log, start_new_session=True
-            )
-        until("a batch to run", lambda: process.poll() is not None or self._running(), limit_s=LIMIT_S, poll_s=0.002)
-        assert process.poll() is None, self._log.read_text()[-3000:]
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert self._running(), "the checkpoint has the batch in which it was killed"
-
-    def _running(self) -> bool:
-        begun, done = (newest(self._checkpoint / name) for name in ("offsets", "commits"))
-        return begun > done
-
-
-def through_kills(small: SmallMirror, killed: Killed, finish: Callable[[], object]) -> None:
-    """All is read, then rolled back; then killed over the retractions of what was read.
-
-    `finish` runs the same stream to its end in this process.
-    """
+def write_and_roll_back(small: SmallMirror) -> Iterator[None]:
+    """Write; then roll back and write again over what was read."""
     rng = Random(20261123)
     first: dict[int, int] = {}
     for turn in range(2):
@@ -157,28 +71,43 @@ def through_kills(small: SmallMirror, killed: Killed, finish: Callable[[], objec
             first = first or dict(small.seqnos)
         small.put({f"k{number}": None for number in rng.sample(range(300), 20)})
         if turn == 0:
-            finish()
+            yield
             for vbid in range(4):
                 small.roll_back(vbid, first[vbid])
-    killed.kill_in_batch()
-    finish()
+    yield
 
 
-@pytest.mark.ci
-@pytest.mark.timeout(900)
-def test_tables_in_an_object_store_are_exact_after_kills_of_the_driver(
-    spark: SparkSession, s3: ObjectStore, tmp_path: Path
-) -> None:
+def test_tables_in_an_object_store_are_exact_after_kills_of_the_driver(s3: ObjectStore, tmp_path: Path) -> None:
     small = SmallMirror(tmp_path / "data")
-    where, checkpoint = "s3://lake/killed", tmp_path / "checkpoint"
-    command = [*COMMAND, "sync", "--data", str(small.path), "--to", where, "--checkpoint", str(checkpoint)]
-    killed = Killed([*command, "--available-now", "--max-age", "0", "--max-rows", "300"], checkpoint, tmp_path / "log")
-    source = {"path": str(small.path), "maxRowsPerBatch": "300"}
-    through_kills(small, killed, lambda: sync(spark, source, where, How(checkpoint, available_now=True)))
-    found = DeltaTable(f"{where}/documents").to_pyarrow_table(columns=["key", "seqno", "value"]).to_pylist()
+    changes = folder_at("s3://lake/killed/changes")
+    command = [*COMMAND, "sync", "--data", str(small.path), "--to", "s3://lake/killed", "--available-now"]
+
+    def files_of_no_commit() -> bool:
+        done = DeltaTable(changes.url).transaction_version(BATCH_MARK) if changes.names() else None
+        return any((batch_of(name) or 0) > (-1 if done is None else done) for name in changes.names() if "-b" in name)
+
+    for _ in write_and_roll_back(small):
+        for _ in range(20):
+            process = subprocess.Popen(
+                [*command, "--max-age", "0", "--max-rows", "100"], env=environment(**s3.env), process_group=0
+            )
+            until("a file", lambda: files_of_no_commit() or process.poll() is not None, limit_s=LIMIT_S)  # noqa: B023
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if files_of_no_commit():
+                break
+        else:
+            raise AssertionError("no kill hit a batch")
+        sync(
+            {"path": str(small.path), "maxRowsPerBatch": "100"},
+            "s3://lake/killed",
+            LocalRunner(1),
+            How(available_now=True),
+        )
+    found = DeltaTable("s3://lake/killed/documents").to_pyarrow_table(columns=["key", "seqno", "value"]).to_pylist()
     assert {row["key"]: (row["seqno"], row["value"]) for row in found} == scanned(small.path)
     assert len(found) == len(scanned(small.path))
-    rows = DeltaTable(f"{where}/changes").to_pyarrow_table(columns=["vbid", "key", "at_branch", "at_seqno", "kind"])
+    rows = DeltaTable(changes.url).to_pyarrow_table(columns=["vbid", "key", "at_branch", "at_seqno", "kind"])
     events = [tuple(row.values()) for row in rows.to_pylist()]
     assert len(events) == len(set(events))
     assert "retraction" in {kind for *_, kind in events}
@@ -193,14 +122,16 @@ writer.trigger(availableNow=True).start({folder!r} + "/out").awaitTermination()
 """
 
 
-@pytest.mark.ci
-@pytest.mark.timeout(900)
 def test_a_custom_stream_has_each_event_once_after_kills(spark: SparkSession, tmp_path: Path) -> None:
     """Spark's own sink of files, and the upsert that the documents give: strictly by (at_branch, at_seqno)."""
     small = SmallMirror(tmp_path / "data")
     stream = OWN_STREAM.format(data=str(small.path), folder=str(tmp_path))
-    killed = Killed([sys.executable, "-c", stream], tmp_path / "checkpoint", tmp_path / "log")
-    through_kills(small, killed, lambda: exec(stream, {}))
+    written = write_and_roll_back(small)
+    next(written)
+    exec(stream, {})
+    next(written)
+    kill_in_batch([sys.executable, "-c", stream], tmp_path / "checkpoint")
+    exec(stream, {})
     rows = spark.read.parquet(str(tmp_path / "out")).select("key", "at_branch", "at_seqno", "kind", "seqno", "value")
     found = [tuple(row) for row in rows.collect()]
     assert len(found) == len({row[:3] for row in found})
@@ -211,3 +142,23 @@ def test_a_custom_stream_has_each_event_once_after_kills(spark: SparkSession, tm
     current = {key: (seqno, value) for key, (kind, seqno, value) in last.items() if kind in ("mutation", "restoration")}
     assert current == scanned(small.path)
     small.close()
+
+
+def kill_in_batch(command: list[str], checkpoint: Path) -> None:
+    """Spark's checkpoint proves that a batch ran: its begin is on disk, its end is not."""
+
+    def running() -> bool:
+        begun, done = (newest(checkpoint / name) for name in ("offsets", "commits"))
+        return begun > done
+
+    process = subprocess.Popen(command, env=spark_environment(), start_new_session=True)
+    until("a batch to run", lambda: process.poll() is not None or running(), limit_s=LIMIT_S, poll_s=0.002)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert running(), "the checkpoint has the batch in which it was killed"
+
+
+def newest(folder: Path) -> int:
+    """The highest number among the files; Spark writes them under another name first."""
+    return max((int(path.name) for path in folder.glob("[0-9]*")), default=-1)

@@ -7,10 +7,10 @@ from typing import Any
 
 from mirror.spark.source import changes, remote
 from mirror.spark.source.changes import ChangesTask
-from mirror.spark.source.changes_stream import driver_of
 from mirror.spark.source.columns import CHANGES
 from mirror.spark.source.offsets import Offset
 from mirror.spark.source.options import Options
+from mirror.spark.source.origin import driver_of
 
 Row = dict[str, Any]
 

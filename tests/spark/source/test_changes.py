@@ -120,7 +120,7 @@ def test_lost_history_is_refused_or_resynced(small: SmallMirror) -> None:
     small.put(orders(60, 60))
     small.purge(boundaries=1)
     follower.restart()
-    with pytest.raises(LostHistory, match=r"vbucket \d: the checkpoint's position 1:\d+ cannot be followed.*resync"):
+    with pytest.raises(LostHistory, match=r"vbucket \d: the position 1:\d+ cannot be followed.*resync"):
         follower.step()
     follower.restart(options(small, onLostHistory="resync"))
     follower.run()

@@ -18,7 +18,7 @@ from mirror.spark.tables.lake import Lake
 from mirror.typed.bodies import DocumentDoesNotFit, Reading, TooManyMisfits
 from mirror.typed.ddl import fields_of
 from tests.spark.events import Event, event
-from tests.spark.tables.test_lake import apply, batch
+from tests.spark.tables.test_lake import apply
 
 Row = dict[str, Any]
 
@@ -36,7 +36,7 @@ def typed(schema: str, misfits_max: float = 1, overwrite_schema: bool = False, *
 
 
 def lake_in(folder: Path, layout: Layout) -> Lake:
-    return Lake(folder_at(folder), "the checkpoint" if (folder / "changes").exists() else None, "", layout)
+    return Lake(folder_at(folder), layout)
 
 
 def quarantined(folder: Path) -> list[tuple[str, int, str]]:
@@ -52,14 +52,14 @@ def rows(lake: Lake, *columns: str) -> dict[str, tuple[Any, ...]]:
 def test_fields_of_the_body_are_columns_next_to_the_metadata(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("total double, City string, `weiter-name` int, live boolean")) as lake:
         first = [put("a", 1, total=1.5, City="Bonn", key="x"), put("b", 2, total=2), put("c", 3, live=True)]
-        assert apply(lake, batch(0), [first]) == Applied(inserted=3)
+        assert apply(lake, [first]) == Applied(inserted=3)
         assert rows(lake, "total", "City", "live") == {
             "a": (1.5, "Bonn", None),
             "b": (2.0, None, None),
             "c": (None, None, True),
         }
         second = [put("a", 4, total=7, **{"weiter-name": 3}), event("deletion", "b", (1, 5)), put("d", 6, City="Ulm")]
-        assert apply(lake, batch(1), [second]) == Applied(inserted=1, updated=1, deleted=1)
+        assert apply(lake, [second]) == Applied(inserted=1, updated=1, deleted=1)
         assert rows(lake, "total", "City", "weiter-name", "_seqno") == {
             "a": (7.0, None, 3, 4),
             "c": (None, None, None, 3),
@@ -78,9 +78,9 @@ def test_columns_of_any_type_are_merged(tmp_path: Path) -> None:
     schema += ", items array<struct<sku: string>>, m map<string, int>"
     order = {"at": "2026-01-31T12:00:00Z", "local": "2026-01-31T12:00:00", "day": "2026-01-31", "price": 1.005}
     with lake_in(tmp_path, typed(schema)) as lake:
-        apply(lake, batch(0), [[put("a", 1), put("b", 2)]])
+        apply(lake, [[put("a", 1), put("b", 2)]])
         more = [put("a", 3, **order, items=[{"sku": "x"}], m={"n": 1}), put("c", 4, **order)]
-        assert apply(lake, batch(1), [more]) == Applied(inserted=1, updated=1)
+        assert apply(lake, [more]) == Applied(inserted=1, updated=1)
         found = rows(lake, "price", "items", "m", "day", "local")
         assert found["a"][:3] == (Decimal("1.01"), [{"sku": "x"}], [("n", 1)])
         assert found["b"] == (None,) * 5
@@ -93,14 +93,14 @@ def test_a_column_that_is_added_later_has_its_value_in_every_row(tmp_path: Path)
     """Delta alone would leave it null in the rows that are there: 'no city' would look like 'not read yet'."""
     orders = [put(f"k{number}", number + 1, total=number, city=f"c{number}") for number in range(100)]
     with lake_in(tmp_path, typed("total double")) as lake:
-        apply(lake, batch(0), [orders])
+        apply(lake, [orders])
         version = lake.documents.table.version()
     wider = typed("city string, total double, at timestamp_ntz")
     with lake_in(tmp_path, wider) as lake:
         assert lake.documents.table.version() <= version + 2, "the columns, and their values with them, are one commit"
         assert rows(lake, "city", "total") == {f"k{number}": (f"c{number}", float(number)) for number in range(100)}
         assert lake.documents.table.transaction_version(BATCH_MARK) == 0
-        assert apply(lake, batch(1), [[put("k0", 101, city="new")]]) == Applied(updated=1)
+        assert apply(lake, [[put("k0", 101, city="new")]]) == Applied(updated=1)
         assert rows(lake, "city", "total")["k0"] == ("new", None)
         version = lake.documents.table.version()
     with lake_in(tmp_path, wider) as lake:
@@ -115,11 +115,11 @@ def test_a_field_that_is_added_within_a_struct_has_its_value_in_every_row(tmp_pa
         ("customer struct<city: string, name: string>, items array<struct<sku: string, count: int>>"),
     )
     with lake_in(tmp_path, typed(before)) as lake:
-        apply(lake, batch(0), [[put("a", 1, customer={"name": "Ada", "city": "Bonn"}, items=items), put("b", 2)]])
+        apply(lake, [[put("a", 1, customer={"name": "Ada", "city": "Bonn"}, items=items), put("b", 2)]])
     with lake_in(tmp_path, typed(after)) as lake:
         ada = {"city": "Bonn", "name": "Ada"}
         assert rows(lake, "customer", "items") == {"a": (ada, items), "b": (None, None)}
-        apply(lake, batch(1), [[put("b", 3, customer={"city": "Ulm"}, items=items)]])
+        apply(lake, [[put("b", 3, customer={"city": "Ulm"}, items=items)]])
         assert rows(lake, "customer", "items")["b"] == ({"city": "Ulm", "name": None}, items)
     said = r"column customer is struct<city: string, name: string> in the table and would be struct<name: string>"
     with pytest.raises(ConfigError, match=f"{said}.*--overwrite-schema"):
@@ -130,7 +130,7 @@ def test_a_crash_before_the_commit_of_new_columns_leaves_the_table_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lake_in(tmp_path, typed("total double")) as lake:
-        apply(lake, batch(0), [[put("a", 1, total=1, city="Bonn")]])
+        apply(lake, [[put("a", 1, total=1, city="Bonn")]])
 
     def dies(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -156,13 +156,13 @@ def test_a_crash_before_the_commit_of_new_columns_leaves_the_table_unchanged(
 )
 def test_other_changes_of_columns_need_overwrite_schema(tmp_path: Path, schema: str, reading: Row, said: str) -> None:
     with lake_in(tmp_path, typed("total double, n int")) as lake:
-        apply(lake, batch(0), [[put("a", 1, total=1.5, n=3)]])
+        apply(lake, [[put("a", 1, total=1.5, n=3)]])
     with pytest.raises(ConfigError, match=f"{said}.*--overwrite-schema"):
         lake_in(tmp_path, typed(schema, **reading))
     with lake_in(tmp_path, typed(schema, overwrite_schema=True, **reading)) as lake:
         expected = {"total string, n int": ("1.5", 3), "n int": (3,)}.get(schema, (1.5, 3))
         assert rows(lake, *fields_of(schema).names) == {"a": expected}
-        apply(lake, batch(1), [[put("a", 2, total=2.5, n=3)]])
+        apply(lake, [[put("a", 2, total=2.5, n=3)]])
     with lake_in(tmp_path, typed(schema, **reading)):
         pass
 
@@ -179,18 +179,18 @@ def test_a_table_with_a_schema_is_not_opened_without_one(tmp_path: Path) -> None
 def test_misfits_are_counted_and_shown(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("n int, _corrupt_record string")) as lake:
         first = [put("a", 1, n="many"), put("b", 2, n=2), event("mutation", "c", (1, 3), value=b"no JSON")]
-        assert apply(lake, batch(0), [first]) == Applied(inserted=3, misfits=2)
+        assert apply(lake, [first]) == Applied(inserted=3, misfits=2)
         found = rows(lake, "n", "_corrupt_record")
         assert found == {"a": (None, '{"n": "many"}'), "b": (2, None), "c": (None, "no JSON")}
         second = [put("a", 4, n=1), event("deletion", "c", (1, 5)), put("b", 6, n=[])]
-        assert apply(lake, batch(1), [second]) == Applied(updated=2, deleted=1, misfits=1)
+        assert apply(lake, [second]) == Applied(updated=2, deleted=1, misfits=1)
 
 
 def test_a_failfast_merge_ends_at_a_misfit_and_a_permissive_one_goes_on(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("n int", mode="failfast")) as lake:
-        apply(lake, batch(0), [[put("a", 1, n=1)]])
+        apply(lake, [[put("a", 1, n=1)]])
         with pytest.raises(DocumentDoesNotFit, match="'b' does not fit"):
-            apply(lake, batch(1), [[put("b", 2, n="two")]])
+            apply(lake, [[put("b", 2, n="two")]])
     with lake_in(tmp_path, typed("n int")) as lake:
         assert lake.merge() == Applied(inserted=1, misfits=1)
         assert rows(lake, "n") == {"a": (1,), "b": (None,)}
@@ -200,7 +200,7 @@ def test_a_schema_of_other_documents_is_not_loaded_and_may_be_corrected(tmp_path
     orders = [put(f"k{number}", number + 1, total=f"{number} EUR") for number in range(200)]
     with lake_in(tmp_path, typed("total double", misfits_max=0.01)) as lake:
         with pytest.raises(TooManyMisfits, match=r"200 of 200 documents do not fit.*nothing was written"):
-            apply(lake, batch(0), [orders])
+            apply(lake, [orders])
         assert lake.documents.table.count() == 0
     with lake_in(tmp_path, typed("total string", misfits_max=0.01)) as lake:
         assert lake.merge() == Applied(inserted=200)
@@ -214,9 +214,9 @@ def test_a_schema_of_other_documents_is_not_loaded_and_may_be_corrected(tmp_path
 def test_a_misfit_after_the_first_merge_does_not_stop_the_stream(tmp_path: Path) -> None:
     """It was once 1 of 1 documents of a vbucket without rows, at every restart."""
     with lake_in(tmp_path, typed("n int", misfits_max=0.01)) as lake:
-        apply(lake, batch(0), [[put(f"k{number}", number + 1, n=number) for number in range(100)]])
+        apply(lake, [[put(f"k{number}", number + 1, n=number) for number in range(100)]])
         misfit = event("mutation", "a", (1, 1), value=body(n="many"), vbid=700)
-        assert apply(lake, batch(1), [[misfit]]) == Applied(inserted=1, misfits=1)
+        assert apply(lake, [[misfit]]) == Applied(inserted=1, misfits=1)
         assert rows(lake, "_vbid", "n", "_part")["a"] == (700, None, 43)
 
 
@@ -224,7 +224,7 @@ def test_the_quarantine_has_each_misfit_once_even_after_a_broken_merge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lake_in(tmp_path, typed("n int")) as lake:
-        apply(lake, batch(0), [[put("a", 1, n="many" * 1_000), put("b", 2, n=2)]])
+        apply(lake, [[put("a", 1, n="many" * 1_000), put("b", 2, n=2)]])
         assert quarantined(tmp_path) == [("a", 1, body(n="many" * 1_000).decode()[:1_000])]
 
         def dies(_: str) -> None:
@@ -232,7 +232,7 @@ def test_the_quarantine_has_each_misfit_once_even_after_a_broken_merge(
 
         monkeypatch.setattr(documents, "remove_action", dies)
         with pytest.raises(KeyboardInterrupt):
-            apply(lake, batch(1), [[put("b", 3, n="two")]])
+            apply(lake, [[put("b", 3, n="two")]])
         monkeypatch.undo()
     with lake_in(tmp_path, typed("n int")) as lake:
         assert lake.merge() == Applied(updated=1, misfits=1)
@@ -265,11 +265,10 @@ def test_documents_that_do_not_fit_are_not_dropped() -> None:
 
 def test_a_rollback_restores_the_columns_too(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("n int")) as lake:
-        apply(lake, batch(0), [[put("a", 1, n=1), put("a", 2, n=2), put("b", 3, n=3)]])
+        apply(lake, [[put("a", 1, n=1), put("a", 2, n=2), put("b", 3, n=3)]])
         back = event("restoration", "a", (2, 1), seqno=1, value=body(n=1))
         apply(
             lake,
-            batch(1),
             [[event("retraction", "a", (2, 1), seqno=2), back, event("retraction", "b", (2, 1), seqno=3)]],
         )
         assert rows(lake, "n", "_seqno") == {"a": (1, 1)}

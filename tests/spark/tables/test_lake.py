@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -24,9 +25,9 @@ from mirror.spark.tables import lake as lakes
 from mirror.spark.tables import parts as parts_module
 from mirror.spark.tables.delta import CommitConflict, vacuum
 from mirror.spark.tables.documents import Applied, batch_of, prefix
-from mirror.spark.tables.lake import Batch, Lake
+from mirror.spark.tables.lake import Lake
 from mirror.spark.tables.parts import PartWriter
-from tests.spark.events import Event, History, Name, event, table_of
+from tests.spark.events import Event, History, Name, act, event, table_of
 
 IDENTITY = ("kind", "vbid", "collection", "key", "seqno", "branch", "at_branch", "at_seqno")
 
@@ -35,10 +36,10 @@ class Crash(Exception):
     """The process would be gone here."""
 
 
-def write_files(lake: Lake, batch: Batch, files: list[list[Event]]) -> list[Any]:
+def write_files(lake: Lake, files: list[list[Event]]) -> list[Any]:
     written = []
     for events in files:
-        with PartWriter(lake.changes_folder.url, prefix(batch.number), CHANGES, group_rows=4) as parts:
+        with PartWriter(lake.changes_folder.url, prefix(lake.next_batch), CHANGES, group_rows=4) as parts:
             for rows in table_of(events).to_batches():
                 parts.write(rows)
         written += parts.finished
@@ -46,14 +47,18 @@ def write_files(lake: Lake, batch: Batch, files: list[list[Event]]) -> list[Any]
 
 
 def apply(
-    lake: Lake, batch: Batch, files: list[list[Event]], crash_at: str = "", *, put_off: bool = False
+    lake: Lake,
+    files: list[list[Event]],
+    crash_at: str = "",
+    *,
+    put_off: bool = False,
+    position: dict[str, Any] | None = None,
 ) -> Applied | None:
-    """Apply a batch as the stream does, and stop where the test says."""
-    if not lake.has_changes(batch):
-        written = write_files(lake, batch, files)
-        if crash_at == "before changes":
-            raise Crash
-        lake.add_changes(batch, written)
+    """Apply a batch as `sync` does, and stop where the test says."""
+    written = write_files(lake, files)
+    if crash_at == "before changes":
+        raise Crash
+    lake.add_changes(written, position or {})
     if crash_at == "between":
         raise Crash
     if put_off:
@@ -62,10 +67,6 @@ def apply(
     if crash_at == "after":
         raise Crash
     return done
-
-
-def batch(number: int, offsets: str = "") -> Batch:
-    return Batch(number, "the checkpoint", offsets or f"up to {number}")
 
 
 def reported(lake: Lake) -> Counter[tuple[Any, ...]]:
@@ -91,23 +92,6 @@ def identities(events: list[Event]) -> Counter[tuple[Any, ...]]:
     return Counter(tuple(each[name] for name in IDENTITY) for each in events)
 
 
-def act(history: History, chance: random.Random) -> None:
-    """Something happens at the source. Keys are the vbucket's own, as a key lies in one."""
-    key = f"v{history.vbid}-{chance.randrange(6)}"
-    collection = chance.choice(["_default._default", "s.it's"])
-    choice = chance.random()
-    if choice < 0.55:
-        history.write(key, chance.randbytes(3), collection)
-    elif choice < 0.75:
-        history.delete(key, collection, chance.choice(["deletion", "expiration"]))
-    elif choice < 0.8:
-        history.drop("s.it's", chance.choice(["collection_dropped", "collection_flushed"]))
-    elif choice < 0.95:
-        history.roll_back(chance.choice(sorted(history.states)))
-    else:
-        history.resync()
-
-
 @pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.long)])
 def test_each_event_is_applied_once_after_a_crash_at_any_step(
     tmp_path_factory: pytest.TempPathFactory, examples: int
@@ -124,42 +108,43 @@ def test_each_event_is_applied_once_after_a_crash_at_any_step(
 
 def lake_in(folder: Path, **more: Any) -> Lake:
     """The tables in a folder, with parts of two vbuckets."""
-    there = list((folder / "changes" / "_delta_log").glob("*1.json"))
-    return Lake(folder_at(folder), "the checkpoint" if there else None, part_vbuckets=2, **more)
+    return Lake(folder_at(folder), part_vbuckets=2, **more)
 
 
 def follow(folder: Path, seed: int) -> None:
-    """Tables that follow some history, made of `seed`, to its end."""
+    """Tables that follow some history, made of `seed`, to its end. An attempt that was broken off leaves its position
+    behind or not; the next one begins there, and ends elsewhere.
+    """
     chance = random.Random(seed)
     histories = [History(vbid) for vbid in range(3)]
-    sent = [0] * 3
     lake = lake_in(folder)
     for number in range(8):
         for history in histories:
             for _ in range(chance.randrange(6)):
                 act(history, chance)
-        cuts = [chance.randint(sent[each.vbid], len(each.log)) for each in histories]
-        if number == 7:
-            cuts = [len(each.log) for each in histories]
-        pieces = [history.log[sent[each] : cuts[each]] for each, history in enumerate(histories)]
-        files = [pieces[0] + pieces[1], pieces[2]]
-        sent = cuts
-        for crash_at in chance.sample(["before changes", "between", "after"], chance.randrange(4)):
+        crashes = [*chance.sample(["before changes", "between", "after"], chance.randrange(4)), ""]
+        for crash_at in crashes:
+            sent = (lake.position or {"sent": [0] * 3})["sent"]
+            cuts = [chance.randint(start, len(each.log)) for start, each in zip(sent, histories, strict=True)]
+            if number == 7 and not crash_at:
+                cuts = [len(each.log) for each in histories]
+            pieces = [h.log[start:end] for h, start, end in zip(histories, sent, cuts, strict=True)]
+            put_off = not crash_at and chance.random() < 0.4
             try:
-                apply(lake, batch(number), files, crash_at)
+                apply(lake, [pieces[0] + pieces[1], pieces[2]], crash_at, put_off=put_off, position={"sent": cuts})
             except Crash:
                 lake.close()
                 lake = lake_in(folder)
                 lake.remove_unfinished()
-        put_off = chance.random() < 0.4
-        apply(lake, batch(number), files, put_off=put_off)
         if not put_off and chance.random() < 0.3:
             lake.tidy()
-        assert reported(lake) == identities([e for each, h in enumerate(histories) for e in h.log[: sent[each]]])
+        assert lake.position == {"sent": cuts}
+        assert reported(lake) == identities([e for h, end in zip(histories, cuts, strict=True) for e in h.log[:end]])
     for _ in range(2):
         lake.merge()
         assert current(lake) == expected(histories)
     lake.close()
+    assert [path.name for path in (folder / "_positions").iterdir()] == [str(lake._position_file()).rpartition("/")[2]]
 
 
 def files(lake: Lake) -> set[str]:
@@ -169,16 +154,16 @@ def files(lake: Lake) -> set[str]:
 def test_a_merge_writes_only_the_parts_that_have_events_and_the_files_that_change(tmp_path: Path) -> None:
     with lake_in(tmp_path) as lake:
         first = [event("mutation", f"{vbid}", (1, 1), vbid=vbid, value=random.randbytes(9_000)) for vbid in range(8)]
-        assert apply(lake, batch(0), [first]) == Applied(inserted=8)
+        assert apply(lake, [first]) == Applied(inserted=8)
         before = files(lake)
         assert len(before) == 4
-        assert apply(lake, batch(1), [[event("mutation", "4", (1, 2), vbid=4, value=b"")]]) == Applied(updated=1)
+        assert apply(lake, [[event("mutation", "4", (1, 2), vbid=4, value=b"")]]) == Applied(updated=1)
         assert len(files(lake) & before) == 3
         before = files(lake)
-        assert apply(lake, batch(2), [[event("mutation", "new", (1, 2), vbid=0, value=b"")]]) == Applied(inserted=1)
+        assert apply(lake, [[event("mutation", "new", (1, 2), vbid=0, value=b"")]]) == Applied(inserted=1)
         assert files(lake) > before
         version = lake.documents.table.version()
-        assert apply(lake, batch(3), [[event("deletion", "absent", (1, 3))]]) == Applied()
+        assert apply(lake, [[event("deletion", "absent", (1, 3))]]) == Applied()
         assert lake.documents.table.version() == version + 1, "the commit has the mark"
         assert lake.merged_batch == 3
 
@@ -186,7 +171,7 @@ def test_a_merge_writes_only_the_parts_that_have_events_and_the_files_that_chang
 def test_small_files_of_a_part_are_joined(tmp_path: Path) -> None:
     with lake_in(tmp_path) as lake:
         for number in range(40):
-            apply(lake, batch(number), [[event("mutation", f"{number}", (1, number + 1), value=b"")]])
+            apply(lake, [[event("mutation", f"{number}", (1, number + 1), value=b"")]])
         assert len(files(lake)) < 8
         assert len(current(lake)) == 40
 
@@ -201,13 +186,13 @@ def test_the_memory_of_a_merge_does_not_grow_with_the_table(tmp_path: Path, monk
                     event("mutation", f"{number}-{at}", (1, number * 1_000 + at), value=random.randbytes(4_000))
                     for at in range(250)
                 ]
-                apply(lake, batch(number), [rows], put_off=True)
+                apply(lake, [rows], put_off=True)
             pool = pa.proxy_memory_pool(pa.system_memory_pool())
             kept = pa.default_memory_pool()
             for number, key in ((size, "0-0"), (size + 1, "1-1")):
                 if number > size:
                     pa.set_memory_pool(pool)
-                apply(lake, batch(number), [[event("mutation", key, (1, number * 1_000), value=b"")]])
+                apply(lake, [[event("mutation", key, (1, number * 1_000), value=b"")]])
             pa.set_memory_pool(kept)
             peaks.append(pool.max_memory())
     assert peaks[1] < 1.3 * peaks[0]
@@ -217,9 +202,9 @@ def test_the_documents_table_is_not_rebuilt_from_compacted_changes(tmp_path: Pat
     """A compaction gives the files of `changes` other names, by which no merge finds them."""
     with lake_in(tmp_path) as lake:
         for number in range(3):
-            apply(lake, batch(number), [[event("mutation", f"{number}", (1, number + 1), value=b"1")]])
+            apply(lake, [[event("mutation", f"{number}", (1, number + 1), value=b"1")]])
         lake.tidy()
-        apply(lake, batch(3), [[event("mutation", "3", (1, 4), value=b"1")]])
+        apply(lake, [[event("mutation", "3", (1, 4), value=b"1")]])
     shutil.rmtree(tmp_path / "documents")
     with pytest.raises(ConfigError, match=r"does not belong to .*they end at batches -1 and 3"):
         lake_in(tmp_path)
@@ -228,7 +213,7 @@ def test_the_documents_table_is_not_rebuilt_from_compacted_changes(tmp_path: Pat
 def test_the_documents_table_is_rebuilt_while_changes_has_each_batch(tmp_path: Path) -> None:
     with lake_in(tmp_path) as lake:
         for number in range(3):
-            apply(lake, batch(number), [[event("mutation", f"{number}", (1, number + 1), value=b"1")]])
+            apply(lake, [[event("mutation", f"{number}", (1, number + 1), value=b"1")]])
         found = current(lake)
     shutil.rmtree(tmp_path / "documents")
     with lake_in(tmp_path) as lake:
@@ -238,9 +223,9 @@ def test_the_documents_table_is_rebuilt_while_changes_has_each_batch(tmp_path: P
 
 def test_a_documents_table_ahead_of_changes_is_refused(tmp_path: Path) -> None:
     with lake_in(tmp_path) as lake:
-        apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
+        apply(lake, [[event("mutation", "a", (1, 1), value=b"1")]])
         shutil.copytree(tmp_path / "changes", tmp_path / "older")
-        apply(lake, batch(1), [[event("mutation", "a", (1, 2), value=b"1")]])
+        apply(lake, [[event("mutation", "a", (1, 2), value=b"1")]])
     shutil.rmtree(tmp_path / "changes")
     (tmp_path / "older").rename(tmp_path / "changes")
     with pytest.raises(ConfigError, match="restore both from one copy"):
@@ -250,23 +235,21 @@ def test_a_documents_table_ahead_of_changes_is_refused(tmp_path: Path) -> None:
 def test_a_stale_process_cannot_commit_a_batch_twice(tmp_path: Path) -> None:
     events = [[event("mutation", "a", (1, 1), value=b"1")]]
     zombie = lake_in(tmp_path)
-    assert not zombie.has_changes(batch(0))
-    written = write_files(zombie, batch(0), events)
+    written = write_files(zombie, events)
     zombie.close()
     with lake_in(tmp_path) as lake:
-        apply(lake, batch(0), events)
+        apply(lake, events)
         with pytest.raises(CommitConflict):
-            zombie.add_changes(batch(0), written)
+            zombie.add_changes(written, {})
         assert reported(lake) == identities(events[0])
-        assert zombie.has_changes(batch(0))
-        assert zombie.merge() == Applied()
+        zombie.changes.update_incremental()
+        assert zombie.next_batch == 1
 
 
 def test_a_merge_after_the_merge_of_another_process_changes_nothing(tmp_path: Path) -> None:
     events = [[event("mutation", "a", (1, 1), value=b"1")]]
     zombie = lake_in(tmp_path)
-    zombie.has_changes(batch(0))
-    zombie.add_changes(batch(0), write_files(zombie, batch(0), events))
+    zombie.add_changes(write_files(zombie, events), {})
     zombie.close()
     with lake_in(tmp_path) as lake:
         lake.merge()
@@ -277,9 +260,9 @@ def test_a_merge_after_the_merge_of_another_process_changes_nothing(tmp_path: Pa
 
 def test_a_commit_of_another_program_ends_a_merge_and_its_rows_are_refused(tmp_path: Path) -> None:
     with lake_in(tmp_path) as lake:
-        apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
+        apply(lake, [[event("mutation", "a", (1, 1), value=b"1")]])
         rows = lake.documents.table.to_pyarrow_table()
-        lake.add_changes(batch(1), write_files(lake, batch(1), [[event("mutation", "a", (1, 2), value=b"2")]]))
+        lake.add_changes(write_files(lake, [[event("mutation", "a", (1, 2), value=b"2")]]), {})
         write_deltalake(lake.documents.folder.url, rows, mode="append")
         with pytest.raises(CommitConflict, match="another writer has committed"):
             lake.merge()
@@ -295,10 +278,10 @@ def test_a_commit_of_another_program_ends_a_merge_and_its_rows_are_refused(tmp_p
 @pytest.mark.parametrize("table", ["changes", "documents"])
 def test_a_file_removed_or_damaged_by_another_program_is_named(tmp_path: Path, table: str, damage: Any) -> None:
     with lake_in(tmp_path) as lake:
-        apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
-        apply(lake, batch(1), [[event("mutation", "a", (1, 2), value=b"2")]], put_off=True)
+        apply(lake, [[event("mutation", "a", (1, 1), value=b"1")]])
+        apply(lake, [[event("mutation", "a", (1, 2), value=b"2")]], put_off=True)
         version = lake.documents.table.version()
-        (path,) = (tmp_path / table).glob("*-b1-*.parquet" if table == "changes" else "*.parquet")
+        (path,) = (tmp_path / table).glob("*-b1-*.parquet" if table == "changes" else "**/*.parquet")
         damage(path)
         with pytest.raises(MirrorError, match=f"{path.name}: cannot be read: .*another program") as failed:
             lake.merge()
@@ -308,8 +291,8 @@ def test_a_file_removed_or_damaged_by_another_program_is_named(tmp_path: Path, t
 
 def test_a_full_disk_ends_a_merge_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with lake_in(tmp_path) as lake:
-        apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
-        apply(lake, batch(1), [[event("mutation", "a", (1, 2), value=b"2")]], put_off=True)
+        apply(lake, [[event("mutation", "a", (1, 1), value=b"1")]])
+        apply(lake, [[event("mutation", "a", (1, 2), value=b"2")]], put_off=True)
         before = sorted((tmp_path / "documents").iterdir())
 
         def full(*_: object) -> int:
@@ -330,9 +313,9 @@ def test_an_older_event_changes_nothing_even_without_marks(tmp_path: Path) -> No
     old.insert(0, event("collection_dropped", None, (1, 7)))
     new = [event("retraction", "a", (2, 5), seqno=8), event("mutation", "a", (2, 6), value=b"new")]
     with lake_in(tmp_path) as lake:
-        apply(lake, batch(0), [old])
-        apply(lake, batch(1), [new])
-        assert apply(lake, batch(2), [old]) == Applied()
+        apply(lake, [old])
+        apply(lake, [new])
+        assert apply(lake, [old]) == Applied()
         assert current(lake) == {("_default._default", "a"): (6, b"new"), ("_default._default", "b"): (9, b"old")}
 
 
@@ -346,22 +329,22 @@ def test_a_merge_is_due_once_its_oldest_event_has_waited_long_enough(tmp_path: P
     now_s = 0.0
     with lake_in(tmp_path, max_age_s=60, clock=lambda: now_s) as lake:
         for number in range(3):
-            apply(lake, batch(number), [orders_of(range(10), number * 100)], put_off=True)
+            apply(lake, [orders_of(range(10), number * 100)], put_off=True)
             now_s += 29
-            assert lake.due() == (number == 2)
+            assert (lake.due_in_s <= 0) == (number == 2)
         assert lake.merge() == Applied(inserted=10)
-        assert not lake.due()
+        assert lake.due_in_s == math.inf
 
 
 def test_old_versions_of_the_documents_table_are_removed_after_keep_hours(tmp_path: Path) -> None:
     now_s = 0.0
 
     def there() -> int:
-        return len(list((tmp_path / "documents").glob("*.parquet")))
+        return len(list((tmp_path / "documents").glob("**/*.parquet")))
 
     with lake_in(tmp_path, keep_hours=0, clock=lambda: now_s) as lake:
         for number in range(4):
-            apply(lake, batch(number), [orders_of(range(100), 1 + number * 1_000)])
+            apply(lake, [orders_of(range(100), 1 + number * 1_000)])
             lake.tidy_documents()
         assert there() == 4
         now_s = lakes.VACUUM_INTERVAL_S
@@ -372,7 +355,7 @@ def test_old_versions_of_the_documents_table_are_removed_after_keep_hours(tmp_pa
 
 def make_older(folder: Path, hours: int) -> None:
     """All that the table in a folder has written or removed was so much earlier."""
-    for path in folder.glob("*.parquet"):
+    for path in folder.glob("**/*.parquet"):
         os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 3600 * hours))
     for path in (folder / "_delta_log").glob("*.json"):
         actions = [json.loads(line) for line in path.read_text().splitlines()]
@@ -386,16 +369,16 @@ def test_readers_of_a_kept_version_continue_while_expired_files_are_removed(tmp_
     documents = tmp_path / "documents"
     with lake_in(tmp_path) as lake:
         for number in range(3):
-            apply(lake, batch(number), [orders_of(range(100), 1 + number * 1_000)])
-        expired = {path for path in documents.glob("*.parquet") if path.name not in files(lake)}
+            apply(lake, [orders_of(range(100), 1 + number * 1_000)])
+        expired = {path for path in documents.glob("**/*.parquet") if path.name not in files(lake)}
     assert len(expired) == 2
     make_older(documents, 2)
     with lake_in(tmp_path) as lake:
-        apply(lake, batch(3), [orders_of(range(1_000), 3_001)])
+        apply(lake, [orders_of(range(1_000), 3_001)])
         kept = DeltaTable(str(documents))
         reading = kept.to_pyarrow_dataset().to_batches(batch_size=10, batch_readahead=0, fragment_readahead=0)
         keys = next(reading).column("key").to_pylist()
-        apply(lake, batch(4), [orders_of(range(500), 5_001)])
+        apply(lake, [orders_of(range(500), 5_001)])
         lake.documents.vacuum(1)
         assert [path for path in expired if path.exists()] == []
         keys += [key for rows in reading for key in rows.column("key").to_pylist()]
@@ -405,9 +388,9 @@ def test_readers_of_a_kept_version_continue_while_expired_files_are_removed(tmp_
 
 def test_only_files_of_an_uncommitted_batch_are_removed(tmp_path: Path) -> None:
     events = [[event("mutation", "a", (1, 1), value=b"1")]]
-    with Lake(folder_at(tmp_path), None) as lake:
-        apply(lake, batch(0), events)
-        orphans = [part.name for part in write_files(lake, batch(1), events)]
+    with Lake(folder_at(tmp_path)) as lake:
+        apply(lake, events)
+        orphans = [part.name for part in write_files(lake, events)]
         with PartWriter(lake.documents.folder.url, prefix(1), CHANGES) as parts:
             parts.write_table(table_of(events[0]))
         assert lake.remove_unfinished() == [*orphans, parts.finished[0].name]
@@ -419,9 +402,9 @@ def test_a_file_of_delta_rs_is_not_taken_for_the_file_of_a_batch(tmp_path: Path)
     """Such a file of a compacted table was once taken for the unfinished attempt at batch 7051415, and removed."""
     assert batch_of("part-00000-57051415-1179-471f-bb20-cb496dc8c714-c000.zstd.parquet") is None
     assert batch_of("part-00000-57051415-b117-471f-b120-cb496dc8c714-c000.zstd.parquet") is None
-    with Lake(folder_at(tmp_path), None) as lake:
+    with Lake(folder_at(tmp_path)) as lake:
         for number in range(2):
-            apply(lake, batch(number), [[event("mutation", "a", (1, number + 1), value=b"1")]])
+            apply(lake, [[event("mutation", "a", (1, number + 1), value=b"1")]])
         assert {batch_of(path.name) for path in (tmp_path / "changes").glob("*.parquet")} == {0, 1}
         lake.tidy()
         vacuum(lake.changes_folder, lake.changes, 0)
@@ -433,36 +416,15 @@ def test_a_file_of_delta_rs_is_not_taken_for_the_file_of_a_batch(tmp_path: Path)
         assert stranger.exists()
 
 
-def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
-    with Lake(folder_at(tmp_path), None) as lake:
-        apply(lake, batch(0), [[event("mutation", "a", (1, 1), value=b"1")]])
-    with pytest.raises(ConfigError, match="another checkpoint"):
-        Lake(folder_at(tmp_path), "a new one")
-    with pytest.raises(ConfigError, match="another checkpoint"):
-        Lake(folder_at(tmp_path), None)
-    with Lake(folder_at(tmp_path), "the checkpoint"):
-        pass
-
-
-def test_a_checkpoint_restored_from_an_older_copy_is_refused(tmp_path: Path) -> None:
-    with Lake(folder_at(tmp_path), None) as lake:
-        for number in range(2):
-            apply(lake, batch(number), [[event("mutation", "a", (1, number + 1), value=b"1")]])
-        with pytest.raises(ConfigError, match="an older copy"):
-            lake.has_changes(batch(0))
-        with pytest.raises(ConfigError, match="an older copy"):
-            lake.has_changes(batch(1, "other offsets"))
-
-
-def test_another_selection_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    """With a wider one the table had 5 of 3,026 documents for ever, and every run said `0 events`."""
-    with Lake(folder_at(tmp_path), None, "collection=s.a"):
-        pass
-    for other in ("", "collection=s.a,s.b"):
-        with pytest.raises(ConfigError, match=r"made with collection=s\.a, not .*a new checkpoint and a new target"):
-            Lake(folder_at(tmp_path), None, other)
-    with Lake(folder_at(tmp_path), None, "collection=s.a"):
-        pass
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"{")], ids=["gone", "damaged"])
+def test_a_position_that_is_gone_or_damaged_is_refused(tmp_path: Path, damage: Any) -> None:
+    with lake_in(tmp_path) as lake:
+        apply(lake, [[event("mutation", "a", (1, 1), value=b"1")]])
+    (path,) = (tmp_path / "_positions").iterdir()
+    damage(path)
+    with pytest.raises(ConfigError, match=f"{path.name}: cannot be read: .*restore the whole folder") as refused:
+        lake_in(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -471,4 +433,4 @@ def test_another_selection_is_refused_with_a_remedy(tmp_path: Path) -> None:
 def test_a_folder_with_another_table_is_refused(tmp_path: Path, table: str, said: str) -> None:
     write_deltalake(str(tmp_path / table), table_of([]).select(["key"]))
     with pytest.raises(ConfigError, match=said):
-        Lake(folder_at(tmp_path), None)
+        Lake(folder_at(tmp_path))
