@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from time import monotonic
 from typing import Any, NamedTuple
@@ -35,13 +35,9 @@ decode_row = records.decode_row
 SEAL_BYTES = seal.SIZE
 
 
-class Found(NamedTuple):
-    """The result of `PointReads.find`."""
-
-    document: Document | None
-    collection_exists: bool
-    """False if the key's collection is unknown, or was dropped."""
-    manifest: Manifest
+Admit = Callable[[Manifest, int], None]
+"""Gets the manifest and the id of the requested collection, which may be unknown. May raise, before a document is read.
+"""
 
 
 class _Options(NamedTuple):
@@ -52,6 +48,7 @@ class _Options(NamedTuple):
     lenient: bool = False
     deletions: bool = False
     bytes_max: int | None = None
+    admit: Admit | None = None
 
 
 class ReadRun:
@@ -227,7 +224,7 @@ class PointReads:
                             return None
                         return document
             options = _Options(collection, as_of, now, raw, bytes_max=bytes_max)
-            return self._look(reader, Transaction(reader.environment, txn), key, options).document
+            return self._look(reader, Transaction(reader.environment, txn), key, options)
         except (struct.error, IndexError, lmdb.Error) as error:
             raise reader.damaged(error) from error
         finally:
@@ -278,7 +275,7 @@ class PointReads:
                     if stored is None:
                         continue
                     if stored is _OTHER:
-                        document = self._look(reader, Transaction(reader.environment, txn), key, options).document
+                        document = self._look(reader, Transaction(reader.environment, txn), key, options)
                     else:
                         document = decode_row(vbid, branch, stored, raw, True, SEAL_BYTES)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
@@ -296,7 +293,7 @@ class PointReads:
                         )
         return found
 
-    def _look(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Found:
+    def _look(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Document | None:
         """Look up a document in a transaction, with every option of a point read."""
         links: chain.Chain | None = None
         now = options.now
@@ -311,23 +308,24 @@ class PointReads:
             if now is None and boundary is not None:
                 now = boundary.time_ms / 1000
         collection_id = collection_id_of(manifest, options.collection, self._path)
+        if options.admit is not None:
+            options.admit(manifest, collection_id)
         collection = manifest.collections.get(collection_id)
         if collection is None:
-            return Found(None, False, manifest)
+            return None
         wire_key = keys.encode_collection_id(collection_id) + key
         dup = _newest(reader, txn, wire_key, branch, seqno, links)
         if dup is None or records.seqno_of(dup) <= collection.begin_seqno:
-            return Found(None, True, manifest)
+            return None
         if dup[KIND] == MUTATION:
             if options.bytes_max is not None and (too_large := bytes_above(reader, dup, options.bytes_max)):
                 raise too_large
         elif not options.deletions:
-            return Found(None, True, manifest)
-        document: Document | None = reader.document(txn, wire_key, dup, options.raw, options.lenient)
-        assert document is not None
+            return None
+        document = reader.document(txn, wire_key, dup, options.raw, options.lenient)
         if document.expiry and not document.deleted and document.expiry <= (time.time() if now is None else now):
-            document = None
-        return Found(document, True, manifest)
+            return None
+        return document
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
         """Return True if `get` would return a document."""
@@ -342,16 +340,22 @@ class PointReads:
             return records.key_of(head) if head and not records.is_system_event(head) else None
 
     def find(
-        self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, bytes_max: int | None = None
-    ) -> Found:
-        """Look up one document (raw) by its wire key. With `deletions` a tombstone counts as a document. Raises the
-        errors of `get`.
+        self,
+        wire_key: bytes,
+        *,
+        deletions: bool = False,
+        now: float | None = None,
+        bytes_max: int | None = None,
+        admit: Admit | None = None,
+    ) -> Document | None:
+        """Return one document (raw) by its wire key. With `deletions` a tombstone counts as a document. Raises the
+        errors of `get`, and those of `admit`, which is called first.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:
             collection_id, key = keys.split_key(wire_key)
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
-        options = _Options(collection_id, None, now, raw=True, deletions=deletions, bytes_max=bytes_max)
+        options = _Options(collection_id, None, now, raw=True, deletions=deletions, bytes_max=bytes_max, admit=admit)
         txn = reader.begin_read()
         try:
             return self._look(reader, Transaction(reader.environment, txn), key, options)

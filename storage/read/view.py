@@ -27,7 +27,7 @@ from storage.read import reading, retractions, states, wait
 from storage.read import scan as scans
 from storage.read.changes import Change, Pieces
 from storage.read.groups import Groups
-from storage.read.point_reads import Found, PointReads
+from storage.read.point_reads import PointReads
 from storage.read.states import Unreadable
 from storage.read.vbucket_reader import ReadOptions, Served
 
@@ -36,7 +36,6 @@ __all__ = [
     "AsOf",
     "Change",
     "CollectionName",
-    "Found",
     "Pieces",
     "Pin",
     "Rollback",

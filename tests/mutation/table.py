@@ -755,9 +755,20 @@ MUTATIONS = (
         _READER, "if stored[start : start + (stored[2] << 8 | stored[3])] != wire_key:", "if False:", _OF_BIT_FLIPS
     ),
     Mutation("storage/read/bulk.py", "        self._check(rows)\n", "", _OF_BIT_FLIPS),
+    Mutation(
+        _POINT_READS,
+        "        if options.admit is not None:\n            options.admit(manifest, collection_id)\n",
+        "",
+        "tests/serve/test_kv_bucket.py -k rights",
+    ),
     Mutation("storage/read/scan.py", " or not all(map(lt, pairs, islice(pairs, 1, None))):", ":", _OF_BIT_FLIPS),
     Mutation("storage/read/scan.py", "    if pairs and not wire_range", "    if not wire_range", f"{_OF_SCAN} -k once"),
-    Mutation("storage/history/chain.py", "                check_place(txn, vbid, *row)\n", "", _OF_BIT_FLIPS),
+    Mutation(
+        "storage/history/chain.py",
+        "check_place(txn, vbid, *row)\n                if not cursor.next() or bytes(cursor.key()) > key:",
+        "if True:",
+        _OF_BIT_FLIPS,
+    ),
     Mutation("storage/env/environment.py", "lmdb.BadTxnError,", "lmdb.CorruptedError,", _OF_ENVIRONMENT),
     # --- forks, overlays, read-only mounts
     Mutation(_ENVIRONMENT, "        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.env))\n", "", _OF_FORKS),

@@ -15,7 +15,7 @@ import pytest
 from mirror.serve.access.auth import Reader
 from mirror.serve.bucket.bucket import MANIFEST_FRESH_S, ServedBucket
 from mirror.server.cluster_config import render_manifest
-from mirror.server.errors import Refused
+from mirror.server.errors import NeedsMemory, Refused
 from mirror.server.turns import LARGE_BYTES
 from mirror.wire.constants import Status
 from storage.env import directory
@@ -169,6 +169,21 @@ def test_collection_ids_of_every_length(bucket: ServedBucket, store: Store) -> N
         bucket.find(b"\0a", None, limited)
     assert caught.value.status == Status.EACCESS
     assert bucket.find(b"\xff\xff\xff\xff\x0fnone", None, limited) is None
+
+
+def test_rights_are_checked_before_the_size_of_a_document(bucket: ServedBucket, store: Store) -> None:
+    """A client without the right to a collection could make the listener read its largest documents."""
+    mine = Collection(9, 8, "mine", Seqno(0))
+    store.collections(3, {8: "s"}, DEFAULT, mine, Collection(10, 8, "hidden", Seqno(0)))
+    limited = Reader("r", frozenset({"s.mine"}))
+    for seqno, (collection_id, status) in enumerate([(0, Status.EACCESS), (10, Status.UNKNOWN_COLLECTION)], 4):
+        wire_key = keys.encode_collection_id(collection_id) + b"large"
+        store.put(b"large", bytes(1000), seqno, cid=collection_id)
+        with pytest.raises(Refused) as caught:
+            bucket.find(wire_key, None, limited, bytes_max=100)
+        assert caught.value.status == status
+        with pytest.raises(NeedsMemory):
+            bucket.find(wire_key, None, READER, bytes_max=100)
 
 
 def test_a_manifest_names_only_what_its_reader_may_read(

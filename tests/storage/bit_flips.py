@@ -98,7 +98,7 @@ def _get(view: View, key: bytes, as_of: int | None = None) -> Any:
 
 
 def _find(view: View, key: bytes) -> Any:
-    return view.find(b"\0" + key).document
+    return view.find(b"\0" + key)
 
 
 def _scan(view: View, vbid: int) -> Any:

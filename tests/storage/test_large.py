@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import cramjam
 import pytest
 
@@ -35,7 +37,11 @@ def test_the_memory_for_a_document_is_known_from_its_header(
     assert view.get(A, raw=True, bytes_max=taken + ROW_BYTES) == found
     with monkeypatch.context() as patch:
         patch.setattr(records, "decode_row", lambda *_: pytest.fail("it was read"))
-        for read in (lambda: view.get(A, bytes_max=taken - 1), lambda: view.find(b"\0" + A, bytes_max=taken - 1)):
+        reads: tuple[Callable[[], object], ...] = (
+            lambda: view.get(A, bytes_max=taken - 1),
+            lambda: view.find(b"\0" + A, bytes_max=taken - 1),
+        )
+        for read in reads:
             with pytest.raises(AnswerTooLarge) as caught:
                 read()
             assert taken <= caught.value.byte_count <= taken + ROW_BYTES

@@ -111,35 +111,35 @@ def test_get_many_equals_single_gets_and_takes_one_transaction(
     assert reads == 1
 
 
-def test_find_returns_the_document_with_the_state_of_its_collection(writer: GroupWriter, view: View) -> None:
-    found = view.find(b"\0" + A)
-    assert (found.document, found.collection_exists) == (None, True)
+def test_find_admits_a_collection_before_it_reads_a_document(writer: GroupWriter, view: View) -> None:
+    admitted: list[tuple[int, int]] = []
+
+    def find(wire_key: bytes, **options: Any) -> Document | None:
+        return view.find(wire_key, admit=lambda *found: admitted.append((found[0].uid, found[1])), **options)
+
+    assert find(b"\0" + A) is None
     put(writer, A, 1, b"old")
     system_event(writer, 2, DEFAULT, Collection(300, 8, "orders", Seqno(2)), scopes=SCOPES)
     put(writer, A, 3, b"order", cid=300)
     put(writer, B, 4, b"gone", expiry=50, publish=True)
-    found = view.find(b"\0" + A)
-    assert isinstance(found.document, Document)
-    assert (found.document.value, found.manifest.uid) == (b"old", 2)
-    order = view.find(b"\xac\x02" + A).document
-    assert isinstance(order, Document)
-    assert (order.value, order.collection_id) == (b"order", 300)
-    assert view.find(b"\0" + B, now=49).document is not None
-    assert view.find(b"\0" + B, now=50).document is None
-    assert view.find(b"\0" + B).document is None
-    unknown = view.find(b"\x09" + A)
-    assert (unknown.document, unknown.collection_exists) == (None, False)
+    found, order = find(b"\0" + A), find(b"\xac\x02" + A)
+    assert (found and found.value, order and (order.value, order.collection_id)) == (b"old", (b"order", 300))
+    assert find(b"\x09" + A) is None
+    assert admitted == [(0, 0), (2, 0), (2, 300), (2, 9)]
+    assert view.find(b"\0" + B, now=49) is not None
+    assert view.find(b"\0" + B, now=50) is None
+    assert view.find(b"\0" + B) is None
     put(writer, A, 5, None, publish=True)
-    assert view.find(b"\0" + A).document is None
-    tombstone = view.find(b"\0" + A, deletions=True).document
-    assert isinstance(tombstone, Document)
+    assert view.find(b"\0" + A) is None
+    tombstone = view.find(b"\0" + A, deletions=True)
+    assert tombstone is not None
     assert tombstone.deleted
     writer.vbuckets[0].rollback(4)
-    again = view.find(b"\0" + A).document
-    assert isinstance(again, Document)
+    again = view.find(b"\0" + A)
+    assert again is not None
     assert again.value == b"old"
     system_event(writer, 6, DEFAULT, scopes={0: "_default"}, publish=True)
-    assert not view.find(b"\xac\x02" + A).collection_exists
+    assert view.find(b"\xac\x02" + A) is None
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_an_invisible_reference_is_not_followed(writer: GroupWriter, view: View,
         for tree, key, value in hidden:
             txn.put(key, value, db=environment.db(tree))
     try:
-        found: list[Any] = [view.get(A), view.get_many([A])[A], view.find(wire_key).document]
+        found: list[Any] = [view.get(A), view.get_many([A])[A], view.find(wire_key)]
         with ReadRun() as run:
             rows = [run.row(view.reader(0), b"\0" + key, 1000) for key in (A, B)]
     finally:
@@ -199,7 +199,7 @@ def test_a_read_waits_while_a_grown_map_is_taken_over(
         return begin(self, **options)
 
     monkeypatch.setattr(Environment, "begin", begin_after)
-    reads: tuple[Callable[[], object], ...] = (lambda: view.get(A), lambda: view.find(b"\0" + A).document)
+    reads: tuple[Callable[[], object], ...] = (lambda: view.get(A), lambda: view.find(b"\0" + A))
     for read in reads:
         environment.remapping = True
         assert read() is not None

@@ -92,7 +92,7 @@ UNFILLED: dict[str, Callable[[View], Any]] = READS | {
     "scan as of": lambda view: list(view.scan(0, as_of=Time(9_999_999_999_999))),
     "scan of all": lambda view: list(view.scan()),
     "exists": lambda view: view.exists(KEY),
-    "find": lambda view: view.find(b"\0" + KEY).document,
+    "find": lambda view: view.find(b"\0" + KEY),
     "count": lambda view: view.count(0),
     "changes of all": lambda view: list(view.changes()),
 }

@@ -83,7 +83,7 @@ def test_the_served_state_is_read_once_for_each_commit(
     ways: list[Callable[[], Any]] = [
         lambda: view.get(A),
         lambda: view.get_many([A])[A],
-        lambda: view.find(keys.encode_collection_id(0) + A).document,
+        lambda: view.find(keys.encode_collection_id(0) + A),
     ]
 
     def read(first: int) -> set[bytes | None]:

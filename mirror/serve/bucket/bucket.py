@@ -104,19 +104,20 @@ class ServedBucket:
         """Return a document by its wire key; None if there is none, or not in the client's `vbid`. Raises Refused, and
         NeedsMemory if the document has more than `bytes_max` bytes.
         """
+
+        def admit(manifest: Manifest, collection_id: int) -> None:
+            if not reader.reads_all or collection_id not in manifest.collections:
+                _check_collection(collection_id, manifest, reader)
+
         try:
-            found = self.view.find(wire_key, deletions=deletions, bytes_max=bytes_max)
+            found = self.view.find(wire_key, deletions=deletions, bytes_max=bytes_max, admit=admit)
         except AnswerTooLarge as error:
             raise NeedsMemory(error.byte_count) from error
         except NotHeld as error:
             raise Refused(Status.NOT_MY_VBUCKET) from error
         except StorageError as error:
             raise self.failed(error) from error
-        if not found.collection_exists or not reader.reads_all:
-            _check_collection(_collection_of(wire_key), found.manifest, reader)
-        if found.document is None:
-            return None
-        return found.document if vbid is None or vbid == found.document.vbid else None
+        return None if found is None or vbid not in (None, found.vbid) else found
 
     # -- scans
 
@@ -172,7 +173,7 @@ class ServedBucket:
             if wire_key is None:
                 return False
             found = self.view.find(wire_key, deletions=True)
-        return found.document is not None and found.document.seqno == seqno
+        return found is not None and found.seqno == seqno
 
     def newest_of(self, pin: Pin, collection_id: int) -> int | None:
         """Return the seqno of a collection's newest document event; None if the vbucket lacks the collection. Raises
@@ -298,13 +299,3 @@ def _check_collection(collection_id: int, manifest: Manifest, reader: Reader) ->
     if collection_id == DEFAULT_COLLECTION and not reader.reads_all:
         raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read this collection")
     raise unknown_collection(manifest.uid)
-
-
-def _collection_of(wire_key: bytes) -> int:
-    number = shift = 0
-    for byte in wire_key[:5]:
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            break
-        shift += 7
-    return number
