@@ -44,7 +44,7 @@ _OF_OWNER = "tests/storage/test_owner.py"
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
 _STATUS, _OF_STATUS = "mirror/supervise/reports/progress.py", "tests/supervise/test_status.py"
 _OF_WATCH = "tests/feed/test_watch.py -k nothing_is_not_in_contact"
-_OF_STREAMS = "tests/serve/test_dcp_requests.py -k no_more_streams"
+_OF_STREAMS = "tests/serve/test_dcp_requests.py -k beyond_the_limit"
 _OF_IDLE = "tests/serve/test_http_protocol.py -k begins_with_its_last"
 _OF_FRAMING = "tests/serve/test_http_protocol.py -k framing_has_no_end"
 _MAPS, _OF_MAPS = "mirror/supervise/context.py", "tests/supervise/test_maps.py"
@@ -67,7 +67,7 @@ _OF_RISING = "tests/spark/source/test_changes.py -k its_retractions"
 _OF_NUMBERS = "tests/fuzz/test_documents.py -k tiny_number"
 _OF_OWNERSHIP = "tests/supervise/test_ownership.py"
 _OF_LOGINS = "tests/serve/test_logins.py"
-_OF_ADMISSION = "tests/serve/test_admission.py -k 'handshake or said'"
+_OF_ADMISSION = "tests/serve/test_admission.py -k handshake"
 _DELTA, _OF_DELTA = "mirror/spark/tables/delta.py", "tests/spark/tables/test_delta.py"
 
 MUTATIONS = (
@@ -151,7 +151,7 @@ MUTATIONS = (
         "mirror/serve/dcp/producer.py",
         "if history.high_seqno < held_seqno <= end_seqno:",
         "if False:",
-        "tests/serve/test_dcp_requests.py -k waits_for_it",
+        "tests/serve/test_dcp_requests.py -k ahead_of_the_mirror",
     ),
     # --- the tombstones that a follower may lack
     Mutation(_STREAMING, "max(earlier, SEQNO_MAX if", "(SEQNO_MAX if", _OF_MACHINE),
@@ -263,13 +263,13 @@ MUTATIONS = (
     ),
     Mutation(
         _STORE_SINK,
-        "        self.drop_held()\n        self.writer.begin_resync(",
+        "        self.forget()\n        self.writer.begin_resync(",
         "        self.writer.begin_resync(",
         f"{_OF_STORE_SINK} -k held_ends",
     ),
     Mutation(
         _STORE_SINK,
-        "        self.drop_held()\n        if not self.writer.abandon(",
+        "        self.forget()\n        if not self.writer.abandon(",
         "        if not self.writer.abandon(",
         f"{_OF_STORE_SINK} -k held_ends",
     ),
@@ -282,7 +282,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/feed/read/snapshot.py",
-        "self.discard()\n                    return StagingRefused(",
+        "self.forget()\n                    return StagingRefused(",
         "return StagingRefused(",
         "tests/feed/test_spool_sink.py -k refused",
     ),
@@ -470,7 +470,7 @@ MUTATIONS = (
         "tests/crash/test_power_cut.py",
     ),
     Mutation("mirror/feed/follow/watch.py", " and not machine.waits_for_end:", ":", _OF_WATCH_END),
-    Mutation("mirror/feed/follow/watch.py", "if is_behind and vbucket.stalled", "if vbucket.stalled", _OF_WATCH_END),
+    Mutation("mirror/feed/follow/watch.py", "if is_behind and progress.stalled", "if progress.stalled", _OF_WATCH_END),
     # --- what readers of changes and of their own writes hear
     Mutation(
         _RETRACTIONS,
@@ -521,7 +521,7 @@ MUTATIONS = (
         "mirror/server/connection.py",
         "self.host.turns.call(self._next_turn)",
         "self._loop.call_soon(self._next_turn)",
-        "tests/serve/test_kv_connection.py -k one_works",
+        "tests/serve/test_kv_connection.py -k one_busy_client",
     ),
     Mutation(
         "mirror/serve/dcp/producer.py", "self._counters.open_streams >= PROCESS_STREAMS_MAX", "False", _OF_STREAMS
@@ -531,7 +531,7 @@ MUTATIONS = (
         "mirror/serve/http/protocol.py",
         "at_once=at_once and not self._framing.byte_count",
         "at_once=True",
-        "tests/serve/test_http_protocol.py -k came_together",
+        "tests/serve/test_http_protocol.py -k pipelined_requests_are_not",
     ),
     Mutation(
         "mirror/serve/http/waits.py",

@@ -65,7 +65,7 @@ async def accepted(endpoint: Endpoint, count: int) -> None:
     await until(lambda: endpoint.server.admission.accepted_count >= count)
 
 
-async def test_clients_that_do_not_log_in_keep_nobody_out(store: Store) -> None:
+async def test_clients_that_do_not_log_in_do_not_displace_others(store: Store) -> None:
     async with serving(store.path, readers=NoStrangers(), reader_connections_max=40) as endpoint:
         first = await endpoint.sdk()
         others = await silent(endpoint, 100)
@@ -81,7 +81,7 @@ async def test_clients_that_do_not_log_in_keep_nobody_out(store: Store) -> None:
         assert endpoint.server.status()["kv_dropped"] == admission.evicted_count == 85
 
 
-async def test_connections_of_those_who_are_logged_in_are_not_closed_for_others(store: Store) -> None:
+async def test_connections_of_logged_in_clients_are_not_closed_for_others(store: Store) -> None:
     async with serving(store.path, reader_connections_max=3) as endpoint:
         inside = [await endpoint.connect() for _ in range(3)]
         for client in inside:
@@ -93,7 +93,7 @@ async def test_connections_of_those_who_are_logged_in_are_not_closed_for_others(
             assert await client.alive()
 
 
-async def test_a_client_that_does_not_log_in_is_disconnected_whatever_it_sends(store: Store) -> None:
+async def test_a_client_that_does_not_log_in_is_disconnected_even_if_it_sends(store: Store) -> None:
     async with serving(store.path, readers=NoStrangers(), reader_login_timeout_s=1.0) as endpoint:
         inside, outside = await endpoint.sdk(), await endpoint.connect()
         async with asyncio.timeout(WAIT_S):
@@ -105,7 +105,7 @@ async def test_a_client_that_does_not_log_in_is_disconnected_whatever_it_sends(s
         assert await inside.alive()
 
 
-async def test_where_no_login_is_needed_a_first_request_counts_as_one(store: Store) -> None:
+async def test_a_first_request_counts_as_a_login_if_none_is_needed(store: Store) -> None:
     async with serving(store.path, reader_login_timeout_s=1.0) as endpoint:
         asking, mute = await endpoint.connect(), await endpoint.connect()
         assert await asking.alive()
@@ -130,7 +130,7 @@ async def test_connections_are_counted_before_their_tls_handshake(store: Store, 
         assert await newest.alive()
 
 
-async def test_a_handshake_that_was_cut_off_leaves_nothing_behind(store: Store, certificate: Contexts) -> None:
+async def test_an_interrupted_handshake_frees_its_memory(store: Store, certificate: Contexts) -> None:
     """Without garbage collection, which comes too late: half a gigabyte of buffers was waiting for it."""
     tls, _ = certificate
     async with serving(store.path, addresses=(Address(tls=True),), tls=tls, reader_connections_max=40) as endpoint:
@@ -148,7 +148,7 @@ async def test_a_handshake_that_was_cut_off_leaves_nothing_behind(store: Store, 
             gc.enable()
 
 
-async def test_handshakes_begin_one_in_each_turn_and_peers_take_turns() -> None:
+async def test_one_handshake_begins_in_each_turn_and_peers_alternate() -> None:
     """A burst of 1,000 hellos once kept a client who was logged in waiting for up to 0.65 s."""
     handshakes, begun = Handshakes(Turns()), [""]
 
@@ -166,7 +166,7 @@ async def test_handshakes_begin_one_in_each_turn_and_peers_take_turns() -> None:
     assert "".join(begun) == "abcabaaa"
 
 
-async def test_a_client_that_said_nothing_or_is_gone_gets_no_handshake(store: Store, certificate: Contexts) -> None:
+async def test_a_silent_or_disconnected_client_gets_no_handshake(store: Store, certificate: Contexts) -> None:
     context, trusting = certificate
     wrap = context.wrap_bio
     begun: list[None] = []
@@ -191,7 +191,7 @@ async def test_a_client_that_said_nothing_or_is_gone_gets_no_handshake(store: St
             line.close()
 
 
-async def test_another_machine_has_its_share_and_no_more() -> None:
+async def test_another_machine_gets_only_its_share() -> None:
     admission = Admission(Settings(reader_connections_max=100, reader_connections_per_peer_max=3), Turns())
     closed: list[str] = []
 
@@ -223,7 +223,7 @@ async def test_another_machine_has_its_share_and_no_more() -> None:
     assert not admission._pending
 
 
-async def test_the_peer_with_most_connections_pays_for_one_more() -> None:
+async def test_a_new_connection_displaces_one_of_the_largest_peer() -> None:
     admission = Admission(Settings(reader_connections_max=16), Turns())
     closed: list[str] = []
     for peer in ("10.0.0.1", *["10.0.0.2"] * 15, *["10.0.0.3"] * 3):
@@ -240,7 +240,7 @@ def test_a_quarter_of_the_connections_or_sixteen_may_be_without_a_login() -> Non
     assert found == [1, 16, 16, 256]
 
 
-async def test_few_are_kept_open_to_be_answered_that_there_are_too_many() -> None:
+async def test_the_number_of_connections_kept_for_a_refusal_is_bounded() -> None:
     admission = Admission(Settings(reader_connections_max=1), Turns())
     slot = admission.admit(LOCAL)
     assert slot is not None
@@ -253,7 +253,7 @@ async def test_few_are_kept_open_to_be_answered_that_there_are_too_many() -> Non
     assert admission.admit(LOCAL, answers=True)
 
 
-def test_peers_are_machines_networks_and_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_is_a_machine_a_network_or_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inet, inet6 = (socket.socket(family) for family in (socket.AF_INET, socket.AF_INET6))
     one, other = socket.socketpair(socket.AF_UNIX)
     with inet, inet6, one, other:
@@ -297,7 +297,7 @@ class Greeting(asyncio.Protocol):
         self._slot.release()
 
 
-async def test_a_failure_to_accept_is_one_line_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_to_accept_is_one_line_of_log_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirror.server.admission.RETRY_S", 0.001)
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setblocking(False)
@@ -340,7 +340,7 @@ def test_the_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPa
     assert limits == (1176, resource.RLIM_INFINITY)
 
 
-async def test_a_client_that_is_gone_before_it_is_accepted_harms_nobody(store: Store) -> None:
+async def test_a_client_that_is_gone_before_it_is_accepted_does_not_affect_others(store: Store) -> None:
     async with serving(store.path) as endpoint:
         for _ in range(20):
             with socket.create_connection(("127.0.0.1", endpoint.port)) as line:

@@ -144,7 +144,7 @@ def with_sha1(**fields: object) -> object:
         ({"salt_key": "AAAA"}, "`salt_key`"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_one_clear_error(tmp_path: Path, document: Any, said: str) -> None:
+def test_an_invalid_users_file_is_one_clear_error(tmp_path: Path, document: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         FileUsers(written(tmp_path / "users.json", document))
     assert caught.value.setting == "users_file"
@@ -159,13 +159,13 @@ def test_a_missing_file_and_a_pipe_in_its_place_are_clear_errors(tmp_path: Path)
         FileUsers(tmp_path / "users.json")
 
 
-def test_a_file_that_is_too_long_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_file_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "USERS_FILE_BYTES_MAX", 10)
     with pytest.raises(ConfigError, match="has more than 10 bytes"):
         FileUsers(written(tmp_path / "users.json", {"users": {}}))
 
 
-def test_without_a_file_the_sources_user_reads_and_so_does_this_machine() -> None:
+def test_the_user_of_the_source_and_local_clients_read_without_a_users_file() -> None:
     password: list[str | None] = ["secret"]
     users = SourceUser("ann", lambda: password[0])
     scram(users, "SCRAM-SHA256", "ann", "secret")
@@ -227,7 +227,7 @@ def test_an_unknown_user_costs_as_much_work_as_a_known_one(file: Path, monkeypat
 
 
 @pytest.mark.parametrize("mechanism", HASHES)
-def test_a_challenge_takes_the_same_steps_for_everybody(tmp_path: Path, mechanism: str) -> None:
+def test_a_challenge_takes_the_same_steps_for_known_and_unknown_users(tmp_path: Path, mechanism: str) -> None:
     """An unknown user's once took five times as long as a known one's in a file of 9,000: it looked through all."""
     entry = entry_of("pw")
     users = FileUsers(written(tmp_path / "users.json", {"users": {f"user{number:04}": entry for number in range(300)}}))
@@ -247,7 +247,7 @@ def test_a_challenge_takes_the_same_steps_for_everybody(tmp_path: Path, mechanis
     assert len(known) < 300
 
 
-def test_a_password_is_checked_once_and_then_known(file: Path) -> None:
+def test_a_checked_password_is_remembered_until_its_entry_changes(file: Path) -> None:
     users = FileUsers(file)
     assert users.proven("ann", "one") is None
     assert users.check("ann", "one") == users.proven("ann", "one") == Reader("ann")
@@ -258,7 +258,7 @@ def test_a_password_is_checked_once_and_then_known(file: Path) -> None:
     assert users.proven("ann", "one") is None, "another salt: perhaps another password"
 
 
-def test_a_reader_stays_who_it_is_until_its_entry_changes(file: Path) -> None:
+def test_a_reader_keeps_its_rights_until_its_entry_changes(file: Path) -> None:
     users = FileUsers(file)
     ann, document = users.reader("ann"), json.loads(file.read_text())
     assert ann is not None

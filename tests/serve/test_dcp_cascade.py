@@ -111,7 +111,9 @@ def write(cluster: SandboxCluster, count: int, name: str = "doc", **where: Any) 
         cluster.set(f"{name}-{number}", {"name": name, "number": number}, **where)
 
 
-async def test_collections_that_come_and_go_cascade(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_mirror_of_a_mirror_follows_created_and_dropped_collections(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
     bucket = cluster.bucket
     bucket.create_scope("shop")
     bucket.create_collection("shop", "carts")
@@ -133,7 +135,7 @@ async def test_collections_that_come_and_go_cascade(cluster: SandboxCluster, tmp
         assert_equal(cluster, first, second)
 
 
-async def test_verify_takes_a_mirror_for_a_source(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_mirror_can_be_verified_against_another_mirror(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 300)
     cluster.bucket.to_disk()
     async with cascade(cluster, tmp_path) as (first, endpoint, second):
@@ -197,7 +199,7 @@ async def test_a_bounded_read_of_a_mirror_that_is_filling_reads_all_of_it(
     store.close()
 
 
-async def test_a_read_of_a_mirror_that_does_not_get_filled_ends_with_what_to_do(
+async def test_a_read_of_a_mirror_that_is_never_filled_ends_with_a_remedy(
     tmp_path: Path, seqno_queries: list[int]
 ) -> None:
     store, vbid = filling_store(tmp_path)
@@ -231,7 +233,7 @@ async def test_a_mirror_of_a_mirror_that_is_filling_waits_for_each_vbucket(tmp_p
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(6, marks=pytest.mark.ci)])
-async def test_a_chain_of_three_follows_failovers_and_links_that_come_and_go(
+async def test_a_chain_of_three_follows_failovers_through_broken_links(
     cluster: SandboxCluster, tmp_path: Path, rounds: int
 ) -> None:
     """Each link goes back no further than the one before it: nothing is read again from 0."""
@@ -298,7 +300,7 @@ async def test_a_client_that_changes_between_source_and_mirror_keeps_its_positio
             assert await asyncio.to_thread(read, url) == sorted(f"round-{round_}-{n}".encode() for n in range(20))
 
 
-async def test_a_mirror_without_contact_to_its_source_is_no_contact_for_the_next(
+async def test_a_mirror_without_contact_to_its_source_counts_as_no_contact_downstream(
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
     write(cluster, 20)
@@ -355,7 +357,9 @@ async def test_the_lag_of_one_collection_of_a_mirror_is_known_while_others_are_w
     await first.stop()
 
 
-async def test_nothing_published_goes_back_for_a_mirror_that_is_behind(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_published_data_does_not_go_back_for_a_source_mirror_that_is_behind(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
     """A mirror of the cluster is moved to another mirror that stopped before the last writes and a failover."""
     first, moved = made(cluster, tmp_path / "first"), made(cluster, tmp_path / "moved")
     write(cluster, 40)
@@ -389,7 +393,7 @@ async def test_nothing_published_goes_back_for_a_mirror_that_is_behind(cluster: 
     await first.stop()
 
 
-async def test_a_mirror_that_publishes_what_is_persisted_needs_a_source_mirror_that_does(
+async def test_a_mirror_with_publish_persisted_needs_a_source_mirror_with_it(
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
     write(cluster, 40)

@@ -53,7 +53,7 @@ def documents(name: str) -> dict[bytes, fr.Frame]:
         ("72_h8_no_value_xattrs", 0xD),
     ],
 )
-def test_from_the_fullest_recording_come_the_others(name: str, flags: int) -> None:
+def test_the_fullest_recording_is_encoded_to_the_others(name: str, flags: int) -> None:
     """72_h10 is the recording with xattrs, those of users on deleted documents included."""
     fullest = documents("72_h10_deleted_user_xattrs")
     served = documents(name)
@@ -78,7 +78,7 @@ def test_from_the_fullest_recording_come_the_others(name: str, flags: int) -> No
     assert compared > 8
 
 
-def test_a_client_that_takes_everything_gets_the_row_itself() -> None:
+def test_a_client_with_every_feature_gets_the_stored_row() -> None:
     made = encoder(EVERYTHING)
     assert made.plain
     assert made.unwanted_datatype == 0
@@ -86,7 +86,7 @@ def test_a_client_that_takes_everything_gets_the_row_itself() -> None:
     assert made.encode(row) == row
 
 
-def test_xattrs_and_compression_are_taken_off_for_those_who_do_not_want_them() -> None:
+def test_xattrs_and_compression_are_removed_for_clients_without_them() -> None:
     value = bytes(cramjam.snappy.compress_raw(BLOB + b'{"a":1}'))
     row = ev.Mutation(0, b"\0k", 5, 1, 9, flags=3, expiry=4, datatype=XATTR | JSON | SNAPPY, value=value)
     no_snappy = sent(row, Controls(ABILITIES, True, False, 0x5))
@@ -110,7 +110,7 @@ def test_values_are_left_out_or_compressed_on_request() -> None:
     assert bytes(cramjam.snappy.decompress_raw(forced.value)) == row.value
 
 
-def test_tombstones_come_in_the_shape_that_was_controls() -> None:
+def test_tombstones_come_in_the_negotiated_shape() -> None:
     times = Controls(ABILITIES, True, True, 0x25)
     expiries = Controls(ABILITIES, True, True, 0x25, expiry_opcode=True)
     plain = Controls(ABILITIES, True, True, 0x5, expiry_opcode=True)
@@ -126,7 +126,7 @@ def test_tombstones_come_in_the_shape_that_was_controls() -> None:
     assert sent(expired, expiries) == expired
 
 
-def test_xattrs_of_users_stay_on_tombstones_for_those_who_opened_with_them() -> None:
+def test_user_xattrs_stay_on_tombstones_for_clients_that_requested_them() -> None:
     row = ev.Deletion(0, b"\0k", 5, 2, 9, datatype=XATTR, value=BLOB, delete_time=1)
     assert sent(row, Controls(ABILITIES, True, True, 0x125)) == row
     system = sent(row, Controls(ABILITIES, True, True, 0x25))
@@ -134,7 +134,7 @@ def test_xattrs_of_users_stay_on_tombstones_for_those_who_opened_with_them() -> 
     assert sent(row, Controls(ABILITIES, True, True, 0x21)) == replace(row, datatype=0, value=b"")
 
 
-def test_metadata_of_old_servers_is_taken_off() -> None:
+def test_extended_metadata_of_old_servers_is_removed() -> None:
     row = ev.Mutation(0, b"\0k", 5, 1, 9, value=b"body", metadata=b"meta")
     assert sent(row, Controls(ABILITIES, True, True, 0x9)) == replace(row, value=b"", metadata=b"")
     gone = ev.Deletion(0, b"\0k", 5, 1, 9, metadata=b"meta")

@@ -39,11 +39,11 @@ def made(value: bytes, *, collections: bool = True, sids: bool = False, reader: 
         (b'{"scope":"8"}', {9: 20, 10: 0}),
     ],
 )
-def test_what_passes(value: bytes, begins: dict[int, int] | None) -> None:
+def test_a_filter_selects_collections_with_their_first_seqno(value: bytes, begins: dict[int, int] | None) -> None:
     assert made(value).begins(MANIFEST) == begins
 
 
-def test_a_client_without_collections_sees_the_default_one_alone() -> None:
+def test_a_client_without_collections_sees_only_the_default_one() -> None:
     found = made(b"", collections=False)
     assert found.legacy
     assert found.begins(MANIFEST) == {0: 0}
@@ -87,7 +87,7 @@ def test_a_filter_by_scope_takes_its_new_collections_and_is_empty_when_it_ends()
         (("_default._default",), b'{"collections":["0"]}', None),
     ],
 )
-def test_nothing_passes_that_the_reader_may_not_read(
+def test_a_filter_beyond_the_rights_of_the_reader_is_refused(
     patterns: tuple[str, ...], value: bytes, status: Status | None
 ) -> None:
     reader = Reader("r", frozenset(patterns))
@@ -99,7 +99,7 @@ def test_nothing_passes_that_the_reader_may_not_read(
     assert caught.value.status == status
 
 
-def test_a_client_without_collections_needs_the_default_one() -> None:
+def test_a_client_without_collections_needs_the_right_to_the_default_one() -> None:
     made(b"", collections=False, reader=Reader("r", frozenset({"_default.*"})))
     with pytest.raises(Refused):
         made(b"", collections=False, reader=Reader("r", frozenset({"shop.*"})))

@@ -90,7 +90,7 @@ async def test_a_large_document_is_sent_as_a_small_one_would_be(
     assert sum(each.opcode == Opcode.DCP_MUTATION for each in found) == len({key for key, _, _ in DOCUMENTS})
 
 
-async def test_a_stream_closed_while_its_large_document_is_read_says_nothing_more_of_it(store: Store) -> None:
+async def test_a_stream_closed_while_its_large_document_is_read_sends_no_more(store: Store) -> None:
     async with serving_dcp(store.path) as endpoint:
         client = await endpoint.client(controls={b"send_stream_end_on_client_close_stream": b"true"})
         budget = endpoint.server.worker.budget

@@ -25,7 +25,7 @@ BOMB = b"\xff\xff\xff\xff\x0f"
 
 
 @pytest.mark.usefixtures("all_settled")
-async def test_a_backfill_and_then_each_publish_as_it_comes(store: Store, dcp: DcpEndpoint) -> None:
+async def test_a_stream_sends_a_backfill_and_then_each_publish(store: Store, dcp: DcpEndpoint) -> None:
     store.put(b"a", b"old", 1)
     store.put(b"b", b"2", 2)
     store.put(b"a", b"new", 3)
@@ -151,7 +151,7 @@ async def test_noops_are_sent_while_a_stream_is_open(store: Store, dcp: DcpEndpo
     assert await client.control(b"enable_noop", b"false") == 0
 
 
-async def test_a_client_that_does_not_answer_noops_is_hung_up_on(
+async def test_a_client_that_does_not_answer_noops_is_disconnected(
     store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producer, "IDLE_TIMEOUT_S", 0.5)
@@ -162,9 +162,7 @@ async def test_a_client_that_does_not_answer_noops_is_hung_up_on(
 
 
 @pytest.mark.usefixtures("all_settled")
-async def test_a_filtered_stream_shows_its_collection_its_events_and_how_far_it_is(
-    store: Store, dcp: DcpEndpoint
-) -> None:
+async def test_a_filtered_stream_sends_its_documents_events_and_seqno_advances(store: Store, dcp: DcpEndpoint) -> None:
     carts, items = Collection(9, 8, "carts", Seqno(2)), Collection(10, 8, "items", Seqno(3))
     store.put(b"a", b"default", 1)
     system_event(store, 2, ev.CollectionCreated(2, 8, 9, "carts"), DEFAULT, carts)
@@ -193,7 +191,7 @@ async def test_a_filtered_stream_shows_its_collection_its_events_and_how_far_it_
 
 
 @pytest.mark.usefixtures("all_settled")
-async def test_events_that_later_ones_replaced_are_not_sent(store: Store, dcp: DcpEndpoint) -> None:
+async def test_superseded_system_events_are_not_sent(store: Store, dcp: DcpEndpoint) -> None:
     """Begin, flush and end of a collection have one key at a server, its settings another, a scope a third."""
     carts, items = Collection(9, 8, "carts", Seqno(1)), Collection(10, 8, "items", Seqno(2))
     flushed = Collection(10, 8, "items", Seqno(5))
@@ -260,7 +258,7 @@ async def test_a_marker_reports_the_purge_seqno_if_the_client_requested_it(
 
 @pytest.mark.parametrize("order", [b"sequential", b"round-robin"])
 @pytest.mark.usefixtures("all_settled")
-async def test_backfills_come_one_after_the_other_or_in_turns(tmp_path: Path, order: bytes) -> None:
+async def test_backfills_follow_each_other_or_take_turns(tmp_path: Path, order: bytes) -> None:
     store = Store(tmp_path, vbuckets=4)
     store.logs(UUID)
     last: dict[int, int] = {}
@@ -284,7 +282,7 @@ async def test_backfills_come_one_after_the_other_or_in_turns(tmp_path: Path, or
     store.close()
 
 
-async def test_what_is_live_comes_between_the_pieces_of_a_backfill(tmp_path: Path) -> None:
+async def test_live_changes_come_between_the_pieces_of_a_backfill(tmp_path: Path) -> None:
     store = Store(tmp_path, vbuckets=2)
     store.logs(UUID)
     large = store.put(b"key1", b"x" * 20_000, 1)
@@ -310,9 +308,7 @@ async def test_what_is_live_comes_between_the_pieces_of_a_backfill(tmp_path: Pat
     store.close()
 
 
-async def test_a_value_that_cannot_be_taken_apart_is_sent_as_it_is_and_the_stream_goes_on(
-    store: Store, dcp: DcpEndpoint
-) -> None:
+async def test_a_malformed_value_is_sent_as_stored_and_the_stream_goes_on(store: Store, dcp: DcpEndpoint) -> None:
     store.put(b"a", BOMB, 1, datatype=2)
     store.put(b"b", b"fine", 2)
     client = await dcp.client(features=(0x06, 0x07, 0x08, 0x0B, 0x12))
@@ -321,7 +317,7 @@ async def test_a_value_that_cannot_be_taken_apart_is_sent_as_it_is_and_the_strea
     assert [(each.value, each.datatype) for each in found] == [(BOMB, 2), (b"fine", 0)]
 
 
-async def test_a_row_that_cannot_be_read_ends_its_stream_and_no_other(
+async def test_a_damaged_row_ends_only_its_own_stream(
     store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(*_: object) -> bytes:

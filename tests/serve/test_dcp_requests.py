@@ -33,13 +33,13 @@ async def test_stream_requests_are_counted_by_their_answers(store: Store, dcp: D
     assert (counters.streams_opened, counters.rollbacks, counters.streams_refused) == (1, 1, 2)
 
 
-async def test_an_interrupted_first_backfill_goes_on_where_no_tombstone_is_gone(store: Store, dcp: DcpEndpoint) -> None:
+async def test_an_interrupted_first_backfill_resumes_if_no_tombstone_is_purged(store: Store, dcp: DcpEndpoint) -> None:
     vbid = store.put(b"a", b"1", 601)
     client = await dcp.client()
     assert (await client.stream(vbid, 141, vbuuid=UUID, snap=(0, 601))).status == 0
 
 
-async def test_what_is_held_from_before_the_first_snapshot_may_lack_deletions(store: Store, dcp: DcpEndpoint) -> None:
+async def test_a_position_below_the_first_snapshot_may_lack_deletions(store: Store, dcp: DcpEndpoint) -> None:
     """The source had purged who knows what when it sent that snapshot."""
     vbid = keys.vbid_of(b"a", store.identity.vbucket_count)
     store.writer.vbuckets[vbid].save(
@@ -56,7 +56,7 @@ async def test_what_is_held_from_before_the_first_snapshot_may_lack_deletions(st
 
 
 @pytest.mark.parametrize(("start", "snap"), [(7, None), (3, (2, 7)), (3, (0, 7))])
-async def test_a_client_that_holds_what_the_mirror_has_not_yet_waits_for_it(
+async def test_a_client_ahead_of_the_mirror_waits_until_it_has_caught_up(
     store: Store, dcp: DcpEndpoint, start: int, snap: tuple[int, int] | None
 ) -> None:
     """5 is published here, and no failover has lost 7."""
@@ -70,7 +70,7 @@ async def test_a_client_that_holds_what_the_mirror_has_not_yet_waits_for_it(
     assert accepted.failover_log == ((UUID + 1, 9), (UUID, 0))
 
 
-async def test_a_vbucket_without_anything_complete_is_not_here_yet(store: Store, dcp: DcpEndpoint) -> None:
+async def test_a_vbucket_without_a_complete_snapshot_is_not_my_vbucket(store: Store, dcp: DcpEndpoint) -> None:
     """Official clients give up after a temporary failure, and ask again after this one; a map would not help them."""
     client = await dcp.client()
     vbid = store.put(b"a", b"1", 5, publish=False)
@@ -104,7 +104,7 @@ async def test_streams_of_one_vbucket_are_distinguished_by_their_ids(store: Stor
 
 
 @pytest.mark.parametrize(("name", "count"), [("STREAMS_MAX", 3), ("PROCESS_STREAMS_MAX", 2)])
-async def test_no_more_streams_than_there_may_be(
+async def test_a_stream_beyond_the_limit_is_refused(
     dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:
     """With stream ids one client once had as many as it requested, 6 KiB each."""
@@ -119,7 +119,7 @@ async def test_no_more_streams_than_there_may_be(
     assert (await client.stream(1, value=b'{"sid":9}', opaque=9)).status == 0, "there is a place again"
 
 
-async def test_the_statistics_of_ones_own_connection(store: Store, dcp: DcpEndpoint) -> None:
+async def test_a_client_gets_the_statistics_of_its_own_connection(store: Store, dcp: DcpEndpoint) -> None:
     vbid = store.put(b"a", b"1", 5)
     client = await dcp.client(name="reader", controls={b"connection_buffer_size": b"4096"})
     await client.stream(vbid)
@@ -150,7 +150,7 @@ async def test_a_stream_ends_with_the_snapshot_that_reaches_its_end(store: Store
 
 
 @pytest.mark.usefixtures("all_settled")
-async def test_a_seqno_that_no_row_carries_is_reported(store: Store, dcp: DcpEndpoint) -> None:
+async def test_a_snapshot_end_without_a_row_is_sent_as_seqno_advanced(store: Store, dcp: DcpEndpoint) -> None:
     vbid = store.put(b"a", b"1", 5)
     store.writer.vbuckets[vbid].advance(9, SnapshotRange(Seqno(5), Seqno(9)))
     store.publish(vbid, 9)
@@ -160,7 +160,7 @@ async def test_a_seqno_that_no_row_carries_is_reported(store: Store, dcp: DcpEnd
     assert found[2] == ev.SeqnoAdvanced(vbid, 9, opaque=0x77)
 
 
-async def test_vbuckets_that_another_mirror_holds_are_not_here(tmp_path: Path) -> None:
+async def test_a_vbucket_of_another_mirror_is_not_my_vbucket(tmp_path: Path) -> None:
     store = Store(tmp_path, vbuckets=4, held=(2, 3))
     store.logs(UUID)
     async with serving_dcp(store.path) as dcp:

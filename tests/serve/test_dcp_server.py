@@ -49,7 +49,7 @@ async def test_a_client_that_waits_for_persistence_is_named_once_in_the_log_and_
         assert endpoint.server.producers.warnings == []
 
 
-async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(store: Store, users_file: Path) -> None:
+async def test_a_stream_ends_when_the_users_file_withdraws_its_right(store: Store, users_file: Path) -> None:
     ann, bob = entry_of("pw"), entry_of("pw")
 
     def allow(*patterns: str) -> None:
@@ -81,7 +81,7 @@ async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(store: S
         assert (await clients[2].stream(0)).status == Status.EACCESS
 
 
-async def test_a_name_belongs_to_the_user_who_opened_a_connection(store: Store, tmp_path: Path) -> None:
+async def test_a_connection_name_belongs_to_its_user(store: Store, tmp_path: Path) -> None:
     """A user of one collection once cut off another's connection by taking its name."""
     users_file = with_users(tmp_path / "users.json", {"ann": "pw", "bob": "pw"})
     async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
@@ -94,7 +94,7 @@ async def test_a_name_belongs_to_the_user_who_opened_a_connection(store: Store, 
         await until(lambda: not endpoint.server.producers.named)
 
 
-async def test_stopping_lets_go_of_everybody(store: Store) -> None:
+async def test_a_stop_closes_every_connection(store: Store) -> None:
     async with serving_dcp(store.path) as endpoint:
         client = await endpoint.client()
         assert (await client.stream(0)).status == 0
@@ -103,7 +103,7 @@ async def test_stopping_lets_go_of_everybody(store: Store) -> None:
         assert endpoint.server.producers.counters.streams_closed == 1
 
 
-async def test_garbage_ends_its_own_connection_only(store: Store, dcp: DcpEndpoint) -> None:
+async def test_garbage_ends_only_its_own_connection(store: Store, dcp: DcpEndpoint) -> None:
     store.put(b"a", b"1", 1)
     good = await dcp.client(name="good")
     assert (await good.stream(0)).status == 0
@@ -120,7 +120,7 @@ async def test_garbage_ends_its_own_connection_only(store: Store, dcp: DcpEndpoi
     await good.until_end(2)
 
 
-async def test_truncated_and_misshapen_requests_are_refused(dcp: DcpEndpoint) -> None:
+async def test_truncated_and_malformed_requests_are_refused(dcp: DcpEndpoint) -> None:
     client = await dcp.client()
     for opcode in (Opcode.DCP_CLOSE_STREAM, Opcode.DCP_BUFFER_ACK, Opcode.DCP_OPEN):
         answer = await client.ask(fr.request(opcode, extras=bytes(3), key=b"odd", value=b"x"))
@@ -145,7 +145,7 @@ async def stalled(store: Store, dcp: DcpEndpoint, documents: int) -> tuple[DcpCl
     return client, connection
 
 
-async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store: Store, dcp: DcpEndpoint) -> None:
+async def test_a_client_that_reads_nothing_is_held_at_the_high_water_mark(store: Store, dcp: DcpEndpoint) -> None:
     client, connection = await stalled(store, dcp, 600)
     assert connection.outgoing.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
     sent = dcp.server.producers.counters.stream_bytes
@@ -156,7 +156,7 @@ async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store:
     await client.until_end(600)
 
 
-async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
+async def test_answers_to_a_client_that_reads_nothing_are_bounded_too(
     store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_connection, "ANSWERS_BYTES_MAX", 10_000)
@@ -178,7 +178,7 @@ async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
             seqno = int.from_bytes(frame.extras[:8])
 
 
-async def test_a_client_that_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> None:
+async def test_a_client_that_reads_nothing_for_too_long_is_disconnected(store: Store) -> None:
     for seqno in range(1, 301):
         store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
     async with serving_dcp(store.path, reader_send_timeout_s=0.5) as dcp:
@@ -191,7 +191,7 @@ async def test_a_client_that_takes_nothing_for_too_long_is_hung_up_on(store: Sto
         client.writer.transport.abort()
 
 
-async def test_who_listens_without_noops_is_not_idle_and_who_has_no_stream_is(store: Store) -> None:
+async def test_a_client_is_idle_without_a_stream_and_not_without_noops(store: Store) -> None:
     async with serving_dcp(store.path, reader_idle_timeout_s=0.5) as dcp:
         listener = await dcp.client(name="listener", noop=False, flags=1)
         assert (await listener.stream(0)).status == 0
@@ -214,7 +214,7 @@ async def test_an_error_of_this_program_ends_the_connection_and_is_logged(
     assert await client.receive() is None
 
 
-def test_what_is_not_noted_lately_is_not_in_contact() -> None:
+def test_a_vbucket_without_a_recent_report_is_not_in_contact() -> None:
     clock = ManualClock()
     contact = SourceContact([0, 1], clock)
     assert contact.lost_ms() == {0: 0, 1: 0}

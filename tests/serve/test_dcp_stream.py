@@ -73,7 +73,7 @@ def step(world: World, rng: Random) -> None:
 
 
 @pytest.mark.parametrize("seed", [each if each < 6 else pytest.param(each, marks=pytest.mark.ci) for each in range(40)])
-def test_at_the_end_of_each_snapshot_a_client_holds_what_the_mirror_served_there(
+def test_a_client_equals_the_mirror_at_the_end_of_each_snapshot(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("storage.read.stream_reads.SETTLED_SHARE", (0.3, 0.5, 2)[seed % 3])
@@ -81,7 +81,7 @@ def test_at_the_end_of_each_snapshot_a_client_holds_what_the_mirror_served_there
 
 
 @pytest.mark.ci
-def test_the_histories_are_eventful(tmp_path: Path) -> None:
+def test_the_random_histories_contain_every_kind_of_event(tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     for seed in range(100, 108):
         (tmp_path / str(seed)).mkdir()

@@ -460,7 +460,7 @@ def table() -> dict[tuple[str, str], str]:
     return found
 
 
-def test_the_table_has_every_door_and_every_state() -> None:
+def test_the_table_lists_every_way_to_read_in_every_state() -> None:
     assert set(table()) == {(door, state) for door in DOORS for state in STATES}
 
 
@@ -491,7 +491,7 @@ def hold_others(path: Path) -> None:
 
 @pytest.mark.parametrize("world", STATES, indirect=True)
 @pytest.mark.parametrize("door", DOORS)
-def test_every_door_answers_in_every_state_as_the_table_says(
+def test_every_way_to_read_answers_in_every_state_as_documented(
     world: World, door: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scan, "CHUNK_ROWS", 1)
@@ -505,7 +505,7 @@ def test_every_door_answers_in_every_state_as_the_table_says(
     assert found == table().get((door, state)), f"{door}, {state}: {found}"
 
 
-def test_each_error_has_the_codes_that_the_document_lists() -> None:
+def test_each_error_has_the_documented_codes() -> None:
     lines = READING.split("<!-- codes -->\n")[1].split("\n\n")[0].strip().split("\n")[2:]
     for line in lines:
         name, code, problem = [cell.strip() for cell in line.strip("|").split("|")]

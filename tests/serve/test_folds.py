@@ -244,7 +244,7 @@ def mirrored(view: View, name: str | None, reads: str | None = None) -> Folded:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_events_in_order_give_the_documents_of_the_mirror(source: Source, tmp_path: Path, seed: int) -> None:
+def test_events_applied_in_order_give_the_documents_of_the_mirror(source: Source, tmp_path: Path, seed: int) -> None:
     rng = Random(seed)
     data = tmp_path / "data"
     users = with_users(tmp_path / "users.json", {"ann": entry_of("pw") | {"read": ["shop.orders"]}}, ["*"])

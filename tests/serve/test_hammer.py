@@ -188,7 +188,9 @@ def source() -> Iterator[Source]:
 
 
 @pytest.mark.parametrize("failovers", [3, pytest.param(8, marks=pytest.mark.ci)])
-def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_path: Path, failovers: int) -> None:
+def test_a_reader_never_sees_part_of_a_write_or_goes_back_in_time(
+    source: Source, tmp_path: Path, failovers: int
+) -> None:
     data = tmp_path / "data"
     rng = random.Random(5)
     flags = ("--workers", "2", "--groups", "2", "--kv", "0", "--http", "0", "--set", "commit_interval_ms=2")

@@ -53,7 +53,7 @@ def guarded(source: Source, tmp_path: Path) -> Iterator[Site]:
         yield served
 
 
-def test_readers_get_what_they_may_read_and_nothing_else(guarded: Site) -> None:
+def test_readers_get_only_the_collections_they_may_read(guarded: Site) -> None:
     site = guarded
     answer = site.get(site.document("a"), 401)
     assert answer.headers["www-authenticate"].startswith("Basic")
@@ -98,7 +98,7 @@ def within(lines: Iterator[str], seconds: float = 20.0) -> Iterator[str]:
         yield line
 
 
-def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
+def test_a_stream_of_changes_ends_when_its_user_loses_the_right(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mirror.serve.http.changes.RIGHTS_CHECK_S", 0.01)
@@ -118,7 +118,7 @@ def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
         eventually_now(lambda: not site.server.service.requests.streams)
 
 
-def test_an_error_names_no_collection_that_its_reader_may_not_read(guarded: Site) -> None:
+def test_an_error_names_only_collections_that_its_reader_may_read(guarded: Site) -> None:
     """The hint once listed all that the store knows."""
     shop = ("shop", "secret")
     scan = "/v1/collections/shop.nosuch"
@@ -134,7 +134,7 @@ def test_an_error_names_no_collection_that_its_reader_may_not_read(guarded: Site
         assert answer.json()["hint"] == "GET /v1/collections lists them"
 
 
-def test_a_reader_of_some_collections_sees_figures_and_no_secrets_of_the_service(guarded: Site) -> None:
+def test_a_reader_of_some_collections_sees_figures_but_no_internals(guarded: Site) -> None:
     """The status once showed everybody the path, process ids and the source's user."""
     secret = "secret-of-the-operator"
     report = service_report(guarded.data)
@@ -161,7 +161,7 @@ def test_a_reader_of_some_collections_sees_figures_and_no_secrets_of_the_service
     assert shown["vbuckets"][0]["node"] == "hidden"
 
 
-def test_readiness_is_for_everybody_and_its_reasons_for_readers_of_everything(guarded: Site) -> None:
+def test_readiness_is_public_and_its_reasons_are_for_readers_of_everything(guarded: Site) -> None:
     """The reasons hold texts of errors, and these the paths of files."""
     path = "/srv/mirror/group-3/data.mdb"
     guarded.stands(service_report(guarded.data) | {"state": "degraded", "reasons": [f"8 vbuckets damaged ({path})"]})
@@ -193,7 +193,7 @@ def test_readiness_of_a_store_that_cannot_be_read_names_no_path(guarded: Site, m
         "HEAD {documents}/{key}?token=4:{vbuuid}:2",
     ],
 )
-def test_an_answer_that_waited_is_judged_by_the_rights_at_its_end(
+def test_an_answer_that_waited_is_checked_against_the_rights_at_its_end(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_line: str
 ) -> None:
     """A removed user once got a document that was written 11 s after the removal."""
@@ -222,7 +222,7 @@ def test_an_answer_that_waited_is_judged_by_the_rights_at_its_end(
         assert not site.server.service.requests.streams
 
 
-def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
+def test_a_paused_stream_sends_nothing_more_to_a_removed_user(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream once completed its current event, of up to 20 MiB."""
@@ -246,7 +246,7 @@ def ask_without_reading(site: Site, receive_buffer_bytes: int = 4096) -> socket.
     return line
 
 
-def test_streams_that_nobody_reads_hold_no_more_than_the_budget(site: Site) -> None:
+def test_streams_that_are_not_read_hold_at_most_the_budget(site: Site) -> None:
     """64 of them once held two gigabytes: each a document of 20 MiB, and as much again in what read it."""
     size = 8 * 1024 * 1024  # more than the kernel takes for a connection
     vbid = 2
@@ -295,7 +295,7 @@ def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) ->
         eventually_now(lambda: not site.server.service.requests.streams)
 
 
-def test_an_error_that_waited_is_judged_by_the_rights_at_its_end(
+def test_an_error_that_waited_is_checked_against_the_rights_at_its_end(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The refusal of an error's answer was a 500 in plain text."""
@@ -314,7 +314,7 @@ def test_an_error_that_waited_is_judged_by_the_rights_at_its_end(
             assert (answer.status_code, answer.json()["type"]) == (403, "urn:dcp-mirror:forbidden")
 
 
-def test_no_answer_is_taken_for_another_type(site: Site) -> None:
+def test_every_answer_has_its_content_type_and_nosniff(site: Site) -> None:
     site.source.put("a")
     shown = site.get("/openapi.json").json()["paths"]
     for path, operations in shown.items():
@@ -347,7 +347,7 @@ def test_a_website_cannot_read_this_machine_by_a_name_of_its_own(site: Site) -> 
         site.get(path, 403, headers={"Host": "evil.example"})
 
 
-def test_a_website_cannot_have_its_visitors_ask_this_machine(site: Site) -> None:
+def test_a_website_cannot_make_its_visitors_query_this_machine(site: Site) -> None:
     """As `<img src="http://localhost:8080/v1/...">` does: browsers say of such a request where it comes from."""
     site.source.put("a")
     page = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
@@ -360,7 +360,7 @@ def test_a_website_cannot_have_its_visitors_ask_this_machine(site: Site) -> None
         site.get(site.document("a"), headers={"Sec-Fetch-Site": own})
 
 
-def test_a_collection_is_judged_by_the_name_that_it_has_where_it_is_read(source: Source, tmp_path: Path) -> None:
+def test_a_right_to_a_collection_follows_its_name_at_the_moment_read(source: Source, tmp_path: Path) -> None:
     """A collection that was dropped is in history under its number: only for those who could read it."""
     users = {"all": ("*",), "default": ("_default.*",), "shop": ("shop.orders",)}
     file = with_users(tmp_path / "users.json", {name: entry_of("x", patterns) for name, patterns in users.items()})
@@ -391,7 +391,7 @@ def test_a_collection_is_judged_by_the_name_that_it_has_where_it_is_read(source:
         assert site.get(scan, auth=("shop", "x"), params={"page": page}).json()["documents"]
 
 
-def test_ready_is_every_vbucket_published_and_near_its_source(site: Site) -> None:
+def test_a_mirror_is_ready_if_every_vbucket_is_published_and_near_its_source(site: Site) -> None:
     assert site.get("/livez").json() == {"status": "alive"}
     problem = site.get("/readyz", 503).json()
     assert problem["reasons"] == ["no service runs: nothing follows the source"]
@@ -407,7 +407,7 @@ def test_ready_is_every_vbucket_published_and_near_its_source(site: Site) -> Non
         assert site.get("/readyz", 503 if why else 200).json().get("reasons") == ([why] if why else None)
 
 
-def test_prometheus_gets_what_the_page_shows(site: Site) -> None:
+def test_the_metrics_agree_with_the_page(site: Site) -> None:
     site.source.put("a")
     site.stands(service_report(site.data))
     site.get(site.document("a"))
@@ -423,14 +423,14 @@ def test_prometheus_gets_what_the_page_shows(site: Site) -> None:
     assert found["dcp_mirror_store_bytes", ()] > 0
 
 
-def test_what_no_route_answers(site: Site) -> None:
+def test_an_unknown_path_and_a_write_are_refused(site: Site) -> None:
     assert site.get("/nothing", 404).json()["type"] == "urn:dcp-mirror:not-found"
     answer = site.client.put(site.document("a"), content=b"{}")
     assert (answer.status_code, answer.json()["hint"]) == (405, "a mirror is only read; write to its source")
     assert "GET" in answer.headers["allow"]
 
 
-def test_a_fault_of_the_program_reveals_nothing_internal(site: Site) -> None:
+def test_an_internal_error_reveals_no_internals(site: Site) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("/secret/path")
 
@@ -441,7 +441,7 @@ def test_a_fault_of_the_program_reveals_nothing_internal(site: Site) -> None:
     site.get("/livez")
 
 
-def test_one_vbucket_and_its_history(site: Site) -> None:
+def test_a_vbucket_is_shown_with_its_history(site: Site) -> None:
     key = site.source.key_of(2)
     for _ in range(3):
         site.source.put(key)
@@ -457,7 +457,7 @@ def test_one_vbucket_and_its_history(site: Site) -> None:
     assert len(site.get("/v1/vbuckets").json()["vbuckets"]) == VBUCKETS
 
 
-def test_the_page_may_load_nothing_from_elsewhere_and_nobody_may_frame_it(site: Site) -> None:
+def test_the_page_loads_nothing_from_elsewhere_and_cannot_be_framed(site: Site) -> None:
     answer = site.get("/")
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy

@@ -62,7 +62,7 @@ def test_an_event_is_one_line_for_clients_that_split_by_unicode(site: Site) -> N
     assert (event["data"]["document"]["key"], event["data"]["document"]["value"]) == (text, text)
 
 
-def test_what_is_there_comes_first_and_then_what_is_published(site: Site) -> None:
+def test_a_stream_begins_with_stored_events_and_continues_with_new_ones(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")
     site.source.put(key, b"2")
@@ -88,7 +88,7 @@ def test_a_stream_resumes_exactly_after_its_last_id(site: Site) -> None:
     assert [event["event"] for event in site.changes(vbid=2, since=since)] == ["end"]
 
 
-def test_a_rollback_while_nobody_listened_is_reported_with_what_it_took_and_gave_back(site: Site) -> None:
+def test_a_rollback_between_two_connections_is_reported_with_its_events(site: Site) -> None:
     a, b = site.source.key_of(2), site.source.key_of(2, 1)
     site.source.put(a, b"1")
     site.source.put(a, b"2")
@@ -133,7 +133,7 @@ def test_all_vbuckets_resume_by_one_id(site: Site) -> None:
     assert sorted(found) == [("end", None), *(("mutation", vbid + 100) for vbid in range(VBUCKETS))]
 
 
-def test_from_now_on_nothing_old_comes(site: Site) -> None:
+def test_a_stream_since_now_sends_only_new_events(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")
     with listening(site, since="now") as listener:
@@ -163,7 +163,7 @@ def test_a_resync_ends_the_stream_with_a_reset_and_refuses_its_position(site: Si
         assert reported(listener.event()) == ("mutation", 9)
 
 
-def test_one_collection_alone(site: Site) -> None:
+def test_a_stream_of_one_collection_sends_only_its_events(site: Site) -> None:
     site.source.collections(2, Collection(9, 8, "orders", Seqno(0)))
     key = site.source.key_of(2)
     site.source.put(key, b"1")
@@ -175,7 +175,7 @@ def test_one_collection_alone(site: Site) -> None:
     assert [each["event"] for each in site.changes(vbid=2)] == ["system_event", "mutation", "mutation", "end"]
 
 
-def test_a_silent_stream_beats_and_a_stop_ends_it(site: Site) -> None:
+def test_an_idle_stream_sends_heartbeats_and_ends_at_a_stop(site: Site) -> None:
     site.server.service.heartbeat_s = 0.05
     with listening(site, since="now") as listener:
         for line in listener.lines:
@@ -190,7 +190,7 @@ def test_a_silent_stream_beats_and_a_stop_ends_it(site: Site) -> None:
         assert all(line in ("", ": heartbeat") for line in listener.lines)
 
 
-def test_positions_that_make_no_sense_are_refused(site: Site) -> None:
+def test_invalid_positions_are_refused(site: Site) -> None:
     for since in ("nonsense", "1:2", "znonsense", "zeJwDAAAAAAE", f"{VBUCKETS}:1:1", "1:1:1,1:1:2"):
         answer = site.client.get("/v1/changes", params={"since": since, "follow": "false"})
         assert answer.status_code in (400, 404), since
@@ -203,7 +203,7 @@ def test_positions_that_make_no_sense_are_refused(site: Site) -> None:
     assert site.client.head("/v1/changes").status_code == 200
 
 
-def test_no_more_streams_than_allowed(site: Site) -> None:
+def test_a_stream_beyond_the_limit_is_refused(site: Site) -> None:
     site.server.service.streams.all_max = 1
     with listening(site, since="now"):
         eventually_now(lambda: site.server.service.requests.streams.total() == 1)
@@ -245,7 +245,7 @@ def test_an_error_in_the_middle_is_reported_as_an_event_and_the_stream_can_be_re
         assert reported(listener.event()) == ("mutation", 2)
 
 
-def test_a_group_that_cannot_be_read_ends_its_own_streams_alone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_group_ends_only_its_own_streams(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     sound, lost = 0, 1
     groups = site.server.service.view.groups
     assert sound % groups.count != lost % groups.count
@@ -268,7 +268,7 @@ def test_a_group_that_cannot_be_read_ends_its_own_streams_alone(site: Site, monk
     site.get("/v1/changes", 500, params={"vbid": lost, "since": "now", "follow": "false"})
 
 
-def test_events_of_a_rollback_wait_for_budget_as_others_do(site: Site) -> None:
+def test_events_of_a_rollback_wait_for_the_budget_like_others(site: Site) -> None:
     """They once ended the stream, and were not counted until they were sent."""
     size = 400_000
     values = [b'"' + bytes([letter]) * size + b'"' for letter in b"abc"]
@@ -295,7 +295,7 @@ def test_events_of_a_rollback_wait_for_budget_as_others_do(site: Site) -> None:
     eventually_now(lambda: budget.out_bytes == 0)
 
 
-def test_a_retracted_value_that_cannot_be_taken_apart_is_named_and_ends_no_stream(site: Site) -> None:
+def test_a_malformed_retracted_value_is_named_and_does_not_end_the_stream(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")
     site.source.put(key, b"\xff\xff\xff\xff\x0f", datatype=3)
@@ -308,7 +308,7 @@ def test_a_retracted_value_that_cannot_be_taken_apart_is_named_and_ends_no_strea
     assert document["problem"] == "a compressed value claims 4294967295 bytes; at most 33554432 are possible"
 
 
-def test_streams_begin_one_in_each_turn(site: Site) -> None:
+def test_one_stream_begins_in_each_turn(site: Site) -> None:
     """Eight clients that asked for the head alone once kept another waiting for the eight of them: 15 ms."""
     steps: list[Any] = []
     site.server.service.turns.call = steps.append  # type: ignore[method-assign,assignment]

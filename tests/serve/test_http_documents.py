@@ -24,7 +24,7 @@ from storage.model import Collection, FailoverLog, Seqno
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, Source, make_certificate, running, service_report
 
 
-def test_a_document_comes_as_its_bytes_with_what_is_known_of_it_in_headers(site: Site) -> None:
+def test_a_document_is_sent_as_its_bytes_with_metadata_in_headers(site: Site) -> None:
     site.source.put("a", b'{"price": 1.10}')
     answer = site.get(site.document("a"))
     assert answer.content == b'{"price": 1.10}'
@@ -37,7 +37,7 @@ def test_a_document_comes_as_its_bytes_with_what_is_known_of_it_in_headers(site:
     assert {**head.headers, "date": ""} == {**answer.headers, "date": ""}
 
 
-def test_a_version_that_is_known_is_not_sent_again(site: Site) -> None:
+def test_a_version_known_by_its_etag_is_not_sent_again(site: Site) -> None:
     site.source.put("a")
     tag = site.get(site.document("a")).headers["etag"]
     for header in (tag, f"W/{tag}", f'"other", {tag}', "*"):
@@ -52,7 +52,7 @@ def test_a_version_that_is_known_is_not_sent_again(site: Site) -> None:
     assert answer.headers["etag"] != tag
 
 
-def test_the_stored_form_is_what_the_source_sent(site: Site) -> None:
+def test_the_stored_form_has_the_bytes_of_the_source(site: Site) -> None:
     xattrs = b"\x00\x00\x00\x0a_x\x001234\x00\x00\x00"
     plain = len(xattrs[4:]).to_bytes(4, "big") + xattrs[4:] + b'{"v":1}'
     stored = bytes(cramjam.snappy.compress_raw(plain))
@@ -116,11 +116,11 @@ def test_every_key_can_be_requested_and_listed(source: Source, tmp_path: Path, l
 
 
 @pytest.mark.parametrize("url", ["?prefix=%FF&as_of=%FF", "?vbid=%FF", "?%FF=1", "/a?form=%FF"])
-def test_other_parameters_are_text(site: Site, url: str) -> None:
+def test_parameters_that_are_not_utf_8_are_bad_requests(site: Site, url: str) -> None:
     assert site.get(f"/v1/collections/_default/documents{url}", 400).json()["type"] == "urn:dcp-mirror:bad-request"
 
 
-def test_what_is_not_there_says_which_kind_of_not(site: Site) -> None:
+def test_a_missing_document_and_a_missing_collection_are_different_errors(site: Site) -> None:
     site.source.put("a")
     site.stands(service_report(site.data))
     assert site.get(site.document("a", "shop.orders"), 404).json()["type"] == "urn:dcp-mirror:no-collection"
@@ -131,7 +131,7 @@ def test_what_is_not_there_says_which_kind_of_not(site: Site) -> None:
         assert site.get(site.document(key), 404).json()["type"] == "urn:dcp-mirror:no-document"
 
 
-def test_a_vbucket_whose_first_snapshot_is_not_complete_is_not_called_empty(site: Site) -> None:
+def test_a_vbucket_without_a_complete_snapshot_is_unavailable_not_empty(site: Site) -> None:
     key = site.source.key_of(3)
     site.get(site.document(key.decode()), 404)
     site.source.snapshot(3, (key, b"{}"), publish=False)
@@ -176,7 +176,7 @@ def test_collections_are_read_by_name_and_number(site: Site) -> None:
     assert [(row["key"], row["value"], row["collection_id"]) for row in page["documents"]] == [("a", "order", 9)]
 
 
-def test_several_documents_in_the_requested_order(site: Site) -> None:
+def test_a_multi_get_answers_in_the_requested_order(site: Site) -> None:
     site.source.put("a", b'{"big": 12345678901234567890123, "n":\n 1e400}')
     site.source.put(b"\xff", b"\x00\x01", datatype=0)
     query = {"keys": ["none", "a"], "keys_b64": ["_w"]}
@@ -223,7 +223,7 @@ def test_a_rollback_between_two_pages_is_reported(site: Site) -> None:
     assert {row["key"].encode() for row in site.scan(vbid=5)["documents"]} == set(keys[:4])
 
 
-def test_a_page_of_a_collection_that_a_rollback_took_back_is_gone_and_not_the_last(site: Site) -> None:
+def test_a_page_of_a_rolled_back_collection_is_gone_not_the_last(site: Site) -> None:
     site.source.put(site.source.key_of(5, 9))
     site.source.collections(5, Collection(9, 8, "orders", Seqno(0)))
     for number in range(4):
@@ -239,7 +239,7 @@ def test_a_page_of_a_collection_that_a_rollback_took_back_is_gone_and_not_the_la
         assert site.scan(410, collection, page=page)["type"] == "urn:dcp-mirror:view-invalidated"
 
 
-def test_ranges_prefixes_tombstones_and_times(site: Site) -> None:
+def test_a_scan_takes_ranges_prefixes_tombstones_and_times(site: Site) -> None:
     vbid = 1
     keys = sorted(site.source.key_of(vbid, number) for number in range(5))
     for key in keys:
@@ -303,7 +303,7 @@ def test_a_write_that_was_rolled_back_is_reported_lost_at_once(site: Site) -> No
     assert (problem["type"], problem["hint"]) == ("urn:dcp-mirror:write-lost", "write it again")
 
 
-def test_more_than_one_answer_may_hold_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_beyond_its_limit_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirror.serve.http.documents.ANSWER_BYTES_MAX", 8 << 20)
     monkeypatch.setattr("mirror.serve.http.documents.PAGE_BYTES_MAX", 1 << 20)
     for number in range(4):
@@ -314,7 +314,7 @@ def test_more_than_one_answer_may_hold_is_refused(site: Site, monkeypatch: pytes
     assert sum(bool(page["documents"]) for page in site.pages()) == 4, "a page ends where its bytes are many"
 
 
-def test_a_multi_get_of_no_keys_needs_a_collection_that_exists(site: Site) -> None:
+def test_a_multi_get_without_keys_needs_an_existing_collection(site: Site) -> None:
     """Any name was answered by 200."""
     for collection, status in (("_default", 200), ("_default.none", 404), ("a b", 404)):
         site.multi_get([], status, collection)

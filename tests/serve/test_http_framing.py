@@ -113,7 +113,7 @@ def test_any_bytes_are_cut_or_refused(data: bytes, sizes: list[int]) -> None:
         b"Content-Length: 99999999999999999999", b"Content-Length:",
     ],
 )  # fmt: skip
-def test_a_request_whose_end_is_not_clear_is_the_last(headers: bytes) -> None:
+def test_a_request_of_ambiguous_length_is_the_last(headers: bytes) -> None:
     """The server judges it; nothing behind it is taken for another request."""
     framing = Framing()
     framing.feed(b"POST / HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -123,7 +123,7 @@ def test_a_request_whose_end_is_not_clear_is_the_last(headers: bytes) -> None:
     assert framing.in_body
 
 
-def test_an_offer_of_another_protocol_is_left_out() -> None:
+def test_an_upgrade_header_is_left_out() -> None:
     framing = Framing()
     framing.feed(b"GET / HTTP/1.1\r\nUPGRADE : h2c\r\nhost: a\r\nUpgrade:websocket\r\n\r\n")
     head = framing.next_head()

@@ -34,7 +34,7 @@ def elsewhere(answer: Any) -> None:
     assert answer.json()["hint"] == "ask the mirror that holds it"
 
 
-def test_what_it_holds_is_read_as_ever(part: Site) -> None:
+def test_held_vbuckets_are_read_as_usual(part: Site) -> None:
     keys = {vbid: part.source.key_of(vbid).decode() for vbid in HELD.vbids}
     for vbid, key in keys.items():
         assert part.get(part.document(key), params={"token": f"{vbid}:{VBUUID}:1"}).json() == vbid
@@ -47,7 +47,7 @@ def test_what_it_holds_is_read_as_ever(part: Site) -> None:
 
 
 @pytest.mark.parametrize("vbid", [0, 1, 6, 7])
-def test_what_another_holds_is_elsewhere_and_never_absent(part: Site, vbid: int) -> None:
+def test_documents_of_other_mirrors_are_elsewhere_and_never_absent(part: Site, vbid: int) -> None:
     key = part.source.key_of(vbid).decode()
     elsewhere(part.client.get(part.document(key)))
     own = [part.source.key_of(each, number).decode() for each in HELD.vbids for number in range(4)]
@@ -60,7 +60,7 @@ def test_what_another_holds_is_elsewhere_and_never_absent(part: Site, vbid: int)
     elsewhere(part.client.get(part.document(own[0]), params={"token": f"{vbid}:{VBUUID}:1"}))
 
 
-def test_changes_of_what_another_holds_are_elsewhere(part: Site) -> None:
+def test_changes_of_vbuckets_of_other_mirrors_are_elsewhere(part: Site) -> None:
     for more in ("", "&since=now", "&since=6:1:1:00000000000000ff", "&collection=_default"):
         for vbids in ([2, 6], range(VBUCKETS)):
             named = "".join(f"&vbid={vbid}" for vbid in vbids)
@@ -70,7 +70,7 @@ def test_changes_of_what_another_holds_are_elsewhere(part: Site) -> None:
     elsewhere(part.client.get("/v1/changes", params={"token": f"6:{VBUUID}:1", "follow": "false"}))
 
 
-def test_vbuckets_that_the_bucket_does_not_have_are_another_thing(part: Site) -> None:
+def test_vbuckets_beyond_those_of_the_bucket_do_not_exist(part: Site) -> None:
     key = part.source.key_of(2).decode()
     for path, params in (
         (part.document(key), {"token": f"{VBUCKETS}:{VBUUID}:1"}),

@@ -102,18 +102,18 @@ def does_what_it_says(case: Any, busy: Site) -> None:
 
 @schema.parametrize()
 @settings(EXAMPLES, max_examples=6)
-def test_the_api_does_what_it_says(case: Any, busy: Site) -> None:
+def test_the_api_answers_as_it_is_described(case: Any, busy: Site) -> None:
     does_what_it_says(case, busy)
 
 
 @pytest.mark.ci
 @schema.parametrize()
 @settings(EXAMPLES, max_examples=100)
-def test_the_api_does_what_it_says_in_many_cases(case: Any, busy: Site) -> None:
+def test_the_api_answers_as_it_is_described_in_many_cases(case: Any, busy: Site) -> None:
     does_what_it_says(case, busy)
 
 
-def test_what_is_served_is_the_description(busy: Site) -> None:
+def test_the_served_description_lists_every_route(busy: Site) -> None:
     served = busy.get("/openapi.json").json()
     assert served["openapi"] == "3.1.0"
     assert served["paths"].keys() == DESCRIPTION["paths"].keys()
@@ -125,7 +125,7 @@ def test_what_is_served_is_the_description(busy: Site) -> None:
         assert set(served["paths"][path]) <= allowed
 
 
-def test_the_bounds_and_names_are_those_of_the_code() -> None:
+def test_the_described_bounds_and_names_are_those_of_the_code() -> None:
     served = json.loads(description())["components"]
     keys, parameters = SCHEMAS["Keys"]["properties"], served["parameters"]
     assert keys["keys"]["maxItems"] == keys["keys_b64"]["maxItems"] == http_requests.KEYS_MAX // 2
@@ -171,7 +171,7 @@ def test_a_mutation_token_is_one_that_the_description_allows(token: MutationToke
     assert re.search(COMPONENTS["parameters"]["token"]["schema"]["items"]["pattern"], str(token))
 
 
-def test_ids_and_pages_that_were_sent_are_allowed_as_parameters(busy: Site) -> None:
+def test_sent_ids_and_page_tokens_are_allowed_as_parameters(busy: Site) -> None:
     single = busy.changes(vbid=2)
     several = busy.get("/v1/changes", params={"follow": "false"}).text
     ids = [each["id"] for each in (*single, *events(several)) if "id" in each]
@@ -190,7 +190,7 @@ def test_each_field_of_a_document_is_a_member_and_a_header() -> None:
     assert all("schema" in each for each in COMPONENTS["headers"].values())
 
 
-def test_keys_of_every_length_that_is_answered_are_described(busy: Site) -> None:
+def test_the_described_lengths_of_keys_are_those_answered(busy: Site) -> None:
     members = SCHEMAS["Keys"]["properties"]
     text, encoded = members["keys"]["items"], members["keys_b64"]["items"]
     collection = "/v1/collections/_default"

@@ -38,7 +38,7 @@ def read_one(line: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("line", [b"X y: 1", b"Content-Length: 4", b"Transfer-Encoding: chunked", b": x", b"X"])
-def test_a_head_that_the_server_refuses_has_one_answer_whatever_its_body(
+def test_a_refused_request_head_has_one_answer_with_any_body(
     site: Site, line: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The body behind it was given to a server that was gone: a traceback in the log."""
@@ -61,9 +61,7 @@ def test_a_head_that_the_server_refuses_has_one_answer_whatever_its_body(
         ("a", "Authorization: Basic !\r\n", 401),
     ],
 )
-def test_what_is_answered_at_once_is_what_the_application_answers(
-    site: Site, key: str, headers: str, status: int
-) -> None:
+def test_an_answer_at_once_equals_that_of_the_application(site: Site, key: str, headers: str, status: int) -> None:
     """A head that is not plain ASCII is for the server's parser."""
     site.source.put("a", b'{"v":1}', flags=7, expiry=2**32 - 1)
     sent = f"GET {site.document(key)} HTTP/1.1\r\nHost: localhost\r\n{headers}".encode()
@@ -81,7 +79,7 @@ def test_what_is_answered_at_once_is_what_the_application_answers(
     assert at_once == [True, False], "`/livez` is for the application"
 
 
-def test_what_may_wait_or_is_sent_in_pieces_is_not_answered_at_once(site: Site) -> None:
+def test_a_request_that_may_wait_or_is_sent_in_pieces_is_not_answered_at_once(site: Site) -> None:
     site.source.put("a", b"1")
     site.source.put("large", b"x" * (BUDGETED_BYTES + 1), datatype=0)
     at_once = recorded_at_once(site)
@@ -94,7 +92,7 @@ def test_what_may_wait_or_is_sent_in_pieces_is_not_answered_at_once(site: Site) 
     assert at_once == [False] * 3
 
 
-def test_requests_that_came_together_are_not_answered_at_once(site: Site) -> None:
+def test_pipelined_requests_are_not_answered_at_once(site: Site) -> None:
     """Or the other connections would wait for all that one client requested ahead."""
     site.source.put("a", b"1")
     at_once = recorded_at_once(site)
@@ -104,15 +102,13 @@ def test_requests_that_came_together_are_not_answered_at_once(site: Site) -> Non
     assert at_once == []
 
 
-def test_half_a_request_behind_one_that_was_answered_at_once_has_its_time(site: Site) -> None:
+def test_half_a_request_behind_an_answered_one_times_out(site: Site) -> None:
     site.server.gate.request_timeout_s = 0.1
     with contextlib.suppress(ConnectionResetError):
         assert site.raw(request(site.document("a")) + b"GET /liv").startswith(b"HTTP/1.1 404 ")
 
 
-def test_garbage_behind_a_request_that_was_answered_at_once_is_hung_up_on(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_garbage_behind_an_answered_request_ends_the_connection(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "LINGER_S", 0.1)
     with site.connect() as line:
         line.sendall(request(site.document("a")) + b"\x00garbage\r\n\r\n")
@@ -158,7 +154,7 @@ def test_more_connections_than_allowed_are_turned_away_and_the_others_go_on(site
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /livez HT", b"POST /v1/collections/a/multi-get HTTP/1.1\r\nHost: a\r\n"])
-def test_who_does_not_finish_a_request_is_hung_up_on(site: Site, said: bytes) -> None:
+def test_a_client_that_does_not_finish_a_request_is_disconnected(site: Site, said: bytes) -> None:
     site.server.gate.request_timeout_s = 0.1
     with contextlib.suppress(ConnectionResetError):
         assert site.raw(said) == b""
@@ -173,7 +169,7 @@ def test_who_does_not_finish_a_request_is_hung_up_on(site: Site, said: bytes) ->
     ],
     ids=["head", "body"],
 )
-def test_a_byte_now_and_then_is_no_progress(site: Site, said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_slow_bytes_do_not_extend_the_timeout(site: Site, said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow heads and slow bodies: the time for a request is not begun again by each byte."""
     site.server.gate.request_timeout_s = 0.3
     monkeypatch.setattr(http_requests, "BODY_TIMEOUT_S", 0.3)
@@ -195,7 +191,7 @@ def test_a_byte_now_and_then_is_no_progress(site: Site, said: bytes, monkeypatch
     site.get("/livez")
 
 
-def test_a_connection_without_a_login_is_closed_in_the_end_and_one_with_stays(site: Site) -> None:
+def test_a_connection_without_a_login_times_out_and_one_with_a_login_stays(site: Site) -> None:
     site.server.admission.settings = Settings(reader_login_timeout_s=0.3)
     with site.connect() as probe, site.connect() as reader:
         reader.sendall(request(site.document("a"), method="HEAD"))
@@ -211,7 +207,7 @@ def test_a_connection_without_a_login_is_closed_in_the_end_and_one_with_stays(si
 
 
 @pytest.mark.parametrize("path", ["/livez", "/v1/collections/_default/documents/a"])
-def test_an_idle_connection_is_closed_in_the_end(site: Site, path: str) -> None:
+def test_an_idle_connection_times_out(site: Site, path: str) -> None:
     site.server.gate.idle_timeout_s = 0
     assert site.raw(request(path)).startswith(b"HTTP/1.1 ")
 
@@ -230,7 +226,7 @@ def test_an_idle_connection_is_closed_in_the_end(site: Site, path: str) -> None:
     ],
     ids=["magic", "no colon", "target", "chunk", "no host", "two hosts", "many headers", "long head"],
 )
-def test_what_is_no_request_is_refused_with_the_reason(site: Site, sent: bytes, said: bytes) -> None:
+def test_a_malformed_request_is_refused_with_the_reason(site: Site, sent: bytes, said: bytes) -> None:
     answer = site.raw(sent)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"urn:dcp-mirror:bad-request" in answer
@@ -240,7 +236,7 @@ def test_what_is_no_request_is_refused_with_the_reason(site: Site, sent: bytes, 
     site.get("/livez")
 
 
-def test_as_many_headers_as_there_may_be_are_taken(site: Site) -> None:
+def test_a_request_with_the_maximum_of_headers_is_accepted(site: Site) -> None:
     more = b"a: b\r\n" * (HEADERS_MAX - 2) + b"Connection: close\r\n\r\n"
     assert site.raw(LIVEZ + HOST + more).startswith(b"HTTP/1.1 200 ")
 
@@ -274,14 +270,14 @@ def test_a_body_that_is_neither_read_nor_complete_ends_the_connection(site: Site
     [b"Content-Length: 99999999\r\n\r\n", CHUNKED + b"fffff\r\n" + b" " * 0xFFFFF + b"\r\nfffff\r\n" + b" " * 0xFFFF],
     ids=["length", "chunks"],
 )
-def test_a_body_beyond_its_limit_is_refused_whatever_it_claims(site: Site, body: bytes) -> None:
+def test_a_body_beyond_its_limit_is_refused_with_any_declared_length(site: Site, body: bytes) -> None:
     with site.connect() as line:
         line.sendall(MULTI_GET + b"Connection: close\r\n" + body)
         assert line.recv(65536).startswith(b"HTTP/1.1 413 ")
     site.get("/livez")
 
 
-def test_a_reader_that_takes_nothing_of_a_large_document_is_hung_up_on(site: Site) -> None:
+def test_a_client_that_does_not_read_a_large_document_is_disconnected(site: Site) -> None:
     site.source.put("big", b"x" * (16 << 20), datatype=0)
     site.server.gate.send_timeout_s = 0.2
     budget = site.server.service.budget
@@ -294,7 +290,9 @@ def test_a_reader_that_takes_nothing_of_a_large_document_is_hung_up_on(site: Sit
     assert site.get("/livez").json() == {"status": "alive"}
 
 
-def test_what_a_page_holds_counts_before_it_is_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_a_page_count_against_the_budget_before_it_is_complete(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     budget = site.server.service.budget
     counted = []
     judge = site.server.service.__class__.judge_at
@@ -342,7 +340,7 @@ def test_requests_that_come_ahead_of_their_answers_take_turns(site: Site, monkey
     assert len(taken) == 49, "all but the first"
 
 
-def test_what_is_requested_far_ahead_waits_as_bytes_and_is_answered_in_order(site: Site) -> None:
+def test_pipelined_requests_wait_as_bytes_and_are_answered_in_order(site: Site) -> None:
     sent = 5_000
     site.server.admission.settings = Settings(reader_login_timeout_s=600)  # nobody logs in
     one = LIVEZ + HOST + b"X: " + b"x" * 1000 + b"\r\n\r\n"
@@ -382,7 +380,7 @@ QUESTIONS = {
 @pytest.mark.parametrize("protocol", ["h2c", "websocket", "h2c, websocket"])
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("step", [1, 7, 10_000], ids="packets of {} bytes".format)
-def test_an_offer_of_another_protocol_changes_no_answer(site: Site, protocol: str, question: str, step: int) -> None:
+def test_an_upgrade_header_does_not_change_the_answer(site: Site, protocol: str, question: str, step: int) -> None:
     """Java's HttpClient, Ktor and `curl --http2` make this offer with every request, and lost their bodies."""
     site.source.put("a", b'{"v":1}')
     plain = QUESTIONS[question]
@@ -404,6 +402,6 @@ def test_a_request_for_a_tunnel_is_refused_and_closed(site: Site) -> None:
     assert site.raw(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.1 4")
 
 
-def test_an_answer_says_when_it_was_given(site: Site) -> None:
+def test_an_answer_has_a_date_header(site: Site) -> None:
     (date,) = site.get("/livez").headers.get_list("date")
     assert date.endswith("GMT")

@@ -95,13 +95,13 @@ def test_any_other_position_is_a_problem(text: str) -> None:
     assert caught.value.status in (400, 404)
 
 
-def test_a_packed_position_cannot_unpack_to_more_than_it_may() -> None:
+def test_a_packed_position_that_unpacks_to_too_much_is_refused() -> None:
     bomb = "z" + requests.to_base64url(zlib.compress(b"1:1:1," * 10_000_000))
     with pytest.raises(Problem, match="too long"):
         requests.parse_position(bomb, 1024)
 
 
-def test_a_position_costs_no_more_than_the_bucket_has_vbuckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_position_with_more_tokens_than_vbuckets_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of 8 KiB once had 699,050 tokens parsed, on the event loop."""
     parsed: list[str] = []
     monkeypatch.setattr(requests, "Token", type("Counting", (Token,), {"parse": parsed.append}))
@@ -112,7 +112,7 @@ def test_a_position_costs_no_more_than_the_bucket_has_vbuckets(monkeypatch: pyte
     assert not parsed
 
 
-def test_what_is_parsed_is_bounded_before_it_is() -> None:
+def test_input_is_bounded_before_it_is_parsed() -> None:
     with pytest.raises(Problem, match="2048 parameters at most"):
         parameters("&".join(["vbid=1"] * (requests.PARAMETERS_MAX + 1)), "vbid")
     assert len(parameters("&".join(["vbid=1"] * requests.PARAMETERS_MAX), "vbid").all("vbid")) == 2048
@@ -120,7 +120,7 @@ def test_what_is_parsed_is_bounded_before_it_is() -> None:
         requests.Page.parse("A" * (requests.PAGE_LENGTH_MAX + 1), 64)
 
 
-def test_more_keys_than_may_be_read_are_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_keys_are_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(requests, "key_bytes", lambda text, _encoding, **_: seen.append(text))
     for body in ({"keys": ["a"] * 200_000}, {"keys": ["a"] * 600, "keys_b64": ["_w"] * 600}):
@@ -156,7 +156,7 @@ def test_parameters_are_known_single_and_within_bounds() -> None:
             ask(parameters(query, "a", "as_of"))
 
 
-def test_the_keys_of_a_multi_get() -> None:
+def test_the_keys_of_a_multi_get_are_text_or_base64() -> None:
     assert requests.requested_keys({"keys": ["b", "a", "b"], "keys_b64": ["_w"]}) == [b"b", b"a", b"\xff"]
     assert requests.requested_keys({}) == []
     bodies: tuple[object, ...] = (
@@ -168,7 +168,7 @@ def test_the_keys_of_a_multi_get() -> None:
             requests.requested_keys(wrong)
 
 
-def test_collections_and_vbuckets() -> None:
+def test_collections_and_vbuckets_are_parsed_or_refused() -> None:
     assert [requests.collection_name(text) for text in ("a", "s.a", "9")] == ["_default.a", "s.a", 9]
     for wrong in ("", "x" * 600, "99999999999"):
         with pytest.raises(Problem):
@@ -212,7 +212,7 @@ def test_every_problem_has_the_shape_of_the_standard(name: str) -> None:
         (errors.Full("no"), 503),
     ],
 )  # fmt: skip
-def test_what_the_store_says_has_a_status_and_no_path(error: errors.StorageError, status: int) -> None:
+def test_an_error_of_the_store_has_a_status_and_shows_no_path(error: errors.StorageError, status: int) -> None:
     error.path = "/secret/place"
     error.vbid = 5
     problem = http_problems.of_storage(error)

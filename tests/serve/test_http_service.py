@@ -39,7 +39,7 @@ def a_request(*, gone: bool = False) -> Request:
     return Request({"type": "http", "state": {"slot": slot, "transport": transport}})
 
 
-def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(site: Site) -> None:
+def test_a_rollback_between_the_wait_and_the_read_is_a_lost_write(site: Site) -> None:
     """The read itself sees the older value; the token is looked at again before it is given away."""
     key = site.source.key_of(4)
     site.source.put(key, b"1")
@@ -60,7 +60,7 @@ def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(si
     assert caught.value.name == "write-lost"
 
 
-def test_bulk_reads_run_next_to_the_event_loop_and_one_at_a_time(site: Site) -> None:
+def test_bulk_reads_run_one_at_a_time_outside_of_the_event_loop(site: Site) -> None:
     """Multi-gets once ran on the event loop: one of a large document stopped everybody for a second."""
     service = site.server.service
     running = most = 0
@@ -91,7 +91,7 @@ def test_bulk_reads_run_next_to_the_event_loop_and_one_at_a_time(site: Site) -> 
         ("POST", "/v1/collections/_default/multi-get", View, "get_many"),
     ],
 )
-def test_no_document_is_read_for_a_client_that_is_gone(
+def test_a_document_is_not_read_for_a_client_that_is_gone(
     site: Site, monkeypatch: pytest.MonkeyPatch, method: str, path: str, owner: type, read: str
 ) -> None:
     """Pages of 20 MiB documents, requested and abandoned, once took 2 GiB. They leave the line at once: thousands of
@@ -112,7 +112,7 @@ def test_no_document_is_read_for_a_client_that_is_gone(
     assert reads == []
 
 
-def test_a_client_that_is_gone_before_its_request_begins_does_not_get_into_the_line() -> None:
+def test_a_client_that_is_gone_before_its_request_is_not_queued() -> None:
     """Nobody told it that the client was gone: a query for nobody once ran until its time was over."""
     with pytest.raises(Problem, match="the client is gone"), leaves_line(a_request(gone=True)):
         pytest.fail("waits")
@@ -126,7 +126,7 @@ def test_a_read_that_waits_for_a_write_ends_with_its_client(site: Site) -> None:
     eventually_now(lambda: not site.server.gate.answering)
 
 
-def test_a_bulk_read_that_waits_for_a_write_keeps_nobody_waiting(site: Site) -> None:
+def test_a_bulk_read_that_waits_for_a_write_does_not_block_others(site: Site) -> None:
     service = site.server.service
 
     async def reads() -> str:
@@ -156,7 +156,7 @@ def test_one_user_does_not_take_all_places_to_wait_for_writes(source: Source, tm
 
 
 @pytest.mark.parametrize("path", ["/v1/collections/_default/multi-get", "/v1/query"])
-def test_bodies_count_from_their_first_byte_and_one_user_does_not_take_all_memory(
+def test_request_bodies_count_from_their_first_byte_and_are_bounded_per_user(
     source: Source, tmp_path: Path, path: str
 ) -> None:
     """1,000 unfinished bodies of a megabyte once took a gigabyte, which no budget knew of."""
@@ -175,7 +175,7 @@ def test_bodies_count_from_their_first_byte_and_one_user_does_not_take_all_memor
     assert not service.bodies.held
 
 
-async def test_a_stop_finishes_what_is_on_its_way_and_ends_streams(source: Source) -> None:
+async def test_a_stop_finishes_requests_under_way_and_ends_streams(source: Source) -> None:
     key = source.key_of(4).decode()
     token = {"token": "4:43981:1", "timeout_ms": "60000"}
     async with httpx.AsyncClient() as client:
@@ -203,7 +203,7 @@ async def test_a_unix_socket_is_served_too(source: Source, tmp_path: Path) -> No
         assert (await client.get("/v1/collections/_default/documents/a")).content == b"1"
 
 
-async def test_from_elsewhere_nobody_is_anonymous(source: Source) -> None:
+async def test_a_remote_client_cannot_be_anonymous(source: Source) -> None:
     async with (
         serving_http(Settings(data=Path(source.path)), Address("0.0.0.0")) as (_, address),
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{address.port}") as client,
@@ -212,7 +212,7 @@ async def test_from_elsewhere_nobody_is_anonymous(source: Source) -> None:
         assert (await client.get("/livez")).status_code == 200
 
 
-async def test_settings_that_make_no_sense(source: Source) -> None:
+async def test_missing_data_and_foreign_commands_are_refused(source: Source) -> None:
     with pytest.raises(ConfigError, match="data"):
         HttpServer(Settings(), [], stored_status, SystemClock())
     server = HttpServer(Settings(data=Path(source.path)), [], stored_status, SystemClock())

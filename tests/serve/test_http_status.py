@@ -27,7 +27,7 @@ def status_of(data: Path, clock: ManualClock) -> StatusReporter:
     return StatusReporter(Mirror(data), stored_status, clock, lag_limit_s=30)
 
 
-async def test_the_service_is_queried_when_it_runs_and_the_store_otherwise(source: Source) -> None:
+async def test_the_status_comes_from_the_service_if_it_runs_and_else_from_the_store(source: Source) -> None:
     data = Path(source.path)
     clock = ManualClock()
     status = status_of(data, clock)
@@ -54,7 +54,7 @@ async def test_the_service_is_queried_when_it_runs_and_the_store_otherwise(sourc
     assert (await status.report())["service"] == "down"
 
 
-async def test_what_is_made_of_a_report_is_made_once(source: Source) -> None:
+async def test_a_report_is_rendered_once(source: Source) -> None:
     """The metrics of 1,024 vbuckets once took 47 ms of the event loop in each scrape."""
     clock = ManualClock()
     status = status_of(Path(source.path), clock)
@@ -74,7 +74,7 @@ async def test_what_is_made_of_a_report_is_made_once(source: Source) -> None:
 
 
 @pytest.mark.parametrize("said", [b'{"ok": false}\n', b'{"ok": true, "status": 1}\n'])
-async def test_a_service_that_makes_no_sense_is_none(tmp_path: Path, said: bytes) -> None:
+async def test_a_service_with_a_malformed_answer_counts_as_down(tmp_path: Path, said: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.write(said)
@@ -106,7 +106,7 @@ async def test_read_rates_are_over_all_server_processes_and_survive_a_replacemen
     assert [sample["reads_per_s"] for sample in status.samples] == [None, 12.0, 4.0]
 
 
-async def test_the_past_is_bounded(source: Source) -> None:
+async def test_the_number_of_samples_is_bounded(source: Source) -> None:
     clock = ManualClock()
     status = status_of(Path(source.path), clock)
     for _ in range(http_status.SAMPLES_MAX + 5):
@@ -116,7 +116,7 @@ async def test_the_past_is_bounded(source: Source) -> None:
     assert status.samples[-1]["reads_per_s"] is None, "no service counts them"
 
 
-def test_a_failover_of_many_vbuckets_is_one_entry_of_the_past() -> None:
+def test_a_failover_of_many_vbuckets_is_one_entry_of_the_history() -> None:
     """The page counted 50 vbuckets of 127: as many as it was sent."""
     first = [{"vbid": vbid, "time_ms": 90_000 - vbid, "from_seqno": 9, "to_seqno": 7} for vbid in range(127)]
     second = [{"vbid": 3, "time_ms": 80_000, "from_seqno": 5, "to_seqno": 4}]
@@ -129,7 +129,7 @@ def test_a_failover_of_many_vbuckets_is_one_entry_of_the_past() -> None:
     ]
 
 
-async def test_rollbacks_resyncs_history_and_disk(source: Source) -> None:
+async def test_the_status_shows_rollbacks_resyncs_history_and_disk(source: Source) -> None:
     key = source.key_of(2)
     for _ in range(3):
         source.put(key)
@@ -145,7 +145,7 @@ async def test_rollbacks_resyncs_history_and_disk(source: Source) -> None:
     assert whole["lag_limit_s"] == 30
 
 
-async def test_no_mirror_yet(tmp_path: Path) -> None:
+async def test_a_missing_mirror_is_an_error_until_it_is_made(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path)
     with pytest.raises(NotAMirror):
         await status_of(tmp_path, ManualClock()).report()

@@ -49,7 +49,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-async def test_all_who_wait_take_one_look_when_their_vbucket_changes(
+async def test_all_waiting_requests_share_one_look_when_their_vbucket_changes(
     source: Source, waits: WriteWaits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 requests of 64 tokens each once looked at 12,800 vbuckets every 25 ms."""
@@ -75,7 +75,7 @@ async def test_a_write_that_was_published_just_before_is_not_waited_for(source: 
     await asyncio.wait_for(waits.wait(token(1), 60), WAIT_S)
 
 
-async def test_a_wait_ends_with_its_time_with_a_lost_write_an_error_or_the_process(
+async def test_a_wait_ends_at_its_timeout_a_lost_write_an_error_or_a_stop(
     source: Source, waits: WriteWaits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await waits.wait(token(9), 0.01)

@@ -59,7 +59,7 @@ def test_a_read_that_fails_is_a_temporary_failure(bucket: ServedBucket, monkeypa
         assert caught.value.status == Status.ETMPFAIL
 
 
-def test_a_damaged_document_is_served_only_where_reads_are_not_verified(
+def test_a_damaged_document_is_served_only_if_reads_are_not_verified(
     bucket: ServedBucket, store: Store, clock: ManualClock
 ) -> None:
     vbid = bucket.view.vbid_of(b"a")
@@ -103,7 +103,7 @@ def test_a_group_that_was_recreated_is_opened_again(bucket: ServedBucket, store:
     assert found.value == b"2"
 
 
-def test_one_manifest_is_decoded_however_many_vbuckets_have_it(
+def test_a_manifest_shared_by_many_vbuckets_is_decoded_once(
     bucket: ServedBucket, store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All were, in one step: with 1,024 vbuckets and 1,000 collections it took 4 s."""
@@ -146,7 +146,7 @@ def test_uids_of_a_file_that_was_replaced_are_read_again(bucket: ServedBucket, s
 
 
 @pytest.mark.parametrize("size", [10, 2 * LARGE_BYTES])
-def test_a_seqno_is_there_as_a_newest_version_alone(bucket: ServedBucket, store: Store, size: int) -> None:
+def test_a_seqno_exists_only_as_the_newest_version_of_a_key(bucket: ServedBucket, store: Store, size: int) -> None:
     key = b"k" * 250
     vbid = store.put(key, bytes(size), 7)
     store.put(key, bytes(size), 9)
@@ -157,7 +157,7 @@ def test_a_seqno_is_there_as_a_newest_version_alone(bucket: ServedBucket, store:
     assert [bucket.holds_seqno(deleted, seqno) for seqno in (8, 12)] == [False, True]
 
 
-def test_collection_ids_of_every_length(bucket: ServedBucket, store: Store) -> None:
+def test_a_collection_id_of_any_length_is_read(bucket: ServedBucket, store: Store) -> None:
     wide = Collection(0xFFFF_FFFF, 8, "wide", Seqno(0))
     store.collections(3, {8: "s"}, DEFAULT, wide)
     store.put(b"a", b"wide", 9, cid=0xFFFF_FFFF)

@@ -29,7 +29,7 @@ def store(store: Store) -> Store:
     return store
 
 
-async def test_of_clients_that_use_up_their_turns_one_works_in_each_turn_of_the_loop(
+async def test_one_busy_client_works_in_each_turn_of_the_loop(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each once had its turn in each: the others waited for as many turns as there were such clients."""
@@ -61,7 +61,7 @@ async def test_of_clients_that_use_up_their_turns_one_works_in_each_turn_of_the_
         assert [frame.opaque for _ in range(6) if (frame := await client.receive())] == list(range(6))
 
 
-async def test_answers_come_in_the_order_of_requests_however_they_are_cut(endpoint: Endpoint) -> None:
+async def test_answers_come_in_the_order_of_requests_in_any_pieces(endpoint: Endpoint) -> None:
     requests = [get(opaque=number) if number % 3 else kv_client.noop(opaque=number) for number in range(60)]
     data = b"".join(fr.encode(each) for each in requests)
     for size in (1, 7, 25, len(data)):
@@ -75,7 +75,7 @@ async def test_answers_come_in_the_order_of_requests_however_they_are_cut(endpoi
         assert all(each and each.status == Status.SUCCESS for each in answers)
 
 
-async def test_a_long_pipeline_is_answered_whole_and_the_others_have_their_turn(store: Store) -> None:
+async def test_a_long_pipeline_is_answered_and_others_have_their_turn(store: Store) -> None:
     async with serving(store.path, kv_pipeline_max=8) as endpoint:
         busy, other = await endpoint.connect(), await endpoint.connect()
         busy.writer.write(b"".join(fr.encode(get(opaque=number)) for number in range(5000)))
@@ -99,7 +99,7 @@ async def test_a_long_pipeline_is_answered_whole_and_the_others_have_their_turn(
         fr.HEADER.pack(0x81, 0, 0, 0, 0, 0, 200_000, 0, 0),
     ],
 )
-async def test_bytes_that_are_no_request_end_their_connection_and_no_other(endpoint: Endpoint, data: bytes) -> None:
+async def test_malformed_bytes_end_only_their_own_connection(endpoint: Endpoint, data: bytes) -> None:
     other, client = await endpoint.connect(), await endpoint.connect()
     client.writer.write(fr.encode(get()) + data)
     assert (await client.answer()).value == b"value"
@@ -108,7 +108,7 @@ async def test_bytes_that_are_no_request_end_their_connection_and_no_other(endpo
     assert endpoint.server.counters.errors == 1
 
 
-async def test_bytes_that_are_no_request_are_noticed_where_a_turn_ends_before_them(
+async def test_malformed_bytes_at_the_end_of_a_turn_are_noticed(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too few of them for a header: nothing more comes that would wake the connection."""
@@ -121,7 +121,7 @@ async def test_bytes_that_are_no_request_are_noticed_where_a_turn_ends_before_th
     assert endpoint.server.counters.errors == 1
 
 
-async def test_an_answer_to_the_server_is_no_error(endpoint: Endpoint) -> None:
+async def test_a_response_sent_to_the_server_is_ignored(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     await client.send(Frame(int(Magic.SERVER_RESPONSE), 1))
     assert await client.alive()
@@ -180,7 +180,7 @@ def damaged(good: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.ci)])
-async def test_damaged_frames_harm_nobody_else(store: Store, count: int) -> None:
+async def test_damaged_frames_do_not_affect_other_clients(store: Store, count: int) -> None:
     rng = random.Random(20_261)
     good = samples()
     async with serving(store.path) as endpoint:
@@ -228,7 +228,7 @@ async def test_a_request_that_is_too_large_is_refused_and_its_body_dropped(endpo
     assert await client.alive()
 
 
-async def test_a_reader_who_takes_nothing_is_not_read_on_and_holds_little(store: Store) -> None:
+async def test_requests_of_a_client_that_reads_nothing_are_not_read_on(store: Store) -> None:
     store.put(b"huge", b"x" * 1_000_000, 2)
     async with serving(store.path) as endpoint:
         slow, other = await endpoint.connect(), await endpoint.connect()
@@ -248,7 +248,7 @@ async def test_a_reader_who_takes_nothing_is_not_read_on_and_holds_little(store:
         assert (await slow.ask(get())).value == b"value"
 
 
-async def test_saying_goodbye(endpoint: Endpoint) -> None:
+async def test_a_quit_closes_the_connection_after_its_answer(endpoint: Endpoint) -> None:
     for opcode, answers in ((Opcode.QUIT, True), (Opcode.QUITQ, False)):
         client = await endpoint.connect()
         await client.send(get(), fr.request(opcode), get())
@@ -257,7 +257,7 @@ async def test_saying_goodbye(endpoint: Endpoint) -> None:
         assert await client.receive() is None
 
 
-async def test_what_nobody_knows_is_an_unknown_command(endpoint: Endpoint) -> None:
+async def test_an_unknown_opcode_is_an_unknown_command(endpoint: Endpoint) -> None:
     client = await endpoint.sdk()
     for opcode in (0xEE, Opcode.DCP_OPEN, Opcode.GET_RANDOM_KEY):
         assert (await client.ask(fr.request(opcode))).status == Status.UNKNOWN_COMMAND

@@ -73,7 +73,7 @@ class Replay:
 
 
 @pytest.mark.parametrize("name", ["sdk_72_conn1", "sdk_72_conn2"])
-async def test_each_recorded_request_is_answered_as_the_engine_did(
+async def test_each_recorded_request_is_answered_as_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Changes are refused and made in the store instead; a lock is not known to a mirror."""
@@ -148,7 +148,7 @@ def lookup(endpoint: Endpoint, key: bytes, *specs: LookupSpec, flags: int = 0) -
     return at(endpoint, key, Opcode.SUBDOC_MULTI_LOOKUP, extras=extras, value=kv_client.encode_lookup_specs(specs))
 
 
-async def test_a_document_goes_out_as_the_client_can_take_it(store: Store, endpoint: Endpoint) -> None:
+async def test_a_document_is_sent_in_the_form_that_the_client_negotiated(store: Store, endpoint: Endpoint) -> None:
     body = b'{"pad": "' + b"abc " * 200 + b'"}'
     packed = bytes(cramjam.snappy.compress_raw(body))
     store.put(b"packed", packed, 2, flags=5, datatype=3)
@@ -167,7 +167,7 @@ async def test_a_document_goes_out_as_the_client_can_take_it(store: Store, endpo
         assert (got.value, got.datatype) == (body, 1 if Feature.JSON in features else 0)
 
 
-async def test_getters_with_keys_and_quiet_ones(store: Store, endpoint: Endpoint) -> None:
+async def test_getters_return_keys_or_stay_quiet_as_requested(store: Store, endpoint: Endpoint) -> None:
     store.put(b"a", b"1", 2)
     client = await endpoint.connect()
     for opcode in (Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_REPLICA):
@@ -182,7 +182,7 @@ async def test_getters_with_keys_and_quiet_ones(store: Store, endpoint: Endpoint
     assert (answer.opcode, answer.opaque) == (Opcode.NOOP, 5)
 
 
-async def test_plain_memcached_clients_need_neither_bucket_nor_login(store: Store, endpoint: Endpoint) -> None:
+async def test_a_plain_memcached_client_needs_neither_bucket_nor_login(store: Store, endpoint: Endpoint) -> None:
     store.put(b"a", b"1", 2)
     client = await endpoint.connect()
     assert (await client.get(b"a", vbid=60_000)).value == b"1"
@@ -191,7 +191,7 @@ async def test_plain_memcached_clients_need_neither_bucket_nor_login(store: Stor
     assert (refused.status, refused.value) == (Status.NOT_SUPPORTED, b"")
 
 
-async def test_whatever_would_change_something_is_refused_at_once(endpoint: Endpoint) -> None:
+async def test_every_change_is_refused_at_once(endpoint: Endpoint) -> None:
     """Whatever shape it has, and however large it is."""
     client = await endpoint.sdk()
     for opcode in sorted(CHANGES):
@@ -202,7 +202,9 @@ async def test_whatever_would_change_something_is_refused_at_once(endpoint: Endp
     assert await client.alive()
 
 
-async def test_vbuckets_that_are_elsewhere_and_keys_that_are_not_theirs(store: Store, endpoint: Endpoint) -> None:
+async def test_a_foreign_vbucket_is_refused_and_a_key_in_the_wrong_one_is_absent(
+    store: Store, endpoint: Endpoint
+) -> None:
     vbid = store.put(b"a", b"1", 2)
     client = await endpoint.sdk()
     elsewhere = await client.ask(fr.request(Opcode.GET, vbucket=16, key=b"\0a"))
@@ -212,7 +214,7 @@ async def test_vbuckets_that_are_elsewhere_and_keys_that_are_not_theirs(store: S
     assert (await client.ask(fr.request(Opcode.GET, vbucket=(vbid + 1) % 16, key=b"\0a"))).status == Status.KEY_ENOENT
 
 
-async def test_collections_are_parts_of_keys(store: Store, endpoint: Endpoint) -> None:
+async def test_a_key_is_read_in_the_collection_of_its_prefix(store: Store, endpoint: Endpoint) -> None:
     store.put(b"a", b"default", 2)
     store.put(b"a", b"item", 3, cid=8)
     client = await endpoint.sdk()
@@ -229,7 +231,7 @@ async def test_collections_are_parts_of_keys(store: Store, endpoint: Endpoint) -
     assert (await client.ask(at(endpoint, b"a", cid=8))).status == Status.UNKNOWN_COLLECTION
 
 
-async def test_keys_of_impossible_lengths(endpoint: Endpoint) -> None:
+async def test_a_key_of_an_impossible_length_is_refused(endpoint: Endpoint) -> None:
     client = await endpoint.sdk()
     for key in (b"", b"\0", b"\0" + b"x" * 251, b"\x80", b"\x80\x00x", b"\xff\xff\xff\xff\xff\x01x"):
         assert (await client.ask(fr.request(Opcode.GET, key=key))).status == Status.EINVAL
@@ -240,7 +242,7 @@ async def test_keys_of_impossible_lengths(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("resync_reads", ["unavailable", "stale"])
-async def test_a_vbucket_that_is_resynced(tmp_path: Path, resync_reads: str) -> None:
+async def test_a_vbucket_under_resync_is_unavailable_or_stale_by_setting(tmp_path: Path, resync_reads: str) -> None:
     store = Store(tmp_path, resync_reads=resync_reads)
     store.logs()
     vbid = store.put(b"a", b"old", 2)
@@ -274,7 +276,7 @@ async def test_a_reader_gets_only_collections_that_it_may_read(store: Store, use
         assert (await client.ask(at(endpoint, b"a", cid=9))).status == Status.UNKNOWN_COLLECTION
 
 
-async def test_metadata_of_documents_and_of_tombstones(store: Store, endpoint: Endpoint) -> None:
+async def test_metadata_of_documents_and_tombstones_is_returned(store: Store, endpoint: Endpoint) -> None:
     store.put(b"a", b"1", 2, cas=99, rev=4, flags=3, datatype=1)
     client = await endpoint.sdk()
     for version, datatype in ((1, None), (2, 1)):
@@ -288,7 +290,7 @@ async def test_metadata_of_documents_and_of_tombstones(store: Store, endpoint: E
     assert (await client.ask(at(endpoint, b"b", Opcode.GET_META))).status == Status.KEY_ENOENT
 
 
-async def test_paths_of_one_and_of_several(store: Store, endpoint: Endpoint) -> None:
+async def test_lookups_of_one_and_of_several_paths_are_answered(store: Store, endpoint: Endpoint) -> None:
     value, datatype = values.join({b"_s": b'{"x":1}'}, b'{"n": [1, 2]}', values.JSON)
     store.put(b"a", value, 2, datatype=datatype)
     client: Client = await endpoint.sdk()
@@ -325,7 +327,7 @@ async def test_paths_of_one_and_of_several(store: Store, endpoint: Endpoint) -> 
     assert (await client.ask(lookup(endpoint, b"none", LookupSpec(get, b"n")))).status == Status.KEY_ENOENT
 
 
-async def test_deleted_documents_are_looked_into_only_on_request(store: Store, endpoint: Endpoint) -> None:
+async def test_a_path_of_a_deleted_document_is_found_only_on_request(store: Store, endpoint: Endpoint) -> None:
     store.put(b"a", b"{}", 2, datatype=1)
     store.delete(b"a", 3)
     client = await endpoint.sdk()
@@ -341,7 +343,7 @@ async def test_deleted_documents_are_looked_into_only_on_request(store: Store, e
     assert (await client.ask(one)).status == Status.SUBDOC_SUCCESS_DELETED
 
 
-async def test_a_document_that_cannot_be_taken_apart_harms_only_its_readers(store: Store, endpoint: Endpoint) -> None:
+async def test_a_malformed_document_affects_only_its_own_readers(store: Store, endpoint: Endpoint) -> None:
     store.put(b"a", b"\xff\xff\xff\xff not snappy", 2, datatype=2)
     store.put(b"b", b"\0\0\xff\xff", 3, datatype=4)
     client = await endpoint.connect()

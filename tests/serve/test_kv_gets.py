@@ -73,7 +73,7 @@ def slowly(session: MirrorSession, frame: Frame) -> Reply | None:
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("selected", [False, True])
-def test_the_short_way_says_what_the_long_one_says_or_nothing(
+def test_the_fast_path_of_gets_answers_as_the_general_one_or_not_at_all(
     bucket: ServedBucket, reader: Reader | None, selected: bool
 ) -> None:
     answered = 0
@@ -103,7 +103,7 @@ def test_the_short_way_says_what_the_long_one_says_or_nothing(
     assert (answered > 0) is (reader is not None and reader.reads_all)
 
 
-def test_gets_that_come_together_are_read_in_one_transaction_up_to_the_first_that_is_not_plain(
+def test_pipelined_gets_are_read_in_one_transaction_up_to_the_first_special_one(
     bucket: ServedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = bucket.view.reader(0).environment

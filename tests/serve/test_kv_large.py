@@ -117,7 +117,7 @@ async def test_paths_and_metadata_of_a_large_document_are_those_of_a_small_one(
 
 
 @pytest.mark.parametrize(("value", "datatype"), DAMAGED.values(), ids=DAMAGED)
-async def test_one_that_cannot_be_taken_apart_is_an_error_of_its_request(
+async def test_a_malformed_large_document_is_an_error_of_its_request(
     endpoint: Endpoint, store: Store, value: bytes, datatype: int
 ) -> None:
     store.put(b"large", value, 2, datatype=datatype)
@@ -164,7 +164,7 @@ async def test_other_clients_are_answered_while_a_large_document_is_read(
     assert [(await client.answer()).opaque for _ in range(2)] == [0, 1], "its own next request waits"
 
 
-async def test_what_else_is_written_meanwhile_comes_behind(endpoint: Endpoint, store: Store) -> None:
+async def test_other_answers_come_behind_a_large_document(endpoint: Endpoint, store: Store) -> None:
     """Requests of a pipeline, also of a client that takes answers in any order, and a message of the server."""
     body = bytes(40 * LARGE_BYTES)
     store.put(b"large", body, 2)
@@ -182,7 +182,7 @@ async def test_what_else_is_written_meanwhile_comes_behind(endpoint: Endpoint, s
     assert opaques == [1, 77, 2, 3]
 
 
-async def test_a_client_that_says_goodbye_gets_all_of_its_answer(endpoint: Endpoint, store: Store) -> None:
+async def test_a_client_that_quits_gets_all_of_its_answer(endpoint: Endpoint, store: Store) -> None:
     body = bytes(40 * LARGE_BYTES)
     store.put(b"large", body, 2)
     client = await endpoint.connect(limit=1024)
@@ -211,7 +211,7 @@ async def slow_reader(endpoint: Endpoint, key: bytes = b"large") -> tuple[Client
     return client, connection
 
 
-async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_for_others(
+async def test_memory_held_by_clients_that_read_nothing_is_bounded_and_reclaimed(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values that are not written yet count as well. Where others wait for the memory, they have seconds only."""
@@ -254,7 +254,7 @@ async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_
         assert server.now_s < begun_s + Settings().reader_idle_timeout_s
 
 
-async def test_a_client_that_leaves_lets_go_of_what_it_held_or_waited_for(store: Store) -> None:
+async def test_a_client_that_leaves_frees_its_memory_and_its_place(store: Store) -> None:
     body = bytes(40 * LARGE_BYTES)
     store.put(b"large", body, 2)
     async with serving(store.path, reader_unsent_bytes_max=len(body)) as endpoint:
@@ -272,7 +272,7 @@ async def test_a_client_that_leaves_lets_go_of_what_it_held_or_waited_for(store:
 
 @pytest.mark.parametrize("unordered", [False, True])
 @pytest.mark.parametrize(("value", "datatype", "body"), [VALUES[each] for each in JSON_VALUES], ids=JSON_VALUES)
-async def test_a_scan_has_large_documents_as_pages_by_themselves(
+async def test_a_large_document_is_a_page_of_its_own_in_a_scan(
     endpoint: Endpoint, store: Store, value: bytes, datatype: int, body: bytes, unordered: bool
 ) -> None:
     """Each was once read, and read again where it did not fit, in one step."""

@@ -21,7 +21,7 @@ IDENTITY = Identity("cluster", "orders", "uuid", 8, 2)
 NOTIFY, BRIEF = Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF
 
 
-def test_one_mirror_is_the_node_that_the_client_came_to() -> None:
+def test_a_single_mirror_is_the_node_that_the_client_connected_to() -> None:
     addresses = [Address(path="/x"), Address("127.0.0.1", 5), Address("0.0.0.0", 6, None, True), Address("::1", 7)]
     made = ServedMap(IDENTITY, [own_node(addresses)], 3)
     config = json.loads(made.of_bucket)
@@ -39,7 +39,7 @@ def test_one_mirror_is_the_node_that_the_client_came_to() -> None:
     }
 
 
-def test_several_mirrors_share_the_vbuckets_and_stand_in_for_each_other() -> None:
+def test_several_mirrors_share_the_vbuckets_as_actives_and_replicas() -> None:
     nodes = named_nodes("a.example:1, b.example:2,tls://[fd00::1]:3")
     config = json.loads(ServedMap(IDENTITY, nodes, 1).of_bucket)
     served = config["vBucketServerMap"]
@@ -60,14 +60,14 @@ def chains(nodes: str) -> list[list[int]]:
     return found
 
 
-def test_each_vbucket_is_with_the_mirrors_that_hold_it() -> None:
+def test_each_vbucket_is_mapped_to_the_mirrors_that_hold_it() -> None:
     assert chains("a:1=0-3,b:1=4-7") == [[0]] * 4 + [[1]] * 4
     assert chains("a:1=0-3,b:1=4-7,c:1")[3:5] == [[2, 0], [1, 2]]
     assert chains("a:1=0-5,b:1=4-7") == [[0, -1]] * 4 + [[0, 1], [1, 0]] + [[1, -1]] * 2
     assert chains("a:1,b:1,c:1,d:1,e:1")[7] == [2, 3, 4, 0]
 
 
-def test_vbuckets_that_nobody_holds_have_no_node() -> None:
+def test_vbuckets_held_by_no_mirror_have_no_node() -> None:
     assert chains("a:1=2-3") == [[-1]] * 2 + [[0]] * 2 + [[-1]] * 4
     assert ServedMap(IDENTITY, named_nodes("a:1=2-3"), 1).uncovered == 6
     assert ServedMap(IDENTITY, [own_node([Address("127.0.0.1", 5)], (0, 6))], 1).uncovered == 1
@@ -77,7 +77,7 @@ def test_vbuckets_that_nobody_holds_have_no_node() -> None:
 @pytest.mark.parametrize(
     "text", ["a", "a:0", "unix:/x", "a:1=", "a:1=3", "a:1=3-2", "a:1=x-y", "a:1=-1-3", "a:1,a:1", "a:1=0-3,a:1=4-7"]
 )
-def test_a_list_of_mirrors_that_makes_no_sense_is_named(text: str) -> None:
+def test_a_malformed_list_of_mirrors_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="kv_nodes"):
         named_nodes(text)
 
@@ -93,7 +93,7 @@ def test_a_list_of_mirrors_that_makes_no_sense_is_named(text: str) -> None:
         ("a:1=4-7,b:2=0-3", (0, 3), "none for vbuckets 0-3 has port 1"),
     ],
 )
-def test_a_list_that_contradicts_bucket_or_mirror_is_refused(
+def test_a_list_that_contradicts_the_bucket_or_the_mirror_is_refused(
     text: str, held: tuple[int, int] | None, complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):

@@ -36,7 +36,7 @@ async def scram(client: Client, mechanism: str, user: str, password: str) -> tup
     return final.status, final.value
 
 
-async def test_features_are_granted_from_the_list_in_its_order(endpoint: Endpoint) -> None:
+async def test_features_are_granted_in_the_order_of_the_request(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     granted = await client.hello(0x21, 0x12, 0x0A, 0x19, 0x04, 0xFFF)
     assert granted == (Feature.MUTATION_SEQNO, Feature.SNAPPY, Feature.COLLECTIONS)
@@ -46,7 +46,7 @@ async def test_features_are_granted_from_the_list_in_its_order(endpoint: Endpoin
 
 
 @pytest.mark.parametrize("mechanism", HASHES)
-async def test_login_by_each_mechanism(endpoint: Endpoint, mechanism: str) -> None:
+async def test_a_login_succeeds_by_each_mechanism(endpoint: Endpoint, mechanism: str) -> None:
     client = await endpoint.connect()
     assert (await scram(client, mechanism, "demo", "demo"))[0] == Status.SUCCESS
     assert (await client.get(b"a")).status == Status.KEY_ENOENT
@@ -54,7 +54,7 @@ async def test_login_by_each_mechanism(endpoint: Endpoint, mechanism: str) -> No
     assert (await client.get(b"a")).status == Status.EACCESS
 
 
-async def test_wrong_passwords_end_the_connection_in_the_end(endpoint: Endpoint) -> None:
+async def test_repeated_wrong_passwords_end_the_connection(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     await client.hello(Feature.XERROR)
     for _ in range(FAILED_LOGINS_MAX):
@@ -68,7 +68,7 @@ async def test_wrong_passwords_end_the_connection_in_the_end(endpoint: Endpoint)
     ("mechanism", "data"),
     [(b"PLAIN", b"x"), (b"PLAIN", b"\0\xff\0x"), (b"CRAM-MD5", b""), (b"SCRAM-SHA1", b"n,,x"), (b"\xff" * 100, b"")],
 )
-async def test_logins_that_make_no_sense(endpoint: Endpoint, mechanism: bytes, data: bytes) -> None:
+async def test_a_malformed_login_is_refused(endpoint: Endpoint, mechanism: bytes, data: bytes) -> None:
     client = await endpoint.connect()
     assert (await client.ask(codec_kv.sasl_auth(mechanism, data))).status == Status.AUTH_ERROR
     assert (await client.ask(kv_client.sasl_step(b"SCRAM-SHA1", b"c=biws,r=x,p=AAAA"))).status == Status.AUTH_ERROR
@@ -78,12 +78,12 @@ async def test_logins_that_make_no_sense(endpoint: Endpoint, mechanism: bytes, d
     assert (await client.ask(other)).status == Status.AUTH_ERROR, "the steps of one mechanism are not another's"
 
 
-async def test_a_reader_on_a_unix_socket(store: Store, tmp_path: Path) -> None:
+async def test_a_reader_on_a_unix_socket_needs_no_login(store: Store, tmp_path: Path) -> None:
     async with serving(store.path, addresses=[Address(path=str(tmp_path / "kv"))]) as endpoint:
         assert (await (await endpoint.connect()).get(b"a")).status == Status.KEY_ENOENT
 
 
-async def test_the_password_in_the_clear_is_not_even_offered_to_strangers(store: Store) -> None:
+async def test_plain_is_not_offered_to_remote_clients_without_tls(store: Store) -> None:
     """Such a listener cannot be configured; were there one, PLAIN would not be taken."""
 
     users = SourceUser("demo", lambda: "demo")
@@ -97,7 +97,7 @@ async def test_the_password_in_the_clear_is_not_even_offered_to_strangers(store:
         assert (await scram(client, "SCRAM-SHA512", "demo", "demo"))[0] == Status.SUCCESS
 
 
-async def test_one_bucket(endpoint: Endpoint) -> None:
+async def test_only_the_bucket_of_the_mirror_can_be_selected(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     await client.hello(Feature.XERROR)
     wrong = await client.ask(codec_kv.select_bucket(b"other"))
@@ -107,7 +107,7 @@ async def test_one_bucket(endpoint: Endpoint) -> None:
     assert (await client.ask(fr.request(Opcode.LIST_BUCKETS))).value == b"orders"
 
 
-async def test_the_map_is_global_before_a_bucket_is_chosen_and_not_sent_twice(endpoint: Endpoint) -> None:
+async def test_the_map_is_global_before_a_bucket_is_selected_and_not_sent_twice(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
     assert "vBucketServerMap" not in config
@@ -118,14 +118,14 @@ async def test_the_map_is_global_before_a_bucket_is_chosen_and_not_sent_twice(en
     assert (await client.ask(codec_kv.get_cluster_config((config["revEpoch"], config["rev"])))).value == b""
 
 
-async def test_error_maps_of_both_versions(endpoint: Endpoint) -> None:
+async def test_error_maps_are_sent_in_both_versions(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     for sent, got in ((1, 1), (2, 2), (7, 2)):
         assert json.loads((await client.ask(kv_client.get_error_map(sent))).value)["version"] == got
     assert (await client.ask(kv_client.get_error_map(0))).status == Status.EINVAL
 
 
-async def test_collections_and_scopes_have_ids(store: Store, endpoint: Endpoint) -> None:
+async def test_ids_of_collections_and_scopes_are_returned(store: Store, endpoint: Endpoint) -> None:
     """A collection is known as soon as one vbucket has published it."""
     client = await endpoint.connect()
     await client.hello(Feature.XERROR)
@@ -150,7 +150,7 @@ async def test_collections_and_scopes_have_ids(store: Store, endpoint: Endpoint)
     assert (unknown.status, json.loads(unknown.value)["manifest_uid"]) == (Status.UNKNOWN_SCOPE, "3")
 
 
-async def test_ids_are_those_of_collections_that_the_reader_may_read(store: Store, endpoint: Endpoint) -> None:
+async def test_ids_are_returned_only_for_readable_collections(store: Store, endpoint: Endpoint) -> None:
     """An unreadable collection is answered like an unknown one, even if its scope has a readable one."""
     others = Collection(9, 8, "secret", Seqno(0)), Collection(10, 11, "only", Seqno(0))
     store.collections(3, {8: "inventory", 11: "hidden"}, DEFAULT, ITEMS, *others, uid=3)
@@ -167,7 +167,7 @@ async def test_ids_are_those_of_collections_that_the_reader_may_read(store: Stor
         assert found == expected
 
 
-async def test_seqnos_are_those_that_can_be_read(store: Store, endpoint: Endpoint) -> None:
+async def test_observed_seqnos_are_the_published_ones(store: Store, endpoint: Endpoint) -> None:
     store.log(1, (88, 5), (77, 0))
     store.put(KEYS[1], b"1", 9)
     store.put(KEYS[1], b"2", 12, publish=False)
@@ -187,7 +187,7 @@ async def test_seqnos_are_those_that_can_be_read(store: Store, endpoint: Endpoin
     assert list(codec_dcp.decode_failover_log(log.value)) == [(88, 5), (77, 0)]
 
 
-async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint) -> None:
+async def test_the_high_seqnos_of_one_collection_are_returned(store: Store, endpoint: Endpoint) -> None:
     store.collections(3, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(3)))
     store.put(KEYS[1], b"x", 5, cid=8)
     store.put(KEYS[1], b"x", 9)
@@ -204,7 +204,7 @@ async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint) -> Non
     assert await seqnos(client, 1, 8) == {0: 3, 1: 5, 2: 3, 3: 3}
 
 
-async def test_a_vbucket_that_is_not_whole_has_no_seqnos_to_rely_on(store: Store, endpoint: Endpoint) -> None:
+async def test_a_vbucket_under_resync_has_no_seqnos_to_observe(store: Store, endpoint: Endpoint) -> None:
     store.put(b"a", b"1", 1)
     vbid = endpoint.bucket.view.vbid_of(b"a")
     store.writer.vbuckets[vbid].begin_resync()
@@ -214,7 +214,7 @@ async def test_a_vbucket_that_is_not_whole_has_no_seqnos_to_rely_on(store: Store
     assert (await client.ask(fr.request(Opcode.GET_FAILOVER_LOG, vbucket=vbid))).status == Status.ETMPFAIL
 
 
-async def test_vbuckets_that_serve_nothing_complete_are_left_out_of_the_seqnos(
+async def test_vbuckets_without_a_complete_snapshot_are_left_out_of_the_seqnos(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kv_engine leaves out those that are not in the requested state; 0 would say that the source has nothing."""
@@ -256,7 +256,7 @@ async def stats(client: Client, group: bytes) -> dict[str, str] | int:
         found[answer.key.decode()] = answer.value.decode()
 
 
-async def test_statistics(store: Store, endpoint: Endpoint) -> None:
+async def test_statistics_are_returned_by_group(store: Store, endpoint: Endpoint) -> None:
     store.log(1, (88, 5), (77, 0))
     client = await endpoint.connect()
     assert await stats(client, b"") == {"version": "7.2.0", "ep_bucket_type": "persistent", "bucket": "orders"}

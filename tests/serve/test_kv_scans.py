@@ -101,13 +101,13 @@ async def keys(client: Client, body: object) -> list[bytes]:
         ({"start": b"k3", "end": b"k3\xff"}, [key for key in KEYS if key >= b"k3"]),
     ],
 )
-async def test_a_range_is_what_its_bounds_say(client: Client, limits: dict[str, bytes], expected: list[bytes]) -> None:
+async def test_a_range_scan_keeps_its_bounds(client: Client, limits: dict[str, bytes], expected: list[bytes]) -> None:
     range_ = {name: b64(key) for name, key in limits.items()}
     assert await keys(client, {"range": range_}) == expected
     assert await keys(client, {"range": range_, "key_only": True, "name": "mine"}) == expected
 
 
-async def test_documents_come_whole_and_in_pages_of_the_requested_size(client: Client) -> None:
+async def test_documents_come_complete_and_in_pages_of_the_requested_size(client: Client) -> None:
     found, answers = await read(client, await begin(client, between()), items=7)
     assert answers == 6
     assert found[4] == ScanItem(b"k04", b"value of k04", 7, 0, 5, 105, 0)
@@ -119,7 +119,7 @@ async def test_documents_come_whole_and_in_pages_of_the_requested_size(client: C
     assert answers == 40
 
 
-async def test_a_scan_is_of_one_moment_while_the_vbucket_is_written(store: Store, client: Client) -> None:
+async def test_a_scan_shows_one_moment_while_the_vbucket_is_written(store: Store, client: Client) -> None:
     name = await begin(client, between())
     first = await client.ask(go_on(name, 3))
     for seqno, key in enumerate(KEYS[:20], 100):
@@ -132,7 +132,7 @@ async def test_a_scan_is_of_one_moment_while_the_vbucket_is_written(store: Store
     assert await keys(client, between(b"k29", b"k99")) == [*KEYS[29:30], *KEYS[31:], b"k99"]
 
 
-async def test_a_rollback_cancels_a_scan_whose_moment_it_took_back(store: Store, client: Client) -> None:
+async def test_a_rollback_cancels_a_scan_of_a_retracted_moment(store: Store, client: Client) -> None:
     name = await begin(client, between())
     assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_MORE
     store.writer.vbuckets[0].rollback(20)
@@ -160,7 +160,7 @@ async def test_an_ended_or_cancelled_scan_is_gone(client: Client) -> None:
     assert (await client.ask(go_on(await begin(client, between()), vbid=1))).status == Status.KEY_ENOENT
 
 
-async def test_a_scan_lives_for_a_while_on_its_connection_alone(
+async def test_a_scan_belongs_to_its_connection_and_expires(
     endpoint: Endpoint, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = await begin(client, between())
@@ -172,7 +172,7 @@ async def test_a_scan_lives_for_a_while_on_its_connection_alone(
     assert (await client.ask(go_on(short, 1))).status == Status.KEY_ENOENT
 
 
-async def test_a_connection_has_only_so_many_scans_open(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_has_a_limited_number_of_scans(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_scans, "SCANS_MAX", 3)
     names = [await begin(client, between()) for _ in range(3)]
     assert (await client.ask(create(between()))).status == Status.EBUSY
@@ -180,7 +180,7 @@ async def test_a_connection_has_only_so_many_scans_open(client: Client, monkeypa
     await begin(client, between())
 
 
-async def test_an_empty_range_is_said_so_at_once(store: Store, client: Client) -> None:
+async def test_an_empty_range_is_reported_at_once(store: Store, client: Client) -> None:
     for body in (
         between(b"z"),
         between(b"k05", b"k04"),
@@ -205,19 +205,21 @@ async def test_an_empty_range_is_said_so_at_once(store: Store, client: Client) -
         (between(snapshot_requirements={"vb_uuid": "77", "seqno": 40, "seqno_exists": True}), Status.SUCCESS),
     ],
 )
-async def test_what_cannot_be_is_refused_with_the_engines_status(client: Client, body: object, status: int) -> None:
+async def test_an_impossible_scan_is_refused_with_the_status_of_the_engine(
+    client: Client, body: object, status: int
+) -> None:
     assert (await client.ask(create(body))).status == status
     assert await client.alive()
 
 
-async def test_requests_of_a_wrong_shape_are_refused(client: Client) -> None:
+async def test_malformed_requests_are_refused(client: Client) -> None:
     assert (await client.ask(create(between(), datatype=0))).status == Status.EINVAL
     assert (await client.ask(create(between(), vbid=1))).status == Status.NOT_MY_VBUCKET
     for opcode in (Opcode.RANGE_SCAN_CREATE, Opcode.RANGE_SCAN_CONTINUE, Opcode.RANGE_SCAN_CANCEL):
         assert (await client.ask(fr.request(opcode, extras=b"short"))).status == Status.EINVAL
 
 
-async def test_a_seqno_that_must_still_be_there_is_looked_for(store: Store, client: Client) -> None:
+async def test_a_scan_that_requires_a_seqno_is_refused_without_it(store: Store, client: Client) -> None:
     store.put(KEYS[0], b"again", 50)
     for seqno, status in ((1, Status.NOT_STORED), (2, Status.SUCCESS), (45, Status.NOT_STORED), (50, Status.SUCCESS)):
         required = {"vb_uuid": str(VBUUID), "seqno": seqno, "seqno_exists": True}
@@ -251,7 +253,7 @@ async def test_a_client_that_requests_order_has_its_answers_in_order(store: Stor
     assert [each and each.opaque for each in answers] == [5, 1, 2, 3]
 
 
-async def test_who_hangs_up_leaves_nothing_behind(endpoint: Endpoint, client: Client) -> None:
+async def test_a_client_that_hangs_up_leaves_no_waiting_scan(endpoint: Endpoint, client: Client) -> None:
     required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
     await client.send(create(between(snapshot_requirements=required)))
     assert await client.alive()
@@ -262,7 +264,9 @@ async def test_who_hangs_up_leaves_nothing_behind(endpoint: Endpoint, client: Cl
         await asyncio.wait_for(task, 20)
 
 
-async def test_only_so_many_answers_of_a_client_are_under_way(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_has_a_limited_number_of_waiting_answers(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mirror.server.connection.LATER_MAX", 2)
     required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
     waiting = create(between(snapshot_requirements=required))
@@ -270,7 +274,7 @@ async def test_only_so_many_answers_of_a_client_are_under_way(client: Client, mo
     assert (await client.ask(waiting)).status == Status.EBUSY
 
 
-async def test_samples_are_of_about_the_requested_size_and_the_same_for_a_seed(client: Client) -> None:
+async def test_samples_have_about_the_requested_size_and_repeat_with_their_seed(client: Client) -> None:
     assert await keys(client, {"sampling": {"samples": 40}}) == KEYS
     assert await keys(client, {"sampling": {"samples": 1000, "seed": 5}, "key_only": True}) == KEYS
     some = await keys(client, {"sampling": {"samples": 20, "seed": 5}})
@@ -280,7 +284,7 @@ async def test_samples_are_of_about_the_requested_size_and_the_same_for_a_seed(c
     assert await keys(client, {"sampling": {"samples": 0}}) == []
 
 
-async def test_a_sample_is_counted_and_found_in_steps(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sample_is_counted_and_read_in_steps(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_scans, "COUNT_ITEMS", 3)
     name = await begin(client, {"sampling": {"samples": 2, "seed": 1}})
     found, _ = await read(client, name, items=1)
@@ -290,7 +294,7 @@ async def test_a_sample_is_counted_and_found_in_steps(client: Client, monkeypatc
     assert {item.key for item in found} <= set(KEYS)
 
 
-async def test_continuing_a_scan_twice_at_once_gives_one_page_after_the_other(client: Client) -> None:
+async def test_two_simultaneous_continues_of_a_scan_give_successive_pages(client: Client) -> None:
     name = await begin(client, between())
     await client.hello(Feature.UNORDERED_EXECUTION)
     await client.send(go_on(name, 1, opaque=1), go_on(name, 1, opaque=2))
@@ -299,7 +303,7 @@ async def test_continuing_a_scan_twice_at_once_gives_one_page_after_the_other(cl
     assert [kv_client.decode_scan_items(each.value, keys_only=False)[0].key for each in answers] == [b"k00", b"k01"]
 
 
-async def test_a_page_that_stays_empty_for_long_gives_the_worker_to_others(
+async def test_a_page_without_documents_yields_the_worker_to_others(
     store: Store, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(300):
@@ -335,7 +339,9 @@ async def test_an_empty_collection_has_no_sample(store: Store, client: Client) -
     assert await keys(client, between(collection="8")) == [b"inside"]
 
 
-async def test_values_leave_as_the_client_takes_them(store: Store, endpoint: Endpoint, client: Client) -> None:
+async def test_values_are_sent_in_the_form_that_the_client_negotiated(
+    store: Store, endpoint: Endpoint, client: Client
+) -> None:
     body = b'{"n":"' + b"x" * 200 + b'"}'
     joined, datatype = values.join({b"meta": b'{"k":"v"}'}, body, values.JSON)
     packed, datatype = values.deflate(joined, datatype)
@@ -389,14 +395,14 @@ async def test_expired_documents_are_not_scanned(store: Store, client: Client) -
         between(snapshot_requirements={"vb_uuid": "77"}),
     ],
 )
-def test_what_makes_no_sense_is_refused(body: object) -> None:
+def test_a_malformed_scan_body_is_refused(body: object) -> None:
     with pytest.raises(Refused) as caught:
         parse(as_bytes(body), takes_xattrs=True)
     assert caught.value.status == Status.EINVAL
     assert caught.value.context
 
 
-def test_xattrs_are_for_clients_that_take_them() -> None:
+def test_xattrs_are_refused_for_clients_without_the_feature() -> None:
     body = as_bytes(between(include_xattrs=True))
     assert parse(body, takes_xattrs=True).xattrs
     with pytest.raises(Refused) as caught:
@@ -404,7 +410,7 @@ def test_xattrs_are_for_clients_that_take_them() -> None:
     assert caught.value.status == Status.NOT_SUPPORTED
 
 
-def test_a_range_with_everything() -> None:
+def test_a_range_with_every_field_is_parsed() -> None:
     body = {
         "collection": "f2",
         "key_only": True,
@@ -418,7 +424,7 @@ def test_a_range_with_everything() -> None:
     assert parse(as_bytes(body), takes_xattrs=False) == expected
 
 
-def test_a_sample_and_the_shortest_range() -> None:
+def test_a_sample_and_the_shortest_range_are_parsed() -> None:
     sample = parse(b'{"sampling":{"samples":512,"seed":18111}}', takes_xattrs=False)
     assert sample == ScanBounds(0, False, False, b"", None, 512, 18111, None)
     shortest = parse(b'{"range":{"start":"","excl_end":"YQ=="}}', takes_xattrs=False)

@@ -47,7 +47,7 @@ async def greedy(endpoint: Endpoint, count: int = 120) -> Client:
         await asyncio.sleep(0.005)
 
 
-async def test_the_idle_are_hung_up_on_and_the_busy_are_not(store: Store) -> None:
+async def test_an_idle_client_is_disconnected_and_a_busy_one_is_not(store: Store) -> None:
     async with serving(store.path, reader_idle_timeout_s=100) as endpoint:
         idle, busy = await endpoint.connect(), await endpoint.connect()
         assert await idle.alive()
@@ -61,7 +61,7 @@ async def test_the_idle_are_hung_up_on_and_the_busy_are_not(store: Store) -> Non
         assert endpoint.server.dropped_count == 1
 
 
-async def test_who_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> None:
+async def test_a_client_that_reads_nothing_for_too_long_is_disconnected(store: Store) -> None:
     async with serving(store.path, reader_send_timeout_s=10) as endpoint:
         await greedy(endpoint)
         (connection,) = endpoint.server.connections
@@ -79,7 +79,7 @@ async def test_who_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> Non
         assert (endpoint.server.dropped_count, len(endpoint.server.connections)) == (1, 0)
 
 
-async def test_readers_together_hold_no_more_than_allowed(store: Store) -> None:
+async def test_all_clients_together_hold_at_most_the_limit_of_unsent_bytes(store: Store) -> None:
     unsent_bytes_max = 2 * (HIGH_WATER_BYTES + MIDDLE)
     async with serving(store.path, reader_unsent_bytes_max=unsent_bytes_max) as endpoint:
         for _ in range(8):
@@ -92,7 +92,7 @@ async def test_readers_together_hold_no_more_than_allowed(store: Store) -> None:
         assert len((await patient.get(b"middle")).value) == MIDDLE
 
 
-async def test_an_end_lets_answers_out(store: Store) -> None:
+async def test_a_stop_sends_pending_answers(store: Store) -> None:
     async with serving(store.path) as endpoint:
         client = await endpoint.connect()
         await client.send(fr.request(Opcode.GET, key=b"huge"))
@@ -103,7 +103,7 @@ async def test_an_end_lets_answers_out(store: Store) -> None:
         await stopping
 
 
-async def test_figures_add_up(store: Store) -> None:
+async def test_the_counters_of_a_server_add_up(store: Store) -> None:
     async with serving(store.path) as endpoint:
         client = await endpoint.connect()
         await client.get(b"huge")
@@ -131,7 +131,9 @@ async def test_a_changed_map_is_pushed_to_clients_that_requested_it(store: Store
         assert greedy_one
 
 
-async def test_a_removed_user_is_hung_up_on_and_a_changed_one_reads_what_it_may(store: Store, tmp_path: Path) -> None:
+async def test_a_removed_user_is_disconnected_and_a_changed_one_gets_its_new_rights(
+    store: Store, tmp_path: Path
+) -> None:
     """Within a sweep, which comes every second; connections that ask for nothing included."""
     users = {name: entry_of("pw") for name in ("ann", "bob", "eve", "dan")}
     file = with_users(tmp_path / "users.json", users)
@@ -152,7 +154,7 @@ async def test_a_removed_user_is_hung_up_on_and_a_changed_one_reads_what_it_may(
         assert len((await clients["dan"].get(b"huge")).value) == HUGE
 
 
-async def test_what_waited_is_judged_by_the_rights_at_its_end(
+async def test_an_answer_that_waited_is_checked_against_the_rights_at_its_end(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scan that waited for a seqno once began, and a large document was sent, by the rights of its request."""
@@ -189,7 +191,7 @@ async def test_what_waited_is_judged_by_the_rights_at_its_end(
             assert (await each.answer()).status == Status.EACCESS
 
 
-async def test_the_sweeper_keeps_the_time_and_notices_a_group_recreated(
+async def test_the_sweeper_keeps_the_time_and_notices_a_recreated_group(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mirror.server.endpoint.SWEEP_S", 0.005)

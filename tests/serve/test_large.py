@@ -29,7 +29,7 @@ def test_a_large_document_is_answered_as_a_small_one(site: Site, value: bytes, d
 
 
 @pytest.mark.parametrize(("value", "datatype"), DAMAGED.values(), ids=DAMAGED)
-def test_one_that_cannot_be_taken_apart_is_an_error_and_holds_nothing(site: Site, value: bytes, datatype: int) -> None:
+def test_a_malformed_large_document_is_an_error_and_holds_no_memory(site: Site, value: bytes, datatype: int) -> None:
     site.source.put("large", value, datatype=datatype)
     problem = site.get(site.document("large"), 500).json()
     assert problem["type"] == "urn:dcp-mirror:damaged"
@@ -42,7 +42,7 @@ def test_one_that_cannot_be_taken_apart_is_an_error_and_holds_nothing(site: Site
     eventually_now(lambda: site.server.service.budget.out_bytes == 0)
 
 
-def test_there_is_budget_for_it_before_it_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_document_is_read_only_with_budget_for_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.source.put("large", BODY)
     budget = site.server.service.budget = Budget(len(BODY))
     assert budget.try_take(1)

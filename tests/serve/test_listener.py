@@ -27,13 +27,13 @@ from mirror.server.listener import Address, check_addresses, listening_socket, p
         ("unix:/run/kv.sock", Address("", 0, "/run/kv.sock"), True),
     ],
 )
-def test_addresses_as_they_are_written(text: str, address: Address, local: bool) -> None:
+def test_an_address_is_parsed_to_its_parts(text: str, address: Address, local: bool) -> None:
     assert parse_addresses(text, "kv") == [address]
     assert address.local is local
     assert parse_addresses(str(address), "kv") == [address]
 
 
-def test_several_addresses() -> None:
+def test_several_addresses_are_separated_by_commas() -> None:
     found = parse_addresses("11210, tls://0.0.0.0:11207", "kv")
     assert [str(address) for address in found] == ["127.0.0.1:11210", "tls://0.0.0.0:11207"]
 
@@ -41,13 +41,13 @@ def test_several_addresses() -> None:
 @pytest.mark.parametrize(
     "text", ["", "host", "host:", "host:x", "host:70000", "::1:5", "unix:", "unix:/" + "x" * 107, "5,5"]
 )
-def test_what_is_no_address_is_refused_by_name(text: str) -> None:
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_addresses(text, "kv")
     assert caught.value.setting == "kv"
 
 
-def test_strangers_need_tls_and_users(tmp_path: Path) -> None:
+def test_an_address_for_other_machines_needs_tls_and_users(tmp_path: Path) -> None:
     open_door, secure = parse_addresses("0.0.0.0:1", "kv"), parse_addresses("tls://0.0.0.0:1", "kv")
     pem, users = tmp_path / "pem", tmp_path / "users"
     check_addresses(parse_addresses("1,unix:/x", "kv"), Settings(), "kv")
@@ -60,7 +60,7 @@ def test_strangers_need_tls_and_users(tmp_path: Path) -> None:
     check_addresses(secure, Settings(listen_tls_cert_file=pem, users_file=users), "kv")
 
 
-def test_several_processes_share_a_port_and_nobody_else_gets_it() -> None:
+def test_several_processes_share_a_port_that_others_cannot_take() -> None:
     held = reserve(Address(), "kv")
     assert held.address.port > 0
     assert held.inherited is None
@@ -94,7 +94,7 @@ def test_a_unix_socket_is_bound_once_and_inherited(tmp_path: Path) -> None:
     assert not os.path.exists(path)
 
 
-def test_the_socket_of_a_service_that_is_gone_is_replaced_and_other_files_are_not(tmp_path: Path) -> None:
+def test_a_stale_socket_is_replaced_and_other_files_are_not(tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(path))

@@ -51,7 +51,7 @@ def logins(clock: ManualClock) -> Iterator[Logins]:
     made.close()
 
 
-def test_failures_cost_more_each_time_and_are_forgotten() -> None:
+def test_the_delay_grows_with_each_failure_and_is_forgotten() -> None:
     failures = Failures(free=3)
     delays = []
     for _ in range(12):
@@ -66,7 +66,7 @@ def test_failures_cost_more_each_time_and_are_forgotten() -> None:
     assert failures.delay_s("ann", 100.0) == 0
 
 
-def test_many_failures_are_forgotten_in_minutes_and_not_more_names_remembered_than_may_be() -> None:
+def test_many_failures_are_forgotten_in_minutes_and_their_number_is_bounded() -> None:
     failures = Failures(free=PEER_FAILURES_FREE)
     for _ in range(10_000):
         failures.add("10.0.0.1", 100.0)
@@ -94,7 +94,7 @@ async def begun(attempt: LoginAttempt[Any]) -> asyncio.Task[Any]:
     return task
 
 
-async def test_refusals_come_later_each_time_and_the_right_password_does_not(
+async def test_refusals_are_delayed_more_each_time_and_the_right_password_is_not(
     logins: Logins, clock: ManualClock
 ) -> None:
     """Eight that guessed a user's password once kept that user out: every attempt waited before it was checked."""
@@ -111,7 +111,7 @@ async def test_refusals_come_later_each_time_and_the_right_password_does_not(
     assert await guess is None
 
 
-async def test_peers_that_guess_stand_in_line_and_others_do_not(logins: Logins, clock: ManualClock) -> None:
+async def test_peers_that_guess_wait_in_a_queue_and_others_do_not(logins: Logins, clock: ManualClock) -> None:
     checked: list[int] = []
     for number in range(PEER_FAILURES_FREE):
         logins.failed(f"user{number}", "10.0.0.1")
@@ -132,7 +132,7 @@ async def test_peers_that_guess_stand_in_line_and_others_do_not(logins: Logins, 
 
 
 @pytest.mark.parametrize("error", [None, SaslError("wrong user or password")], ids=["password", "proof"])
-async def test_a_client_that_hangs_up_while_it_is_checked_has_failed_and_leaves_no_traceback(
+async def test_a_client_that_hangs_up_during_its_check_counts_as_a_failure(
     logins: Logins, error: Exception | None
 ) -> None:
     """Each wrong proof of a SCRAM login once wrote one, before any login."""
@@ -197,7 +197,7 @@ async def test_passwords_are_checked_outside_of_the_event_loop(store: Store, use
         assert endpoint.server.status()["kv_failed_logins"] == 1
 
 
-async def test_what_follows_a_login_waits_for_it(store: Store, users_file: Path) -> None:
+async def test_requests_behind_a_login_wait_for_it(store: Store, users_file: Path) -> None:
     """Also for a client that takes answers in any order, or it would be refused what it may have."""
     async with serving(store.path, readers=FileUsers(users_file)) as endpoint:
         client = await endpoint.connect()
@@ -207,7 +207,9 @@ async def test_what_follows_a_login_waits_for_it(store: Store, users_file: Path)
             assert (await client.answer()).status == Status.SUCCESS
 
 
-def test_an_attempt_over_http_leaves_the_line_with_its_client(source: Source, tmp_path: Path, users_file: Path) -> None:
+def test_an_attempt_over_http_leaves_the_queue_with_its_client(
+    source: Source, tmp_path: Path, users_file: Path
+) -> None:
     """Thousands that had hung up once stood before the next right password, for longer than a login may take."""
     with running(tmp_path / "data", source, users_file=users_file) as site:
         logins, state = site.server.service.logins, site.server.gate
@@ -222,7 +224,7 @@ def test_an_attempt_over_http_leaves_the_line_with_its_client(source: Source, tm
         site.loop.call_soon_threadsafe(logins._line.release)
 
 
-async def test_challenges_that_are_not_answered_are_failed_logins(store: Store, users_file: Path) -> None:
+async def test_unanswered_challenges_are_failed_logins(store: Store, users_file: Path) -> None:
     """A single connection once got 600 of them."""
     async with serving(store.path, readers=FileUsers(users_file)) as endpoint:
         client = await endpoint.connect()
@@ -242,7 +244,7 @@ async def test_a_login_that_began_before_the_password_was_changed_is_refused(sto
         assert answer.status == Status.AUTH_ERROR
 
 
-async def test_guesses_and_silence_keep_nobody_out(store: Store, users_file: Path) -> None:
+async def test_guesses_and_silent_connections_do_not_lock_users_out(store: Store, users_file: Path) -> None:
     """Eight guessers of one user's password, and others that connect and say nothing, once did."""
     async with serving(store.path, readers=FileUsers(users_file), reader_connections_max=64) as endpoint:
         assert isinstance(endpoint.server.clients, MirrorClients)
@@ -260,7 +262,7 @@ async def test_guesses_and_silence_keep_nobody_out(store: Store, users_file: Pat
         assert (await late.answer()).status == Status.SUCCESS, "it was not closed for those who say nothing"
 
 
-def test_a_proven_password_does_not_wait_for_those_who_guess(source: Source, tmp_path: Path, users_file: Path) -> None:
+def test_a_known_password_does_not_wait_behind_guesses(source: Source, tmp_path: Path, users_file: Path) -> None:
     source.put("a", b"1")
     with running(tmp_path / "data", source, users_file=users_file) as site:
         site.get(site.document("a"), auth=("ann", "pw"))

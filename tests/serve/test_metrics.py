@@ -30,7 +30,7 @@ def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
     }
 
 
-def test_what_is_not_known_is_left_out(source: Source) -> None:
+def test_unknown_figures_are_left_out(source: Source) -> None:
     found = samples(exposition(stored_status(Path(source.path))) + own_exposition(Requests("http-0")))
     assert found["dcp_mirror_up", ()] == 0
     assert found["dcp_mirror_ready", ()] == 0
@@ -39,7 +39,7 @@ def test_what_is_not_known_is_left_out(source: Source) -> None:
     assert not names & {"dcp_mirror_lag_seqnos", "dcp_mirror_lag_seconds", "dcp_mirror_vbucket_lag_seqnos"}
 
 
-def test_workers_and_servers_have_their_names(source: Source) -> None:
+def test_metrics_name_their_worker_or_server(source: Source) -> None:
     worker: dict[str, Any] = {
         "slot": 0, "phase": "running", "cpu_percent": 1.5, "private_bytes": 7, "uptime_s": 3.0, "restarts": 2,
         "counters": {"commits": 9},
@@ -58,7 +58,7 @@ def test_workers_and_servers_have_their_names(source: Source) -> None:
     )
 
 
-def test_a_process_counts_its_own() -> None:
+def test_a_process_exports_its_own_counters() -> None:
     requests = Requests("http-3")
     requests.answered("get_document", 200, 0.002, 100)
     requests.answered("get_changes", 200, None, 50)
@@ -191,13 +191,13 @@ def exported(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("file", [RULES, DASHBOARD], ids=lambda path: path.name)
-def test_every_metric_that_they_name_is_exported(file: Path, scraped: str) -> None:
+def test_every_metric_named_in_a_file_is_exported(file: Path, scraped: str) -> None:
     named = set(re.findall(r"\bdcp_mirror_\w+", file.read_text()))
     assert len(named) > 10
     assert named <= exported(scraped)
 
 
-def test_the_dashboard_is_one_that_can_be_imported() -> None:
+def test_the_dashboard_can_be_imported() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     assert dashboard["uid"] == "dcp-mirror"
     ids = [panel["id"] for panel in dashboard["panels"]]
@@ -227,11 +227,11 @@ def test_promtool_accepts_the_rules() -> None:
     assert "SUCCESS" in promtool("check", "rules", RULES)
 
 
-def test_promtool_finds_nothing_to_say_about_the_metrics(scraped: str) -> None:
+def test_promtool_finds_no_problem_in_the_metrics(scraped: str) -> None:
     assert promtool("check", "metrics", text=scraped) == ""
 
 
-def test_every_rule_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
+def test_every_rule_fires_exactly_in_its_case(tmp_path: Path) -> None:
     assert set(re.findall(r"- alert: (\w+)", RULES.read_text())) == set(CASES)
     tests = [
         promtool_test(name, minute, series, fires=fires)

@@ -58,7 +58,7 @@ ODD = st.sampled_from(
         st.binary(max_size=20), ODD, JSON.map(lambda value: json.dumps(value, indent=1, ensure_ascii=False).encode())
     ),
 )
-def test_each_key_and_value_comes_as_it_is_or_as_base64(key: bytes, value: bytes) -> None:
+def test_each_key_and_value_is_encoded_as_json_or_base64(key: bytes, value: bytes) -> None:
     for kind in (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION):
         for datatype in (0, 1):
             text = objects.document_json(document(key, value, datatype, kind))
@@ -86,7 +86,7 @@ def test_a_document_has_the_promised_fields_in_order() -> None:
 
 
 @pytest.mark.parametrize("size", [objects.BASE64_BYTES - 1, objects.BASE64_BYTES, 3 * objects.BASE64_BYTES + 1])
-def test_a_large_value_is_encoded_in_parts_as_in_one(size: int) -> None:
+def test_a_large_value_is_encoded_in_parts(size: int) -> None:
     value = bytes(range(256)) * (size // 256 + 1)
     made = document(value=value[:size], datatype=0)
     assert max(map(len, objects.document_parts(made))) <= objects.BASE64_BYTES * 4 // 3
@@ -104,7 +104,7 @@ def test_a_large_value_is_encoded_in_parts_as_in_one(size: int) -> None:
         (ev.ScopeDropped(1, 8), "scope_dropped", None),
     ],
 )
-def test_a_system_event_says_what_happened_to_which_collection(
+def test_a_system_event_names_its_kind_and_collection(
     content: ev.SystemEventContent, event: str, collection_id: int | None, version: int
 ) -> None:
     if event == "collection_modified":
@@ -115,12 +115,12 @@ def test_a_system_event_says_what_happened_to_which_collection(
     assert found == named | {"event": event, "scope_id": 8, "collection_id": collection_id}
 
 
-def test_a_system_event_that_cannot_be_read_is_damage() -> None:
+def test_an_unreadable_system_event_is_damage() -> None:
     with pytest.raises(CorruptedError, match="a system event cannot be read"):
         objects.document_json(document(b"name", b"", 0, Kind.SYSTEM_EVENT))
 
 
-def test_a_rollback_says_from_where_to_where() -> None:
+def test_a_rollback_has_its_start_and_its_target() -> None:
     rollback = Rollback(3, Branch(1), Seqno(9), Branch(2), Seqno(5), Vbuuid(0xA), Vbuuid(0xB), 77)
     change = Change("rollback", Token(3, Branch(2), Seqno(5), 255), rollback=rollback)
     shown = json.loads(b"".join(objects.change_parts(change)))

@@ -122,7 +122,7 @@ def test_documents_are_read_as_from_a_cluster(sdk: Cluster) -> None:
     assert '"services": {"key_value": [{"type": "key_value"' in str(bucket.ping().as_json())
 
 
-def test_paths_are_looked_up(sdk: Cluster, mirror: MirrorThread) -> None:
+def test_paths_are_looked_up_as_in_a_cluster(sdk: Cluster, mirror: MirrorThread) -> None:
     default = sdk.bucket("orders").default_collection()
     specs = [sd.get("n"), sd.get("nested.p"), sd.exists("zz"), sd.count("tags")]
     found = default.lookup_in("a", specs)
@@ -146,7 +146,7 @@ def test_paths_are_looked_up(sdk: Cluster, mirror: MirrorThread) -> None:
         default.lookup_in("nope", [sd.get("n")])
 
 
-def test_every_change_is_one_clear_error_and_no_wait(sdk: Cluster) -> None:
+def test_every_change_is_one_clear_error_without_a_retry(sdk: Cluster) -> None:
     """An error after one try: the SDK neither retries nor waits for its timeout (2.5 s)."""
     default = sdk.bucket("orders").default_collection()
     changes: dict[str, Callable[[], Any]] = {
@@ -170,7 +170,7 @@ def test_every_change_is_one_clear_error_and_no_wait(sdk: Cluster) -> None:
         assert getattr(context, "retry_attempts", 0) in (0, None), name
 
 
-def test_what_the_mirror_lacks_is_said_as_such(sdk: Cluster, mirror: MirrorThread) -> None:
+def test_services_and_collections_that_the_mirror_lacks_are_clear_errors(sdk: Cluster, mirror: MirrorThread) -> None:
     bucket = sdk.bucket("orders")
     with pytest.raises(CouchbaseException, match="collection"):
         bucket.scope("inventory").collection("none").get("a", GetOptions(timeout=timedelta(milliseconds=300)))
@@ -318,7 +318,7 @@ def resync(store: Store) -> None:
 
 
 @pytest.mark.parametrize("happen", [None, accept, backfill, resync])
-async def test_while_nobody_knows_every_read_is_a_temporary_failure(
+async def test_a_read_of_a_vbucket_that_is_not_filled_is_a_temporary_failure(
     store: Store, happen: Callable[[Store], None] | None
 ) -> None:
     """Once its timeout is over: the SDK tries again until then."""
@@ -330,7 +330,7 @@ async def test_while_nobody_knows_every_read_is_a_temporary_failure(
                 await asyncio.to_thread(read, collection)
 
 
-async def test_a_read_that_was_tried_again_succeeds_when_the_vbucket_is_there(store: Store) -> None:
+async def test_a_retried_read_succeeds_once_the_vbucket_is_filled(store: Store) -> None:
     async with reading(store) as collection:
         options = GetOptions(timeout=timedelta(seconds=60))
         waiting = asyncio.create_task(asyncio.to_thread(collection.get, "key", options))
@@ -341,7 +341,7 @@ async def test_a_read_that_was_tried_again_succeeds_when_the_vbucket_is_there(st
         assert (await waiting).content_as[dict] == {"n": 1}
 
 
-async def test_the_refusal_says_why(store: Store) -> None:
+async def test_the_refusal_of_a_read_names_the_reason(store: Store) -> None:
     async with serving(store.path) as endpoint:
         client = await endpoint.sdk()
         assert b"not filled yet" in (await client.get(b"\0key")).value

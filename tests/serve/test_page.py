@@ -130,7 +130,7 @@ def picture(page: Any, name: str) -> None:
         page.screenshot(path=f"{PICTURES}/{name}.png", full_page=True)
 
 
-def test_a_lagging_and_a_dead_vbucket_are_called_so_and_one_that_was_rolled_back_is_well(page: Any, site: Site) -> None:
+def test_lagging_and_dead_vbuckets_are_marked_and_a_rolled_back_one_is_not(page: Any, site: Site) -> None:
     opened(page, site, report())
     cells = page.locator("#map button")
     assert cells.count() == 64
@@ -184,7 +184,7 @@ def test_many_vbuckets_with_the_same_news_are_one_line(page: Any, site: Site) ->
     picture(page, "news")
 
 
-def test_a_low_spike_has_a_peak_that_is_not_zero(page: Any, site: Site) -> None:
+def test_a_low_spike_has_a_peak_above_zero(page: Any, site: Site) -> None:
     samples = [
         {"time_ms": 1_700_000_000_000 + ms, "documents_per_s": rate, "reads_per_s": 0.0, "lag_s": 0.0}
         for ms, rate in ((0, 0.0), (1000, 0.4), (2000, 0.0))
@@ -196,7 +196,7 @@ def test_a_low_spike_has_a_peak_that_is_not_zero(page: Any, site: Site) -> None:
     assert "peak 0/s" in reads
 
 
-def test_a_source_that_is_away_is_said_in_the_headline_and_leaves_its_vbuckets_waiting(page: Any, site: Site) -> None:
+def test_an_unreachable_source_is_in_the_headline_and_its_vbuckets_wait(page: Any, site: Site) -> None:
     """Also those whose streams are still open, to a node that answers nothing."""
     for state, waiting in (("waiting", 64), ("streaming", 63)):
         changed = report() | {"state": "source unreachable", "message": "no contact with the source: refused"}
@@ -215,7 +215,7 @@ def test_a_source_that_is_away_is_said_in_the_headline_and_leaves_its_vbuckets_w
         picture(page, f"away-{state}")
 
 
-def test_each_state_is_the_first_word_and_bad_ones_stand_out(page: Any, site: Site) -> None:
+def test_the_headline_begins_with_the_state_and_bad_states_stand_out(page: Any, site: Site) -> None:
     """The page's part of the table of docs/operations.md; tests/supervise/test_channels.py has the other channels."""
     opened(page, site, report())
     for state in STATES:
@@ -228,7 +228,7 @@ def test_each_state_is_the_first_word_and_bad_ones_stand_out(page: Any, site: Si
         assert colour == ("ok" if well else "idle" if state == "stored" else "dead")
 
 
-def test_the_head_is_one_sentence_of_at_most_90_characters(page: Any, site: Site) -> None:
+def test_the_headline_is_one_sentence_of_at_most_90_characters(page: Any, site: Site) -> None:
     """A damaged group filled four bold lines, which ended in "(593 characters)"."""
     words = "8 of 64 vbuckets damaged: group 3; " + "no space left on the device and so on " * 9
     opened(page, site, report() | {"message": words})
@@ -238,7 +238,7 @@ def test_the_head_is_one_sentence_of_at_most_90_characters(page: Any, site: Site
     assert page.locator("#headline").get_attribute("title") == words
 
 
-def test_a_source_that_was_never_reached_leaves_no_empty_map(page: Any, site: Site) -> None:
+def test_the_map_is_hidden_until_the_source_is_reached(page: Any, site: Site) -> None:
     why = "the source cannot be reached: db1.example:11210 refused"
     never = {"state": "source unreachable", "message": why, "source_error": why, "vbuckets": [], "workers": []}
     opened(page, site, report() | never | dict.fromkeys(("bucket", "vbucket_count", "vbuckets_held")))
@@ -272,7 +272,7 @@ def test_a_screen_reader_announces_changes_of_state_and_no_figures(page: Any, si
 @pytest.mark.parametrize(
     "height", [400, pytest.param(600, marks=pytest.mark.ci), pytest.param(900, marks=pytest.mark.ci)]
 )
-def test_the_map_is_not_covered_by_what_is_said_below_it(page: Any, site: Site, height: int) -> None:
+def test_the_map_is_not_covered_by_the_details_below_it(page: Any, site: Site, height: int) -> None:
     site.stands(report(1024))
     page.set_viewport_size({"width": 400, "height": height})
     opened(page, site)
@@ -285,7 +285,7 @@ def test_the_map_is_not_covered_by_what_is_said_below_it(page: Any, site: Site, 
     )
 
 
-def test_who_serves_whom_and_who_holds_history_is_reported(page: Any, site: Site) -> None:
+def test_processes_listeners_nodes_and_leases_are_shown(page: Any, site: Site) -> None:
     opened(page, site, report())
     processes = [line.split("\t") for line in page.locator("#processes tbody tr").all_inner_texts()]
     named = {line[0]: line[4] for line in processes}
@@ -321,7 +321,7 @@ def test_the_vbuckets_of_a_dead_worker_are_dead(page: Any, site: Site) -> None:
     assert "absent" in process
 
 
-def test_the_vbuckets_of_a_worker_that_says_nothing_are_not_called_up_to_date(page: Any, site: Site) -> None:
+def test_the_vbuckets_of_a_silent_worker_are_shown_as_stalled(page: Any, site: Site) -> None:
     changed = report()
     changed["workers"][1]["heartbeat_age_s"] = 20.0
     for row in changed["vbuckets"]:
@@ -344,7 +344,7 @@ def test_a_vbucket_is_chosen_by_finger_or_keys(page: Any, site: Site) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.ci)])
-def test_on_a_phone_nothing_is_wider_than_the_screen(page: Any, site: Site, scheme: str) -> None:
+def test_the_page_fits_the_screen_of_a_phone(page: Any, site: Site, scheme: str) -> None:
     site.stands(report(1024))
     page.set_viewport_size({"width": 400, "height": 740})
     page.emulate_media(color_scheme=scheme)
@@ -366,7 +366,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(page: Any, site: Site, sche
     picture(page, f"phone-{scheme}")
 
 
-def test_with_the_service_down_it_shows_what_is_stored(page: Any, site: Site) -> None:
+def test_the_page_shows_stored_data_with_the_service_down(page: Any, site: Site) -> None:
     site.source.put("a")
     page.emulate_media(color_scheme="dark")
     opened(page, site, {})
@@ -433,7 +433,7 @@ def test_hostile_names_and_messages_are_text_and_short(page: Any, site: Site, te
     assert page.evaluate("document.documentElement.scrollWidth") <= 1200
 
 
-def test_hostile_keys_and_documents_are_no_page_of_this_origin(browser: Any, site: Site) -> None:
+def test_hostile_keys_and_documents_are_not_rendered_as_pages(browser: Any, site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, SCRIPT.encode(), datatype=0)
     answer = site.get(site.document(key.decode()))

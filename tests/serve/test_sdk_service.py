@@ -97,7 +97,7 @@ def ids(found: Any) -> list[str]:
     return sorted(item.id for item in found)
 
 
-def test_scans_find_what_is_there(sdk: Cluster, reading: Any) -> None:
+def test_scans_find_the_documents_of_their_range(sdk: Cluster, reading: Any) -> None:
     found = {item.id: item.content_as[dict] for item in reading.scan(RangeScan())}
     assert found == DOCUMENTS
     some = RangeScan(ScanTerm("doc-010"), ScanTerm("doc-020", exclusive=True))
@@ -131,7 +131,7 @@ def read_all(collection: Any, names: Sequence[str], timeout: timedelta = timedel
 
 
 @pytest.mark.ci
-def test_mirrors_with_a_part_each_are_one_bucket_to_clients(source: SandboxThread, tmp_path: Path) -> None:
+def test_mirrors_of_parts_are_one_bucket_to_clients(source: SandboxThread, tmp_path: Path) -> None:
     """An SDK reads everything by way of either, goes on with the rest while one is killed, and has it back after."""
     ports = free_ports(2)
     parts = [f"0-{HALF - 1}", f"{HALF}-{VBUCKETS - 1}"]
@@ -166,9 +166,7 @@ def test_mirrors_with_a_part_each_are_one_bucket_to_clients(source: SandboxThrea
 
 
 @pytest.mark.ci
-def test_a_key_that_is_nowhere_is_absent_at_the_mirror_that_would_hold_it(
-    source: SandboxThread, tmp_path: Path
-) -> None:
+def test_a_missing_key_is_absent_only_at_the_mirror_of_its_vbucket(source: SandboxThread, tmp_path: Path) -> None:
     """And a vbucket that no mirror holds is an error, never an absent document."""
     data = tmp_path / "data"
     with mirror(source, data, "--kv", "0", "--http", "0", "--set", f"vbuckets=0-{HALF - 1}") as (_, string):

@@ -116,7 +116,7 @@ async def read_by_http(port: int, context: ssl.SSLContext, auth: tuple[str, str]
         return (await client.get("/v1/collections/_default/documents/key")).status_code
 
 
-async def test_sdk_dcp_reader_and_http_client_read_over_tls_with_a_password(
+async def test_the_sdk_a_dcp_reader_and_http_read_over_tls_with_a_password(
     tmp_path: Path, authority: Authority
 ) -> None:
     trusted = str(authority.ca_file)
@@ -144,9 +144,7 @@ async def test_a_client_certificate_is_a_login_on_every_listener(tmp_path: Path,
         assert await read_by_http(ports.http, trusting(authority, (cert, key))) == 200
 
 
-async def test_a_certificate_gives_the_rights_of_its_user_and_none_to_nobody(
-    tmp_path: Path, authority: Authority
-) -> None:
+async def test_a_certificate_gives_only_the_rights_of_its_user(tmp_path: Path, authority: Authority) -> None:
     limited = authority.sign(into="limited", common_name="bob")
     nobody = authority.sign(into="nobody", common_name="eve")
     strange = Authority(tmp_path, "strange").sign(into="strange", common_name="ann")
@@ -189,7 +187,7 @@ async def test_a_certificate_is_exchanged_while_clients_are_connected(tmp_path: 
         await stream.aclose()
 
 
-async def test_another_authority_for_clients_is_requested_from_then_on(tmp_path: Path, authority: Authority) -> None:
+async def test_a_new_authority_for_clients_applies_to_new_connections(tmp_path: Path, authority: Authority) -> None:
     (tmp_path / "new").mkdir()
     newer = Authority(tmp_path / "new")
     clients = tmp_path / "clients.pem"
@@ -226,7 +224,7 @@ def status_of_get(
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_a_session_is_no_login_once_the_authority_is_another(
+async def test_a_resumed_session_is_not_a_login_after_a_change_of_authority(
     tmp_path: Path, authority: Authority, version: ssl.TLSVersion
 ) -> None:
     (tmp_path / "new").mkdir()

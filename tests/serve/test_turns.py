@@ -44,7 +44,7 @@ async def test_steps_come_in_the_order_of_their_requests() -> None:
     assert len(seen) == 4
 
 
-async def test_one_that_is_cancelled_or_fails_leaves_the_others_their_turn() -> None:
+async def test_a_cancelled_or_failed_step_does_not_block_the_next() -> None:
     turns, seen = Turns(), list[int]()
     received: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: received.append(context["exception"]))
@@ -65,7 +65,7 @@ async def test_one_that_is_cancelled_or_fails_leaves_the_others_their_turn() -> 
     assert (seen, received) == ([1], [error])
 
 
-def test_the_budget_lets_a_first_answer_through_however_large() -> None:
+def test_the_budget_allows_a_first_answer_of_any_size() -> None:
     budget = Budget(10)
     assert budget.try_take(100)
     assert not budget.try_take(1)
@@ -74,7 +74,7 @@ def test_the_budget_lets_a_first_answer_through_however_large() -> None:
     assert budget.out_bytes == 10
 
 
-async def test_what_is_requested_of_the_budget_is_granted_in_order_and_given_back() -> None:
+async def test_requests_to_the_budget_are_granted_in_order_and_returned() -> None:
     budget = Budget(10)
     assert budget.try_take(8)
     first, second, third = (budget.request(size) for size in (6, 2, 4))

@@ -28,7 +28,7 @@ def view(store: Store) -> Iterator[View]:
         yield opened
 
 
-async def test_a_store_that_was_opened_again_is_news(store: Store, view: View) -> None:
+async def test_a_store_that_was_opened_again_is_reported(store: Store, view: View) -> None:
     views = [view]
     watch = Watch(lambda: views[-1])
     notified: list[int] = []
@@ -41,7 +41,7 @@ async def test_a_store_that_was_opened_again_is_news(store: Store, view: View) -
         assert notified == [1]
 
 
-async def test_a_group_that_cannot_be_read_hides_and_delays_no_news_of_the_others(
+async def test_an_unreadable_group_does_not_delay_news_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Followers of the lost group hear of it, too: their next read fails, which ends their streams. A client that takes
