@@ -63,13 +63,6 @@ HttpOption = Annotated[str | None, optional("--http", metavar="ADDR", help="Serv
 TlsCaOption = Annotated[
     Path | None, optional("--tls-ca-file", metavar="FILE", help="CA certificates (PEM) of a couchbases:// source.")
 ]
-TlsCertOption = Annotated[
-    Path | None, optional("--tls-client-cert-file", metavar="FILE", help="Log in with this certificate (PEM).")
-]
-TlsKeyOption = Annotated[Path | None, optional("--tls-client-key-file", metavar="FILE", help="The certificate's key.")]
-NetworkOption = Annotated[
-    str | None, optional("--network", metavar="auto|default|external", help="Which of the source's addresses.")
-]
 CollectionOption = Annotated[
     str | None, optional("--collection", "-c", metavar="SCOPE.NAME", help="Collection, by name or id.")
 ]

@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -29,7 +30,7 @@ from mirror.log import get_logger, set_up_logs
 from mirror.messages import Status
 from mirror.ownership import refuse_files_of_others
 from mirror.supervise.setup import look_up_with, set_aside_another_bucket
-from mirror.supervise.supervisor import Supervisor
+from mirror.supervise.supervisor import RunOptions, Supervisor
 
 log = get_logger("run")
 
@@ -40,9 +41,6 @@ def run(
     workers: Annotated[int | None, options.optional("--workers", help="Worker processes.")] = None,
     groups: Annotated[
         int | None, options.optional("--groups", help="Groups of vbuckets. Fixed once DIR exists.")
-    ] = None,
-    sync: Annotated[
-        str | None, options.optional("--sync", metavar="safe|full|unsafe", help="What a commit forces to disk.")
     ] = None,
     kv: options.KvOption = None,
     http: options.HttpOption = None,
@@ -63,9 +61,6 @@ def run(
         options.optional("--dcp", metavar="ADDR", help="Serve DCP here, for other mirrors, Spark and any DCP client."),
     ] = None,
     tls_ca_file: options.TlsCaOption = None,
-    tls_client_cert_file: options.TlsCertOption = None,
-    tls_client_key_file: options.TlsKeyOption = None,
-    network: options.NetworkOption = None,
     config: options.ConfigOption = None,
     pairs: options.SetOption = None,
     until_caught_up: Annotated[
@@ -92,14 +87,11 @@ def run(
 
     ADDR is PORT, HOST:PORT, [IPV6]:PORT or unix:PATH, with tls:// in front for TLS; separate several with commas.
     """
-
-    end_with(ExitCode.INTERRUPTED if until_caught_up else ExitCode.DONE)
     flags = {
-        "source": source, "data": data, "workers": workers, "groups": groups, "sync": sync, "kv": kv, "http": http,
-        "collections": ",".join(collection) if collection else None, "scope": scope, "dcp": dcp,
-        "tls_ca_file": tls_ca_file, "tls_client_cert_file": tls_client_cert_file,
-        "tls_client_key_file": tls_client_key_file, "network": network,
+        "source": source, "data": data, "workers": workers, "groups": groups, "kv": kv, "http": http, "dcp": dcp,
+        "collections": ",".join(collection) if collection else None, "scope": scope, "tls_ca_file": tls_ca_file,
     }  # fmt: skip
+    end_with(ExitCode.INTERRUPTED if until_caught_up else ExitCode.DONE)
     read = partial(settings_in_force, flags, config, pairs)
     loaded = read()
     if loaded.settings.source is not None:
@@ -108,9 +100,19 @@ def run(
         set_aside = asyncio.run(set_aside_another_bucket(loaded.settings, look_up_with(SystemClock())))
         if set_aside is not None:
             output.echo(f"the data of the old bucket is at {set_aside} now", err=True)
+    chosen = RunOptions(until_caught_up, with_required_groups(loaded)[1], accept_older_map)
+    code = serve(loaded.settings, chosen, lambda: with_required_groups(read()), as_json=as_json)
+    if code:
+        raise CommandEnded(int(code))
+
+
+def serve(
+    settings: Settings, chosen: RunOptions, reload: Callable[[], tuple[Settings, int | None]], *, as_json: bool
+) -> ExitCode:
+    """Run the service to its end, and report the progress if it ends by itself (`until_caught_up`)."""
     began_s = time.monotonic()
     last: Status = {}
-    with render.Screen(to_stderr=True) if until_caught_up else contextlib.nullcontext() as screen:
+    with render.Screen(to_stderr=True) if chosen.until_caught_up else contextlib.nullcontext() as screen:
 
         def progress(document: Status) -> None:
             last.update(document)
@@ -121,26 +123,24 @@ def run(
             with contextlib.suppress(OSError):  # the reader of stdout may be gone
                 output.echo(line, err=as_json)
 
+        clock = SystemClock()
         service = Supervisor(
-            loaded.settings,
-            look_up_with(SystemClock()),
-            clock=SystemClock(),
-            required_groups=with_required_groups(loaded)[1],
-            until_caught_up=until_caught_up,
-            reload=lambda: with_required_groups(read()),
+            settings,
+            look_up_with(clock),
+            clock=clock,
+            options=chosen,
+            reload=reload,
             progress=progress,
             announce=announce,
-            accept_older_map=accept_older_map,
         )
         code = asyncio.run(service.run())
-    if until_caught_up:
+    if chosen.until_caught_up:
         elapsed_s = round(time.monotonic() - began_s, 2)
         if as_json:
-            output.print_json(caught_up_object(loaded.settings.data, last, int(code), elapsed_s))
+            output.print_json(caught_up_object(settings.data, last, int(code), elapsed_s))
         elif code == 0:
             output.echo(f"caught up: {render.progress_line(last)} in {output.duration(elapsed_s)}", err=True)
-    if code:
-        raise CommandEnded(int(code))
+    return code
 
 
 def with_required_groups(loaded: LoadedSettings) -> tuple[Settings, int | None]:

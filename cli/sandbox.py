@@ -51,22 +51,14 @@ def sandbox(
     rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second from then on.")] = 0.0,
     keys: Annotated[int, typer.Option("--keys", min=1, help="Number of keys that the writes use.")] = 100_000,
     value_bytes: Annotated[int, typer.Option("--value-bytes", min=1, help="Mean size of a value.")] = 300,
-    replicas: Annotated[int, typer.Option("--replicas", min=0, max=3, help="Replicas in the cluster map.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the workload; equal seeds write the same.")] = 0,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     profile: Annotated[
         str, typer.Option("--profile", help=f"Server release to imitate: {', '.join(PROFILES)}.")
     ] = DEFAULT_PROFILE,
-    history: Annotated[
-        bool, typer.Option("--history", help="Keep every version, for change streams (as Magma does).")
-    ] = False,
     tls_cert: Annotated[
         Path | None, optional("--tls-cert", metavar="FILE", help="Certificate (PEM); listen with TLS too.")
     ] = None,
     tls_key: Annotated[Path | None, optional("--tls-key", metavar="FILE", help="The certificate's key.")] = None,
-    tls_port: Annotated[
-        int, typer.Option("--tls-port", min=0, max=65535, help="TLS port of the first node; 0: a free one.")
-    ] = 0,
     tls_client_ca: Annotated[
         Path | None, optional("--tls-client-ca", metavar="FILE", help="CA of the users' certificates.")
     ] = None,
@@ -81,20 +73,16 @@ def sandbox(
         bucket,
         user=os.environ.get(USER_VARIABLE, "demo"),
         password=os.environ.get(PASSWORD_VARIABLE) or "demo",
-        seed=seed,
         host=host,
         port=port,
-        replicas=replicas,
         profile=profile,
-        keeps_history=history,
         bounded=True,
         checkpoint_items_max=max(CHECKPOINT_ITEMS_MIN, HISTORY_ITEMS // vbuckets // CHECKPOINTS_KEPT),
         tls=node_tls(tls_cert, tls_key, tls_client_ca),
-        tls_port=tls_port,
     )
     made = uuid.uuid5(uuid.NAMESPACE_URL, f"{host}:{port}/{bucket}") if port else uuid.uuid4()
     cluster.bucket.map.bucket_uuid = made.hex
-    written = WorkloadOptions(seed, rate, max(keys, load), value_bytes=value_bytes)
+    written = WorkloadOptions(rate=rate, keys=max(keys, load), value_bytes=value_bytes)
     try:
         asyncio.run(serve(cluster, Workload(cluster.bucket, written), load, control))
     except OSError as error:

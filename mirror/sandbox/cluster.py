@@ -47,14 +47,13 @@ class SandboxCluster:
         clock: Clock | None = None,
         tls: NodeTls | None = None,
         tls_only: bool = False,
-        tls_port: int = 0,
         checkpoint_items_max: int = CHECKPOINT_ITEMS_MAX,
         checkpoints_kept: int = CHECKPOINTS_KEPT,
         profile: str = DEFAULT_PROFILE,
         keeps_history: bool = False,
         bounded: bool = False,
     ) -> None:
-        """`start` opens the ports. `port` and `tls_port` are for the first node; other nodes take free ports.
+        """`start` opens the ports. `port` is for the first node; other nodes, and TLS, take free ports.
 
         With `tls` the nodes listen with and without TLS; with `tls` and `tls_only` only with TLS.
 
@@ -84,7 +83,7 @@ class SandboxCluster:
         self.faults = Faults(self.nodes, self.bucket.stream_faults)
         self.tls = tls
         self._tls_only = tls_only and tls is not None
-        self._first_ports = port, tls_port
+        self._first_port = port
         several_on_this_host = nodes > 1 and host not in _WILDCARDS
         self.bucket.map.host = host if several_on_this_host else None
         self._tasks: list[asyncio.Task[None]] = []
@@ -97,7 +96,7 @@ class SandboxCluster:
 
     async def start(self) -> None:
         for node in self.nodes:
-            await self._listen(node, *(self._first_ports if node.number == 0 else (0, 0)))
+            await self._listen(node, self._first_port if node.number == 0 else 0, 0)
         self._place(range(len(self.nodes)))
         self._tasks.append(asyncio.create_task(self._page_expired()))
 

@@ -16,31 +16,30 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mirror.clock import Clock
-from mirror.config import AT_START, EFFECTS, Settings, required_data, required_source, to_wire
+from mirror.config import Settings, required_data, required_source
 from mirror.errors import ClusterError, ConfigError, ExitCode, MirrorError, SupervisionError
-from mirror.feed.connection.connection_string import parse
 from mirror.health import STOPPING, of_mirror
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
-from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, Status, Turned, UseKvNodes
-from mirror.ownership import readers_gid
+from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, Status, Turned
 from mirror.supervise.commands import Commands
 from mirror.supervise.context import ServiceContext
-from mirror.supervise.events.hook import Hook, words_of
-from mirror.supervise.events.kinds import LeaseExpired, SettingsRead, SettingsRefused
+from mirror.supervise.events.hook import Hook
+from mirror.supervise.events.kinds import LeaseExpired, SettingsRead
 from mirror.supervise.events.log import EventLog
 from mirror.supervise.leases import LeaseBook
-from mirror.supervise.listeners.addresses import Listeners, kind_of, outdated_by, process_name
+from mirror.supervise.listeners.addresses import Listeners, kind_of, process_name
 from mirror.supervise.listeners.control import ControlServer
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.mirrors import ask_mirrors
-from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, server_command, worker_command
+from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, worker_command
 from mirror.supervise.processes.plan import ProcessPhase
 from mirror.supervise.processes.table import Processes
-from mirror.supervise.reports.collector import REPORT_TIMEOUT_S, ReportedFailure, Reports
+from mirror.supervise.reload import Reload
+from mirror.supervise.reports.collector import ReportedFailure, Reports
 from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.setup import LookUp, Setup
 
@@ -79,6 +78,18 @@ Event = Signalled | ReloadRequested | TaskFinished | Tick | ChildMessage | Child
 Progress = Callable[[Status], None]
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    until_caught_up: bool = False
+    required_groups: int | None = None
+    """The number of groups that an existing directory must have."""
+    accept_older_map: bool = False
+    """Follow the first map found, even if it is older than the recorded map."""
+
+
+DEFAULTS = RunOptions()
+
+
 class Supervisor:
     def __init__(
         self,
@@ -86,57 +97,64 @@ class Supervisor:
         look_up: LookUp,
         *,
         clock: Clock,
-        required_groups: int | None = None,
-        until_caught_up: bool = False,
+        options: RunOptions = DEFAULTS,
         reload: Callable[[], tuple[Settings, int | None]] | None = None,
         progress: Progress | None = None,
         notifier: Notifier | None = None,
         command: Callable[[int], Sequence[str]] = worker_command,
-        server: Callable[[int], Sequence[str]] = server_command,
         announce: Callable[[str], None] | None = None,
-        accept_older_map: bool = False,
     ) -> None:
-        """`progress` gets each new status; `announce` gets a line for each address that is open to readers.
-
-        With `required_groups`, an existing directory must have that many groups; `reload` returns new settings, and
-        that number. With `accept_older_map`, the first map found is followed even if it is older than the recorded map.
+        """`progress` gets each new status; `announce` gets a line for each address that is open to readers. `reload`
+        returns new settings, and the number of groups that they require.
         """
         data = required_data(settings)
         required_source(settings)
-        self._context = ServiceContext(settings, data, clock)
-        self._setup = Setup(self._context, look_up, required_groups=required_groups, accept_older_map=accept_older_map)
         self._clock = clock
-        self._until_caught_up = until_caught_up
-        self._reload = reload
+        self._options = options
         self._progress = progress
-        self._notifier = notifier or Notifier()
         self._announce = announce
         self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._notifier = notifier or Notifier()
+        self._context = context = ServiceContext(settings, data, clock)
+        self._setup = Setup(
+            context, look_up, required_groups=options.required_groups, accept_older_map=options.accept_older_map
+        )
         self._listeners = Listeners(settings, clock.wall_ms() // 1000)
         self._hook = Hook(clock, settings.on_event)
         self._event_log = EventLog(clock, data, self._hook.put)
         self._processes = Processes(
-            self._context,
+            context,
             self._listeners,
             self._event_log,
             self._events.put_nowait,
-            worker=command,
-            server=server,
-            ends_on_refusal=until_caught_up,
+            command,
+            ends_on_refusal=options.until_caught_up,
         )
-        self._reports = Reports(
-            self._context,
+        self.reports = Reports(
+            context,
             self._processes,
             self._listeners,
             self._event_log,
             self._notifier,
-            until_caught_up=until_caught_up,
+            until_caught_up=options.until_caught_up,
             stop=self.stop,
         )
-        self._commands = Commands(
-            self._context,
+        self._reload = Reload(
+            context,
+            self._setup,
+            self._listeners,
+            self._hook,
+            self._event_log,
             self._processes,
-            self._reports,
+            self.reports,
+            self._notifier,
+            self._spawn_task,
+            reload,
+        )
+        self._commands = Commands(
+            context,
+            self._processes,
+            self.reports,
             lambda number: self._events.put_nowait(Signalled(number)),
             self._ask_reload,
         )
@@ -145,8 +163,7 @@ class Supervisor:
         self._interrupts = 0
         self._exit = ExitCode.DONE
         self._failure: MirrorError | None = None
-        self._fed_watchdog_s = float("-inf")
-        self._next_complaint_s = float("-inf")
+        self._fed_watchdog_s = self._next_complaint_s = float("-inf")
         self._had_terminal = has_terminal()
 
     # start and stop
@@ -166,7 +183,7 @@ class Supervisor:
             self._setup.load()
             self._spawn_task(self._ticks())
             self._spawn_task(self._resolve_source())
-            self._spawn_task(self._reports.run(self._progress))
+            self._spawn_task(self.reports.run(self._progress))
             self._spawn_task(ask_mirrors(self._context))
             while not (self._context.stopping and not self._processes.alive()):
                 event = await self._events.get()
@@ -182,7 +199,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
             await self._processes.reap_all(self._events)
-            self._reports.add_due_events(at_once=True)
+            self.reports.add_due_events(at_once=True)
             await control.stop()
             self._listeners.release()
             self._notifier.close()
@@ -198,14 +215,11 @@ class Supervisor:
             self._failure = failure
         if not self._context.stopping:
             self._context.stopping = True
-            self._reports.set_health(of_mirror(STOPPING, "the service stops"))
+            self.reports.set_health(of_mirror(STOPPING, "the service stops"))
             self._notifier.stopping()
             workers = sum(kind_of(child.slot) is None for child in self._processes.alive())
             if self._failure is None or workers:  # else the error is shown, which is enough
                 log.info("stopping", workers=workers)
-
-    def status_document(self) -> Status:
-        return self._reports.document()
 
     def _check_place(self, lock: ServiceLock) -> None:
         """End the service if its directory is gone, because nobody could find later commits."""
@@ -240,28 +254,28 @@ class Supervisor:
 
     async def _resolve_source(self) -> None:
         settings = self._context.settings
-        limit_s = settings.bootstrap_timeout_s or (CATCH_UP_SOURCE_LIMIT_S if self._until_caught_up else 0)
+        limit_s = settings.bootstrap_timeout_s or (CATCH_UP_SOURCE_LIMIT_S if self._options.until_caught_up else 0)
         try:
             source = await self._setup.find_source(limit_s, self._source_unreachable)
         except (ClusterError, ConfigError) as error:
             serves_data = self._processes.serves_readers and self._context.identity is not None
-            if error.retryable or not serves_data or self._until_caught_up:
+            if error.retryable or not serves_data or self._options.until_caught_up:
                 raise
             # The source may be coming back step by step. The workers show the refusal, and ask the source again.
             log.warning("source-refuses", error=str(error))
-            self._reports.source_answered(None)
+            self.reports.source_answered(None)
             self._begin_work()
             return
-        self._reports.source_answered(None)
+        self.reports.source_answered(None)
         if self._context.identity is None:
             self._setup.make(source)
-            self._reports.first_fill_begins()
+            self.reports.observer.fill_begins()
         if source.cluster_map is not None:
             self._processes.follow_map(source.cluster_map)
         self._begin_work()
 
     def _source_unreachable(self, error: str) -> None:
-        self._reports.source_answered(error)
+        self.reports.source_answered(error)
         self._processes.serve_readers()
         if self._context.identity is not None:
             self._begin_work()  # workers keep trying
@@ -272,7 +286,7 @@ class Supervisor:
         context, settings = self._context, self._context.settings
         context.leases = LeaseBook(context.data, seconds_max=settings.lease_max_s, age_max_s=settings.lease_age_max_s)
         self._processes.begin()
-        self._reports.work_begins()
+        self.reports.work_begins()
 
     # events
 
@@ -280,7 +294,7 @@ class Supervisor:
         match event:
             case Tick():
                 self._feed_watchdog()
-                self._reports.add_due_events()
+                self.reports.add_due_events()
                 self._expire_leases()
                 waited_s = self._clock.monotonic() - self._started_s
                 if not self._processes.serves_readers and waited_s >= SOURCE_PATIENCE_S:
@@ -316,7 +330,7 @@ class Supervisor:
             case Beat():
                 pass
             case Turned():
-                self._reports.look_soon()
+                self.reports.look_soon()
             case Ready():
                 if child.phase is ProcessPhase.STARTING:  # a stopping child may still become ready
                     self._ready(child)
@@ -341,18 +355,18 @@ class Supervisor:
 
     def _exited(self, event: ChildExited) -> None:
         self._processes.exited(event)
-        self._reports.worker_exited(event.child)
-        self._reports.look_soon()
+        self.reports.worker_exited(event.child)
+        self.reports.look_soon()
         report = event.child.exit_report
-        if report is not None and report.fatal and self._until_caught_up and not self._context.stopping:
+        if report is not None and report.fatal and self._options.until_caught_up and not self._context.stopping:
             self.stop(ReportedFailure(report.message, report.exit_code))
 
     def _signalled(self, number: int) -> None:
         if number == signal.SIGHUP and not (self._had_terminal and not has_terminal()):
             with suppress(ConfigError, SupervisionError):  # the event log has it
-                self._reload_settings()
+                self._reload.run()
             return
-        if self._until_caught_up and not self._context.stopping:
+        if self._options.until_caught_up and not self._context.stopping:
             self._exit = ExitCode.INTERRUPTED
         if number == signal.SIGINT:
             self._interrupts += 1
@@ -383,76 +397,13 @@ class Supervisor:
 
     def _reload_requested(self, done: asyncio.Future[SettingsRead]) -> None:
         try:
-            event = self._reload_settings()
+            event = self._reload.run()
         except (ConfigError, SupervisionError) as error:
             if not done.done():
                 done.set_exception(error)
         else:
             if not done.done():
                 done.set_result(event)
-
-    def _reload_settings(self) -> SettingsRead:
-        """Read the settings again. If one setting is refused, now or by the next start, none changes.
-
-        Raises ConfigError with the text of the event, SupervisionError.
-        """
-        context = self._context
-        if self._reload is None or context.stopping:
-            raise SupervisionError(
-                "the service reads no settings: it stops" if context.stopping else "no settings file"
-            )
-        self._notifier.reloading(self._clock.monotonic())
-        try:
-            found, required_groups = self._reload()
-            parse(required_source(found))
-            if found.on_event is not None:
-                words_of(found.on_event)
-            readers_gid(found)
-            if context.identity is not None:
-                self._setup.check(found, context.identity, required_groups)
-            self._listeners.change(found)
-            self._hook.use(found.on_event)
-        except ConfigError as error:
-            refused = SettingsRefused(why=str(error))
-            context.refused_settings = refused.text
-            self._event_log.add(refused)
-            raise ConfigError(refused.text) from error
-        finally:
-            if self._reports.was_ready:
-                self._notifier.ready()
-        context.refused_settings = None
-        return self._use_settings(found)
-
-    def _use_settings(self, found: Settings) -> SettingsRead:
-        """Apply these settings, except those that need a restart of the service."""
-        context = self._context
-        different = [name for name in to_wire(found) if getattr(found, name) != getattr(context.settings, name)]
-        changed = [name for name in different if EFFECTS[name] not in AT_START]
-        need_restart = tuple(name for name in different if EFFECTS[name] in AT_START)
-        context.settings = replace(found, **{name: getattr(context.settings, name) for name in need_restart})
-        event = SettingsRead(in_force=tuple(changed), need_restart=need_restart)
-        self._event_log.add(event)
-        if context.identity is not None and "readers_group" in changed:
-            self._setup.share()
-        self._processes.replan()
-        if context.leases is not None:
-            context.leases.limit(seconds_max=found.lease_max_s, age_max_s=found.lease_age_max_s)
-        if "kv_nodes" in changed or "kv" in changed:
-            revision = self._listeners.renew(self._clock.wall_ms() // 1000)
-            self._spawn_task(self._send_kv_nodes(revision))
-        for child in self._processes.alive():
-            child.outdated = child.outdated or outdated_by(child.slot, changed)
-        return event
-
-    async def _send_kv_nodes(self, revision: int) -> None:
-        """Send the new `kv_nodes` to the KV processes, which tell their clients."""
-        command = UseKvNodes(self._context.settings.kv_nodes, revision)
-        for child in self._processes.alive():
-            if kind_of(child.slot) == "kv" and not child.outdated:
-                try:
-                    await child.request(command, REPORT_TIMEOUT_S)
-                except SupervisionError as error:
-                    log.warning("map-not-taken", process=process_name(child.slot), error=str(error))
 
 
 def has_terminal() -> bool:

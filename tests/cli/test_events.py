@@ -25,13 +25,13 @@ async def test_events_are_lines_for_people_and_objects_for_programs(
 ) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
     async with in_process.serving(tmp_path) as service:
-        await eventually(lambda: service.status_document()["events"])
+        await eventually(lambda: service.reports.document()["events"])
         capsys.readouterr()
         await asyncio.to_thread(command.events, tmp_path)
         assert "first-fill-done  the first fill is done: 8 vbuckets, 40 seqnos\n" in capsys.readouterr().out
         await asyncio.to_thread(command.events, tmp_path, as_json=True)
         [line] = capsys.readouterr().out.splitlines()
-        assert json.loads(line) == service.status_document()["events"][0]
+        assert json.loads(line) == service.reports.document()["events"][0]
 
 
 def written(data: Path, *ages_s: float) -> None:

@@ -69,7 +69,6 @@ def test_the_example_of_each_command_parses(name: str) -> None:
     ("words", "completed"),
     [
         ("status --wa", {"--wait-ready", "--watch"}),
-        ("run --sync ", {"safe", "full", "unsafe"}),
         ("run --set history_s", {"history_s="}),
         ("config explain history_b", {"history_bytes", "history_boundaries"}),
         ("sandbox fault kill", {"kill-node"}),

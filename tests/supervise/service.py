@@ -28,11 +28,11 @@ def service_of(data: Path, **values: Any) -> Supervisor:
 
 
 def phases(service: Supervisor) -> list[str]:
-    return [worker["phase"] for worker in service.status_document()["workers"]]
+    return [worker["phase"] for worker in service.reports.document()["workers"]]
 
 
 def pids(service: Supervisor) -> list[int]:
-    return [worker["pid"] for worker in service.status_document()["workers"]]
+    return [worker["pid"] for worker in service.reports.document()["workers"]]
 
 
 def running(service: Supervisor, count: int = 2) -> Callable[[], bool]:

@@ -155,7 +155,7 @@ async def test_every_channel_reports_the_same_state(
             )
 
             def stands() -> bool:
-                found = service.status_document()
+                found = service.reports.document()
                 return found["state"] == situation.state and re.search(situation.words, found["message"]) is not None
 
             await eventually(stands)

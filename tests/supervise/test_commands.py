@@ -48,7 +48,7 @@ async def test_a_release_does_not_wait_for_a_worker_that_hangs(tmp_path: Path, m
             monkeypatch.setattr(commands, "OWNER_TIMEOUT_S", 3600.0)
             monkeypatch.setattr(control, "ANSWER_TIMEOUT_S", 5.0)
             assert await ask(tmp_path, {"op": "release", "id": "a"}) == {"ok": True, "released": True}
-            assert service.status_document()["leases"] == []
+            assert service.reports.document()["leases"] == []
         finally:
             os.kill(stopped, signal.SIGCONT)
 
@@ -74,7 +74,7 @@ async def test_a_lease_outlives_a_stopped_worker_until_a_new_one_refuses_it(
         assert (await ask(tmp_path, renewal))["ok"], "requested while it was stopped, and answered once it was dead"
         assert (await ask(tmp_path, renewal))["ok"], "it is not there, or still starting"
         await eventually(lambda: is_another(victim))
-        worker = service.status_document()["workers"][0]
+        worker = service.reports.document()["workers"][0]
         assert (worker["last_exit"], worker["last_error"]) == ("SIGKILL", "no heartbeat")
         assert not psutil.pid_exists(victim)
         assert (await ask(tmp_path, renewal))["ok"]
@@ -86,7 +86,7 @@ async def test_a_lease_outlives_a_stopped_worker_until_a_new_one_refuses_it(
         await eventually(lambda: lease.lost)
         assert isinstance(lease.lost, ServiceSaidNo)
         assert "1:5 is not kept" in str(lease.lost)
-        assert service.status_document()["leases"] == []
+        assert service.reports.document()["leases"] == []
         refused = await ask(tmp_path, renewal)
         assert (refused["ok"], refused["retryable"]) == (False, False)
         await asyncio.to_thread(lease.release)

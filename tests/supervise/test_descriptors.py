@@ -22,7 +22,7 @@ async def test_exhausted_descriptors_are_one_line_of_log_and_commands_wait(
 ) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
     async with in_process.serving(tmp_path) as service:
-        await eventually(lambda: service.status_document()["vbuckets"])
+        await eventually(lambda: service.reports.document()["vbuckets"])
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         said = ""

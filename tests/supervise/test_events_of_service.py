@@ -15,7 +15,7 @@ from mirror.config import Settings
 from mirror.errors import ConfigError, ConnectFailed
 from mirror.feed.cluster.discovery import Source
 from mirror.supervise.events.log import read_events
-from mirror.supervise.supervisor import Supervisor
+from mirror.supervise.supervisor import RunOptions, Supervisor
 from tests.supervise import in_process, scripted
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import Report, vbids_of, vbucket
@@ -28,7 +28,7 @@ def names(data: Path) -> list[str]:
 
 
 def has_events(service: Supervisor, count: int) -> bool:
-    return len(service.status_document()["events"]) == count
+    return len(service.reports.document()["events"]) == count
 
 
 async def test_events_are_logged_shown_passed_to_the_hook_and_kept(
@@ -43,7 +43,7 @@ async def test_events_are_logged_shown_passed_to_the_hook_and_kept(
     hooked = tmp_path / "hooked"
     settings = settings_for(tmp_path / "data", workers=1, on_event=f"tee -a {hooked}")
     async with in_process.serving(tmp_path / "data", settings) as service:
-        await eventually(lambda: service.status_document()["events"])
+        await eventually(lambda: service.reports.document()["events"])
         assert names(tmp_path / "data") == ["first-fill-done"]
         rolled_back |= {"rollback_count": 1, "last_rollback": [9, 5]}
         await eventually(lambda: len(list(read_events(tmp_path / "data"))) == 2)
@@ -51,7 +51,7 @@ async def test_events_are_logged_shown_passed_to_the_hook_and_kept(
         assert (found["number"], found["event"], found["vbuckets"], found["seqnos"]) == (2, "rollback", 8, 32)
         started[0].send_signal(9)
         await eventually(lambda: len(started) == 2)
-        document = service.status_document()
+        document = service.reports.document()
         assert [each["event"] for each in document["events"]] == ["worker-ended", "rollback", "first-fill-done"]
         assert document["events"][0]["text"].endswith("died: SIGKILL")
         await eventually(lambda: hooked.exists() and hooked.read_text().count("\n") == 3)
@@ -73,7 +73,7 @@ async def test_an_event_of_the_last_second_runs_the_command_too(
     hooked = tmp_path / "hooked"
     data = tmp_path / "data"
     async with in_process.serving(data, settings_for(data, workers=1, on_event=f"tee -a {hooked}")) as service:
-        await eventually(lambda: service.status_document()["events"])
+        await eventually(lambda: service.reports.document()["events"])
         rolled_back |= {"rollback_count": 1, "last_rollback": [9, 5]}
         assert (await ask(data, {"op": "status"}))["status"]["totals"]["rollback_count"] == 8
     assert names(data) == ["first-fill-done", "rollback"]
@@ -92,9 +92,9 @@ async def test_a_source_that_is_away_at_the_start_is_one_event_until_it_answers(
         return await scripted.look_up(settings, bucket_uuid)
 
     async with in_process.serving(tmp_path, look_up=look_up) as service:
-        await eventually(lambda: len(service.status_document()["events"]) == 3)
+        await eventually(lambda: len(service.reports.document()["events"]) == 3)
         assert names(tmp_path) == ["source-unreachable", "source-reached", "first-fill-done"]
-        document = service.status_document()
+        document = service.reports.document()
         assert ("nobody there" in document["events"][2]["text"], document["source_error"]) == (True, None)
 
 
@@ -116,14 +116,14 @@ async def test_a_reload_reports_each_changed_setting(tmp_path: Path, monkeypatch
         return answer, None
 
     async with in_process.serving(tmp_path, reload=reload) as service:
-        await eventually(lambda: service.status_document()["events"])
+        await eventually(lambda: service.reports.document()["events"])
         for count in range(2, 6):
             answer = await ask(tmp_path, {"op": "reload"})
             await eventually(functools.partial(has_events, service, count))
-            [event] = service.status_document()["events"][:1]
+            [event] = service.reports.document()["events"][:1]
             assert (event["text"] in str(answer.get("text", answer.get("error"))), answer["ok"]) == (True, count < 4)
-            assert service.status_document()["warnings"] == ([] if count < 4 else [event["text"]])
-        events = service.status_document()["events"][3::-1]
+            assert service.reports.document()["warnings"] == ([] if count < 4 else [event["text"]])
+        events = service.reports.document()["events"][3::-1]
         first, second, third, fourth = events
         assert (first["in_force"], first["need_restart"]) == (["http", "lease_max_s", "on_event"], ["source"])
         assert first["text"] == (
@@ -150,24 +150,24 @@ async def test_a_reload_refuses_what_the_next_start_would_refuse(
     in_process.use(monkeypatch, lambda ours: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(ours)]})
     fresh = settings_for(tmp_path, workers=1, **values)
     async with in_process.serving(tmp_path, reload=lambda: (fresh, groups)) as service:
-        await eventually(lambda: service.status_document()["events"])
+        await eventually(lambda: service.reports.document()["events"])
         answer = await ask(tmp_path, {"op": "reload"})
         assert (answer["ok"], answer["exit_code"]) == (False, 2)
         assert says in answer["error"]
-        event = service.status_document()["events"][0]
+        event = service.reports.document()["events"][0]
         assert (event["event"], says in event["why"]) == ("settings-refused", True)
     with pytest.raises(ConfigError, match=says):
-        await Supervisor(fresh, scripted.look_up, clock=SystemClock(), required_groups=groups).run()
+        await Supervisor(fresh, scripted.look_up, clock=SystemClock(), options=RunOptions(required_groups=groups)).run()
 
 
 async def test_an_expired_lease_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
     command = {"op": "lease", "id": "a", "name": "nightly job", "seconds": 1, "positions": [[0, 1, 5]]}
     async with in_process.serving(tmp_path) as service:
-        await eventually(lambda: service.status_document()["events"])
+        await eventually(lambda: service.reports.document()["events"])
         assert (await ask(tmp_path, command))["ok"]
-        await eventually(lambda: len(service.status_document()["events"]) == 2)
-        assert service.status_document()["events"][0] | {"time_ms": 0} == {
+        await eventually(lambda: len(service.reports.document()["events"]) == 2)
+        assert service.reports.document()["events"][0] | {"time_ms": 0} == {
             "number": 2, "time_ms": 0, "event": "lease-expired", "level": "warning", "lease": "a",
             "reader": "nightly job", "vbuckets": 1,
             "text": "the lease of 'nightly job' on 1 vbuckets has expired: its reader may lose history",

@@ -23,9 +23,9 @@ async def test_a_crash_loop_is_slowed_down_and_the_others_go_on(
         monkeypatch.setenv("SCRIPT", "crash")
         victim, other = pids(service)
         os.kill(victim, signal.SIGKILL)
-        await eventually(lambda: service.status_document()["workers"][0]["last_exit"] == "SIGKILL")
-        await eventually(lambda: service.status_document()["workers"][0]["restarts"] >= 2)
-        assert service.status_document()["workers"][0]["last_exit"] == "SIGSEGV"
+        await eventually(lambda: service.reports.document()["workers"][0]["last_exit"] == "SIGKILL")
+        await eventually(lambda: service.reports.document()["workers"][0]["restarts"] >= 2)
+        assert service.reports.document()["workers"][0]["last_exit"] == "SIGSEGV"
         assert pids(service)[1] == other
         monkeypatch.setenv("SCRIPT", "")
         await eventually(running(service))
@@ -34,8 +34,8 @@ async def test_a_crash_loop_is_slowed_down_and_the_others_go_on(
 async def test_the_last_error_of_a_dead_worker_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRIPT", "bug")
     async with serving(service_of(tmp_path)) as service:
-        await eventually(lambda: any(worker["last_exit"] for worker in service.status_document()["workers"]))
-        ended = {each["last_exit"]: each["last_error"] or "" for each in service.status_document()["workers"]}
+        await eventually(lambda: any(worker["last_exit"] for worker in service.reports.document()["workers"]))
+        ended = {each["last_exit"]: each["last_error"] or "" for each in service.reports.document()["workers"]}
         assert ended["exit 1"].startswith("internal error: ZeroDivisionError: a bug")
 
 
@@ -46,7 +46,7 @@ async def test_a_worker_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch
         await eventually(running(service))
         children = pids(service)
     assert not any(psutil.pid_exists(pid) for pid in children)
-    assert {worker["last_exit"] for worker in service.status_document()["workers"]} == {"SIGKILL"}
+    assert {worker["last_exit"] for worker in service.reports.document()["workers"]} == {"SIGKILL"}
 
 
 async def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:

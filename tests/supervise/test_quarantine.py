@@ -57,13 +57,13 @@ async def test_a_group_that_kills_its_workers_is_quarantined_and_the_others_go_o
         async with serving(service_of(tmp_path, settings=settings, look_up=look_up, command=dying_command)) as service:
 
             def settled() -> bool:
-                rows = {row["vbid"]: row for row in service.status_document()["vbuckets"]}
+                rows = {row["vbid"]: row for row in service.reports.document()["vbuckets"]}
                 return len(rows) == VBUCKETS and all(
                     row["state"] == "damaged" if vbid % 2 else row["published_seqno"] > 0 for vbid, row in rows.items()
                 )
 
             await eventually(settled)
-            document = copy.deepcopy(service.status_document())
+            document = copy.deepcopy(service.reports.document())
     (worker,) = document["workers"]
     assert worker["restarts"] == DEATHS
     for row in document["vbuckets"]:

@@ -49,7 +49,7 @@ async def test_a_service_with_data_goes_on_after_any_error(kind: type[MirrorErro
     async with serving(service_of(tmp_path, look_up=answers.look_up())) as service:
         await eventually(lambda: answers.count > 1)
         await eventually(running(service))
-        await eventually(lambda: service.status_document()["source_error"] is None)  # the workers report it
+        await eventually(lambda: service.reports.document()["source_error"] is None)  # the workers report it
 
 
 @pytest.mark.parametrize("kind", PERMANENT)

@@ -82,7 +82,7 @@ async def service(
         reload=None if reload is None else lambda: (reload(), None),
     )
     async with serving(made) as supervisor:
-        await until(lambda: lines and {row["phase"] for row in supervisor.status_document()["servers"]} == {"running"})
+        await until(lambda: lines and {row["phase"] for row in supervisor.reports.document()["servers"]} == {"running"})
         yield supervisor, lines
 
 
@@ -129,9 +129,9 @@ async def test_processes_share_a_port_and_a_killed_one_ends_only_its_own_clients
         assert [line.partition("://")[0] for line in lines] == shown[kind]
         clients = [await connect(lines[number % len(lines)]) for number in range(24)]
         assert {await read(client) for client in clients} == {b"value"}
-        before = supervisor.status_document()["servers"]
+        before = supervisor.reports.document()["servers"]
         assert [row["kind"] for row in before] == [kind, kind]
-        assert [row["slot"] for row in supervisor.status_document()["workers"]] == [0, 1]
+        assert [row["slot"] for row in supervisor.reports.document()["workers"]] == [0, 1]
         os.kill(before[0]["pid"], signal.SIGKILL)
         gone = 0
         for client in clients:
@@ -142,11 +142,11 @@ async def test_processes_share_a_port_and_a_killed_one_ends_only_its_own_clients
         assert 0 < gone < len(clients), "both processes had connections, and only those of one are gone"
 
         def replaced() -> bool:
-            first = supervisor.status_document()["servers"][0]
+            first = supervisor.reports.document()["servers"][0]
             return first["phase"] == "running" and first["pid"] not in (None, before[0]["pid"])
 
         await until(replaced)
-        after = supervisor.status_document()["servers"]
+        after = supervisor.reports.document()["servers"]
         assert after[1]["pid"] == before[1]["pid"]
         assert after[0]["restarts"] == 1
         fresh = [await connect(lines[number % len(lines)]) for number in range(16)]
@@ -157,7 +157,7 @@ async def test_processes_share_a_port_and_a_killed_one_ends_only_its_own_clients
 
 def servers(supervisor: Supervisor) -> dict[str, int]:
     """Kind -> process, of the servers that run; workers must not have been disturbed."""
-    document = supervisor.status_document()
+    document = supervisor.reports.document()
     assert [(row["phase"], row["restarts"]) for row in document["workers"]] == [("running", 0)] * 2
     return {row["kind"]: row["pid"] for row in document["servers"] if row["phase"] == "running"}
 
@@ -166,7 +166,7 @@ async def test_a_reload_opens_moves_and_closes_listeners_one_by_one(data: Path) 
     settings = [served(data, kv="0")]
     async with service(data, lambda: settings[0], kv="0") as (supervisor, lines):
         client = await connect(lines[0])
-        await until(lambda: all(row["phase"] == "running" for row in supervisor.status_document()["workers"]))
+        await until(lambda: all(row["phase"] == "running" for row in supervisor.reports.document()["workers"]))
         before = servers(supervisor)
         settings[0] = served(data, kv="0", http="0")
         os.kill(os.getpid(), signal.SIGHUP)
@@ -189,15 +189,15 @@ async def test_a_reload_opens_moves_and_closes_listeners_one_by_one(data: Path) 
         running = servers(supervisor)
         settings[0] = served(data, kv=f"{port}", commit_interval_ms=7)
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: supervisor.status_document()["events"][0]["event"] == "settings-refused")
-        assert f"kv: cannot listen at 127.0.0.1:{port}" in supervisor.status_document()["events"][0]["why"]
+        await until(lambda: supervisor.reports.document()["events"][0]["event"] == "settings-refused")
+        assert f"kv: cannot listen at 127.0.0.1:{port}" in supervisor.reports.document()["events"][0]["why"]
         assert (await value_of(moved), await page_of(page)) == (b"value", b"value")
         assert servers(supervisor) == running
         taken.close()
 
         settings[0] = served(data, kv=f"unix:{data}/kv.sock")
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: [row["kind"] for row in supervisor.status_document()["servers"]] == ["kv"])
+        await until(lambda: [row["kind"] for row in supervisor.reports.document()["servers"]] == ["kv"])
         assert await page[0].read() == b"", "closed"
         assert (await value_of(moved), servers(supervisor)) == (b"value", {"kv": running["kv"]})
         for _, writer in (client, page, moved):
@@ -233,7 +233,7 @@ async def test_a_changed_list_of_mirrors_reaches_clients_that_stay_connected(dat
         assert revision > before["rev"]
         assert json.loads(config)["vBucketServerMap"]["vBucketMap"] == [[0, 1], [1, 0]] * 4
         assert (await ask(client, kv_client.noop())).status == 0
-        assert supervisor.status_document()["servers"][0]["restarts"] == 0
+        assert supervisor.reports.document()["servers"][0]["restarts"] == 0
         client[1].close()
 
 
@@ -241,8 +241,8 @@ async def test_a_server_reports_its_counters(data: Path) -> None:
     async with service(data, kv="0") as (supervisor, lines):
         client = await connect(lines[0])
         await value_of(client)
-        await until(lambda: supervisor.status_document()["servers"][0]["counters"].get("kv_hits") == 1)
-        assert json.dumps(supervisor.status_document()["listeners"]).startswith('{"kv": ["couchbase://127.0.0.1:')
+        await until(lambda: supervisor.reports.document()["servers"][0]["counters"].get("kv_hits") == 1)
+        assert json.dumps(supervisor.reports.document()["listeners"]).startswith('{"kv": ["couchbase://127.0.0.1:')
         client[1].close()
 
 
@@ -257,11 +257,11 @@ async def test_dcp_processes_serve_streams_and_count_the_documents_sent(data: Pa
             assert isinstance(document, Mutation)
             assert document.value == b"value"
             await client.close()
-        rows = supervisor.status_document()["servers"]
+        rows = supervisor.reports.document()["servers"]
         assert [row["kind"] for row in rows] == ["dcp", "dcp"]
 
         def sent() -> int:
-            rows = supervisor.status_document()["servers"]
+            rows = supervisor.reports.document()["servers"]
             return sum(row["counters"].get("dcp_documents", 0) for row in rows)
 
         await until(lambda: sent() == 6)

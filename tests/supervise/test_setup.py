@@ -14,6 +14,7 @@ from mirror.errors import BucketChanged, ConfigError, ConnectFailed, ExitCode, S
 from mirror.feed.cluster.discovery import Source
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.setup import LookUp, set_aside_another_bucket
+from mirror.supervise.supervisor import RunOptions
 from storage.env import directory
 from storage.errors import CorruptedError
 from storage.model import Identity
@@ -35,7 +36,7 @@ async def test_workers_start_on_known_data_while_the_source_is_away(tmp_path: Pa
 
     async with serving(service_of(tmp_path, look_up=away)) as service:
         await eventually(running(service))
-        assert "source-unreachable" in [event["event"] for event in service.status_document()["events"]]
+        assert "source-unreachable" in [event["event"] for event in service.reports.document()["events"]]
 
 
 async def test_known_data_is_served_while_the_source_is_silent(tmp_path: Path) -> None:
@@ -47,8 +48,8 @@ async def test_known_data_is_served_while_the_source_is_silent(tmp_path: Path) -
 
     settings = settings_for(tmp_path, kv="0", http="0")
     async with serving(service_of(tmp_path, look_up=silent, settings=settings)) as service:
-        await eventually(lambda: set(service.status_document()["listeners"]) == {"kv", "http"})
-        assert service.status_document()["workers"] == [], "nothing is opened before it is known whose bucket it is"
+        await eventually(lambda: set(service.reports.document()["listeners"]) == {"kv", "http"})
+        assert service.reports.document()["workers"] == [], "nothing is opened before it is known whose bucket it is"
 
 
 @pytest.mark.parametrize(
@@ -79,17 +80,17 @@ async def test_a_directory_whose_description_is_missing_is_left_unchanged(tmp_pa
 async def test_the_number_of_groups_cannot_change_but_the_number_of_workers_can(tmp_path: Path) -> None:
     directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
     with pytest.raises(ConfigError, match="4 groups, not 2"):
-        await service_of(tmp_path, required_groups=2).run()
+        await service_of(tmp_path, options=RunOptions(required_groups=2)).run()
     async with serving(service_of(tmp_path, settings=settings_for(tmp_path, workers=3, groups=8))) as service:
         await eventually(running(service, 3))
-        assert [worker["groups"] for worker in service.status_document()["workers"]] == [[0, 3], [1], [2]]
+        assert [worker["groups"] for worker in service.reports.document()["workers"]] == [[0, 3], [1], [2]]
 
 
 async def test_a_mirror_of_some_collections_refuses_to_become_one_of_others(tmp_path: Path) -> None:
     selected = settings_for(tmp_path, collections="inventory.route, inventory.airline")
     async with serving(service_of(tmp_path, settings=selected)) as service:
         await eventually(running(service))
-        assert service.status_document()["selection"] == "collections inventory.airline, inventory.route"
+        assert service.reports.document()["selection"] == "collections inventory.airline, inventory.route"
     assert directory.load(str(tmp_path)).selection == "collections inventory.airline,inventory.route"
     for other, named in (({"scope": "inventory"}, "scope inventory"), ({"collections": "a.b"}, "collections a.b")):
         with pytest.raises(ConfigError, match=f"inventory.route, not {named}") as caught:

@@ -45,14 +45,14 @@ async def test_the_service_gives_the_group_access_at_start_and_after_a_reload(
     fresh = [settings_for(data, workers=1, readers_group=GROUP), settings_for(data, readers_group="absent group")]
 
     def reported(number: int, event: str) -> Callable[[], bool]:
-        return lambda: [each["event"] for each in service.status_document()["events"]][:number][-1:] == [event]
+        return lambda: [each["event"] for each in service.reports.document()["events"]][:number][-1:] == [event]
 
     async with in_process.serving(data, reload=lambda: (fresh.pop(0), None)) as service:
-        await eventually(lambda: service.status_document()["events"])
+        await eventually(lambda: service.reports.document()["events"])
         assert mode_of(data) == 0o700
         await ask(data, {"op": "reload"})
         await eventually(reported(1, "settings-read"))
-        assert service.status_document()["events"][0]["in_force"] == ["readers_group"]
+        assert service.reports.document()["events"][0]["in_force"] == ["readers_group"]
         assert (mode_of(data), mode_of(data / directory.FILE)) == (0o750, 0o640)
         assert data.stat().st_gid == int(GROUP)
         await ask(data, {"op": "reload"})
@@ -64,7 +64,7 @@ async def test_the_service_gives_the_group_access_at_start_and_after_a_reload(
 async def test_a_new_mirror_is_readable_by_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
     async with in_process.serving(tmp_path, settings_for(tmp_path, workers=1, readers_group=GROUP)) as service:
-        await eventually(lambda: service.status_document()["events"])
+        await eventually(lambda: service.reports.document()["events"])
         assert mode_of(tmp_path / directory.FILE) == 0o640
 
 

@@ -36,8 +36,8 @@ async def test_fewer_workers_after_a_reload_take_over_the_groups(tmp_path: Path)
         await eventually(running(service))
         os.kill(os.getpid(), signal.SIGHUP)
         await eventually(running(service, 1))
-        await eventually(lambda: service.status_document()["workers"][0]["groups"] == [0, 1, 2, 3])
-        assert service.status_document()["workers"][1]["last_exit"] == "exit 0"
+        await eventually(lambda: service.reports.document()["workers"][0]["groups"] == [0, 1, 2, 3])
+        assert service.reports.document()["workers"][1]["last_exit"] == "exit 0"
 
 
 async def test_changed_settings_restart_the_workers(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_changed_settings_restart_the_workers(tmp_path: Path) -> None:
         before = pids(service)
         await ask(tmp_path, {"op": "reload"})
         await eventually(lambda: running(service)() and not set(before) & set(pids(service)))
-        assert {worker["last_exit"] for worker in service.status_document()["workers"]} == {"exit 0"}
+        assert {worker["last_exit"] for worker in service.reports.document()["workers"]} == {"exit 0"}
 
 
 async def test_a_new_heartbeat_timeout_applies_without_a_restart(tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ async def test_a_new_heartbeat_timeout_applies_without_a_restart(tmp_path: Path)
         await eventually(running(service))
         before = pids(service)
         await ask(tmp_path, {"op": "reload"})
-        await eventually(lambda: "settings-read" in [each["event"] for each in service.status_document()["events"]])
+        await eventually(lambda: "settings-read" in [each["event"] for each in service.reports.document()["events"]])
         assert pids(service) == before
         os.kill(before[0], signal.SIGSTOP)
-        await eventually(lambda: service.status_document()["workers"][0]["last_error"] == "no heartbeat")
+        await eventually(lambda: service.reports.document()["workers"][0]["last_error"] == "no heartbeat")
 
 
 def run(data: Path) -> bool:

@@ -59,7 +59,7 @@ def test_a_client_certificate_is_the_login_of_its_user(authority: Authority, tmp
     data = tmp_path / "data"
     ca = ("--tls-ca-file", authority.ca_file)
     cert, key = authority.sign(into="client", common_name="nobody")
-    ours = (*ca, "--tls-client-cert-file", cert, "--tls-client-key-file", key)
+    ours = (*ca, "--set", f"tls_client_cert_file={cert}", "--set", f"tls_client_key_file={key}")
     with source_of(authority, client_ca_file=authority.ca_file) as source:
         url = source.connection_string.replace("demo@", "")
         refused(run(url, data, *ours), ExitCode.REFUSED, "has no user for our client certificate")

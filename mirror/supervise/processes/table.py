@@ -22,7 +22,7 @@ from mirror.supervise.context import ServiceContext
 from mirror.supervise.events.kinds import MapChanged, WorkerEnded
 from mirror.supervise.events.log import EventLog
 from mirror.supervise.listeners.addresses import Listeners, kind_of, process_name
-from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, spawn
+from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, server_command, spawn
 from mirror.supervise.processes.plan import (
     Heartbeat,
     KillProcess,
@@ -38,8 +38,6 @@ from mirror.supervise.processes.plan import (
 from mirror.supervise.processes.quarantine import GroupMark, Quarantine
 
 log = get_logger("supervisor")
-
-Command = Callable[[int], Sequence[str]]
 
 
 @dataclass(slots=True)
@@ -62,18 +60,18 @@ class Processes:
         listeners: Listeners,
         event_log: EventLog,
         post: Callable[[ChildMessage | ChildExited], None],
+        command: Callable[[int], Sequence[str]],
         *,
-        worker: Command,
-        server: Command,
         ends_on_refusal: bool,
     ) -> None:
-        """`post` gets the messages and exits of all processes. `StartWorker` explains `ends_on_refusal`."""
+        """`post` gets the messages and exits of all processes. `command` starts a worker; `StartWorker` explains
+        `ends_on_refusal`.
+        """
         self._context = context
         self._listeners = listeners
         self._event_log = event_log
         self._post = post
-        self._worker = worker
-        self._server = server
+        self._command = command
         self._ends_on_refusal = ends_on_refusal
         self.slots: dict[int, ProcessSlot] = {}
         self.desired: dict[int, tuple[int, ...]] = {}
@@ -166,7 +164,7 @@ class Processes:
                 descriptor = GroupMark.descriptor()
                 start = self._worker_start(action, descriptor)
                 try:
-                    child = await spawn(action.slot, action.groups, heartbeat, self._worker, [descriptor])
+                    child = await spawn(action.slot, action.groups, heartbeat, self._command, [descriptor])
                 except BaseException:
                     os.close(descriptor)
                     raise
@@ -174,7 +172,7 @@ class Processes:
             else:
                 inherited = self._listeners.inherited(action.slot)
                 start = self._listeners.start_message(action.slot, to_wire(context.settings))
-                child = await spawn(action.slot, action.groups, heartbeat, self._server, inherited)
+                child = await spawn(action.slot, action.groups, heartbeat, server_command, inherited)
         except OSError as error:
             slot.failures += 1
             slot.last_error = f"cannot be started: {error.strerror}"

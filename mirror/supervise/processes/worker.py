@@ -14,11 +14,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mirror.clock import SystemClock
-from mirror.config import from_wire, required_data, required_source
+from mirror.clock import Clock, SystemClock
+from mirror.config import Settings, from_wire, required_data, required_source
 from mirror.errors import ConfigError, SupervisionError
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow import commands
@@ -87,23 +87,15 @@ class MirrorWork:
     disk alone does not end a worker: opening a group for writing takes a commit, reading it does not.
     """
 
-    def __init__(
-        self,
-        consumer: Consumer,
-        writers: list[GroupWriter],
-        failures: dict[int, tuple[range, StorageError]],
-        pins: PinnedPages,
-        send: Send,
-        open_group: Callable[[int], GroupWriter],
-    ) -> None:
+    def __init__(self, consumer: Consumer, stores: Stores, pins: PinnedPages, send: Send) -> None:
         self._send = send
-        self._open_group = open_group
+        self._stores = stores
         self._openable: int | None = None
         self._consumer = consumer
         self._status = ConsumerStatus(consumer)
         self._pins = pins
-        self._writers = writers
-        self._failures = failures
+        self._writers = stores.writers
+        self._failures = stores.failures
 
     async def run(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -120,7 +112,7 @@ class MirrorWork:
             await asyncio.sleep(self._consumer.settings.storage_retry_interval_s)
             for group in retried:
                 try:
-                    self._open_group(group).close()
+                    self._stores.open(group).close()
                 except StorageError as error:
                     self._failures[group] = (self._failures[group][0], error)
                     continue
@@ -215,61 +207,72 @@ def share(path: str, gid: int) -> None:
         log.error("readers-group-refused", error=str(error))
 
 
+class Stores:
+    """The stores of the first message's groups: the writers of those that could be opened, and the other errors."""
+
+    def __init__(self, start: StartWorker, settings: Settings, identity: Identity, clock: Clock) -> None:
+        self.writers: list[GroupWriter] = []
+        self.failures: dict[int, tuple[range, StorageError]] = {}
+        self._settings = settings
+        self._identity = identity
+        self._clock = clock
+        self._data = str(required_data(settings))
+        self._mark = GroupMark(start.group_mark)
+        self._left_alone = dict(start.quarantined)
+
+    def open_all(self, groups: Sequence[int]) -> None:
+        """Open the groups. Raises StorageError if none can be opened, unless a disk is full; ConfigError."""
+        gid = readers_gid(self._settings)
+        for group in groups:
+            try:
+                writer = self.open(group)
+                writer.owner.at_work = self._mark.word
+                self.writers.append(writer)
+                if gid is not None:
+                    share(directory.group_path(self._data, group), gid)
+            except StorageError as error:
+                log.error("group-not-opened", group=group, error=str(error))
+                self.failures[group] = (self._identity.group_vbids(group), error)
+        errors = [error for _, error in self.failures.values()]
+        if not self.writers and not any(isinstance(error, Full) for error in errors):
+            raise errors[0]
+
+    def open(self, group: int) -> GroupWriter:
+        path, settings, clock = directory.group_path(self._data, group), self._settings, self._clock
+        if group in self._left_alone:
+            raise quarantined(self._left_alone[group], path)
+        restore_missing(self._data, self._identity, group, clock.wall_ms())
+        options = WriterOptions(
+            group=group,
+            identity=self._identity,
+            sync=settings.sync,
+            clock_ms=clock.wall_ms,
+            monotonic_ms=lambda: int(clock.monotonic() * 1000),
+            window=Window(
+                time_ms=settings.history_s * 1000,
+                boundaries=settings.history_boundaries,
+                size_bytes=settings.history_bytes,
+            ),
+            resync_reads=settings.resync_reads,
+        )
+        with self._mark.inside(group):
+            return GroupWriter(path, options)
+
+
 async def open_stores(start: StartMessage, send: Send) -> Work:
-    """Open the groups of the first message. Raises StorageError if none can be opened, unless a disk is full;
-    ConfigError.
-    """
+    """Open the groups of the first message, and make the consumer. Raises StorageError, ConfigError."""
     assert isinstance(start, StartWorker), "a server is another program"
     settings = from_wire(start.settings)
     set_up_logs(settings.log_level, json=settings.log_json, process=f"worker {start.slot}")
     clock = SystemClock()
-    data = str(required_data(settings))
-    identity = directory.load(data)
-    writers: list[GroupWriter] = []
-    failures: dict[int, tuple[range, StorageError]] = {}
-    window = Window(
-        time_ms=settings.history_s * 1000, boundaries=settings.history_boundaries, size_bytes=settings.history_bytes
-    )
-    gid = readers_gid(settings)
-    mark = GroupMark(start.group_mark)
-    left_alone = dict(start.quarantined)
-
-    def open_group(group: int) -> GroupWriter:
-        path = directory.group_path(data, group)
-        if group in left_alone:
-            raise quarantined(left_alone[group], path)
-        restore_missing(data, identity, group, clock.wall_ms())
-        with mark.inside(group):
-            return GroupWriter(
-                path,
-                WriterOptions(
-                    group=group,
-                    identity=identity,
-                    sync=settings.sync,
-                    clock_ms=clock.wall_ms,
-                    monotonic_ms=lambda: int(clock.monotonic() * 1000),
-                    window=window,
-                    resync_reads=settings.resync_reads,
-                ),
-            )
-
-    for group in start.groups:
-        try:
-            writer = open_group(group)
-            writer.owner.at_work = mark.word
-            writers.append(writer)
-            if gid is not None:
-                share(directory.group_path(data, group), gid)
-        except StorageError as error:
-            log.error("group-not-opened", group=group, error=str(error))
-            failures[group] = (identity.group_vbids(group), error)
-    if not writers and not any(isinstance(error, Full) for _, error in failures.values()):
-        raise next(error for _, error in failures.values())
+    identity = directory.load(str(required_data(settings)))
+    stores = Stores(start, settings, identity, clock)
+    stores.open_all(start.groups)
     newest, floor = start.cluster_map, start.map_floor
     consumer = Consumer(
         settings,
         source=parse(required_source(settings)),
-        writers=writers,
+        writers=stores.writers,
         identity=identity,
         worker=str(start.slot),
         clock=clock,
@@ -278,8 +281,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
         share_map=lambda found: send(NewClusterMap(found.to_wire())),
         ends_on_refusal=start.ends_on_refusal,
     )
-    pins = PinnedPages(clock.monotonic)
-    work = MirrorWork(consumer, writers, failures, pins, send, open_group)
+    work = MirrorWork(consumer, stores, PinnedPages(clock.monotonic), send)
     work.resume_leases(start.leases)
     settle_collector()
     return work

@@ -75,7 +75,7 @@ class Reports:
         """Set when a worker has news."""
         self._looked_s = float("-inf")
         self._trend = Trend()
-        self._observer = Observer()
+        self.observer = Observer()
         self._health = of_mirror(STARTING, "no vbucket reported")
         self._message = ""
         self._since_ms = context.clock.wall_ms()
@@ -98,28 +98,25 @@ class Reports:
         if self._until_caught_up and self._context.vbucket_count is not None:
             self._catch_up = CatchUp(self._context.vbucket_count)
 
-    def first_fill_begins(self) -> None:
-        self._observer.fill_begins()
-
     def source_answered(self, error: str | None) -> None:
         """Note the error of a look-up of the source; None if the source has answered the look-up or a worker."""
         if any(row["node"] is not None or row["state"] == "refused" for row in self._rows.values()):
             error = None
         self._source_error = error
-        for event in self._observer.source_answers(error, self._context.now_ms()):
+        for event in self.observer.source_answers(error, self._context.now_ms()):
             self._event_log.add(event)
         if error is not None:
             self._judge([], [])
 
     def add_due_events(self, *, at_once: bool = False) -> None:
         """Log the events that were collected for long enough; with `at_once`, all."""
-        for event in self._observer.due(self._context.now_ms(), at_once=at_once):
+        for event in self.observer.due(self._context.now_ms(), at_once=at_once):
             self._event_log.add(event)
 
     def worker_exited(self, child: Child) -> None:
         """Mark the vbuckets of a dead worker, and forget their lag."""
         error = self._processes.end_of(child.slot)
-        self._observer.forget(child.groups, self._rows.values())
+        self.observer.forget(child.groups, self._rows.values())
         for row in self._rows.values():
             if row["group"] in child.groups:
                 row |= {"state": "starting", "node": None, "worker": None, "report_age_s": None}
@@ -190,7 +187,7 @@ class Reports:
             self.source_answered(self._source_error)
         self._judge(rows, groups)
         self._note_contact()
-        for event in self._observer.observe(rows, groups, self._context.vbucket_count, now_ms):
+        for event in self.observer.observe(rows, groups, self._context.vbucket_count, now_ms):
             self._event_log.add(event)
 
     def _note_ages(self) -> None:
@@ -239,45 +236,18 @@ class Reports:
             lag_limit_s=limit_s,
             groups=groups,
             source_error=self._source_error,
-            servers=self._silent_servers(),
+            servers=silent_servers(self._processes, self._context.now_ms()),
             mirrors=self._context.mirror_troubles,
-            closed=self._closed_listeners(),
-            process_errors=self._process_errors(),
+            closed=closed_listeners(self._processes),
+            process_errors=process_errors(self._processes),
         )
-        for event in self._observer.troubles(health.troubles, self._context.now_ms()):
+        for event in self.observer.troubles(health.troubles, self._context.now_ms()):
             self._event_log.add(event)
         sums = totals(rows)
         figures = f"{sums['published_seqnos'] or 0:,} seqnos published, lag {sums['lag_s'] or 0:.1f} s"
         self.set_health(health, figures)
         if self._source_error is None and self._catch_up is not None:
             self._judge_catch_up(self._catch_up, rows)
-
-    def _closed_listeners(self) -> dict[str, str | None]:
-        """Return each kind of listener that no process serves, with the last end of its processes if one failed."""
-        open_kinds = {kind_of(child.slot) for child in self._processes.running()}
-        found: dict[str, str | None] = {}
-        for number in self._processes.desired:
-            kind = kind_of(number)
-            if kind is not None and kind not in open_kinds:
-                found[kind] = found.get(kind) or self._processes.failure_of(number)
-        return found
-
-    def _process_errors(self) -> dict[int, str]:
-        found = {each.slot: each.report_error for each in self._processes.running() if each.report_error is not None}
-        for number in self._processes.desired:
-            if kind_of(number) is None and (error := self._processes.failure_of(number)) is not None:
-                found.setdefault(number, error)
-        return found
-
-    def _silent_servers(self) -> list[str]:
-        now_ms = self._context.now_ms()
-        servers = [child for child in self._processes.running() if kind_of(child.slot) is not None]
-        return [
-            f"{process_name(child.slot)}, silent for {silence_s:.0f} s"
-            + (f" ({child.report_error})" if child.report_error else "")
-            for child in servers
-            if (silence_s := child.silence_ms(now_ms) / 1000) > SILENT_S
-        ]
 
     def _judge_catch_up(self, catch_up: CatchUp, rows: list[VbucketRow]) -> None:
         failed = [group for child in self._processes.alive() for group in child.status.get("failed_groups") or ()]
@@ -317,7 +287,7 @@ class Reports:
         context, clock = self._context, self._context.clock
         rows = self._sorted_rows()
         slots = sorted(self._processes.slots.items())
-        desired = self._processes.desired
+        desired, now_ms = self._processes.desired, context.now_ms()
         leases = context.leases.active(clock.wall_ms()) if context.leases is not None else ()
         found = status_document(context.data, context.identity, self._health, rows, clock.wall_ms())
         found["totals"] |= {
@@ -335,9 +305,13 @@ class Reports:
             "sync": context.settings.sync,
             "warnings": self._warnings(),
             "supervisor": self._gauge.read(),
-            "workers": [self._process_row(number, slot) for number, slot in slots if kind_of(number) is None],
+            "workers": [
+                process_row(number, slot, desired.get(number, ()), now_ms)
+                for number, slot in slots
+                if kind_of(number) is None
+            ],
             "servers": [
-                {"kind": kind_of(number)} | self._process_row(number, slot)
+                {"kind": kind_of(number)} | process_row(number, slot, desired.get(number, ()), now_ms)
                 for number, slot in slots
                 if kind_of(number) is not None and (slot.child is not None or number in desired)
             ],
@@ -356,24 +330,54 @@ class Reports:
         refused = [self._context.refused_settings] if self._context.refused_settings is not None else []
         return list(dict.fromkeys([*refused, *self._processes.quarantine.groups.values(), *found]))
 
-    def _process_row(self, number: int, slot: ProcessSlot) -> dict[str, object]:
-        child, now_ms = slot.child, self._context.now_ms()
-        return {
-            "slot": number,
-            "pid": child.pid if child else None,
-            "phase": child.phase.value if child else ProcessPhase.ABSENT.value,
-            "groups": list(child.groups if child else self._processes.desired.get(number, ())),
-            "uptime_s": round((now_ms - child.heartbeat.started_ms) / 1000, 1) if child else None,
-            "heartbeat_age_s": round(child.heartbeat.age_ms(now_ms) / 1000, 2) if child else None,
-            "restarts": slot.restarts,
-            "last_exit": slot.last_exit,
-            "last_exit_ms": slot.last_exit_ms,
-            "last_error": slot.last_error,
-            "counters": dict(child.status.get("counters") or {}) if child else {},
-            "request_seconds": child.status.get("request_seconds") if child else None,
-            **(child.gauge.read() if child else UNKNOWN),
-        }
-
 
 def _forget_lag(row: VbucketRow) -> None:
     row["source_high_seqno"] = row["lag_seqnos"] = row["lag_s"] = None
+
+
+def closed_listeners(processes: Processes) -> dict[str, str | None]:
+    """Return each kind of listener that no process serves, with the last end of its processes if one failed."""
+    open_kinds = {kind_of(child.slot) for child in processes.running()}
+    found: dict[str, str | None] = {}
+    for number in processes.desired:
+        kind = kind_of(number)
+        if kind is not None and kind not in open_kinds:
+            found[kind] = found.get(kind) or processes.failure_of(number)
+    return found
+
+
+def process_errors(processes: Processes) -> dict[int, str]:
+    found = {each.slot: each.report_error for each in processes.running() if each.report_error is not None}
+    for number in processes.desired:
+        if kind_of(number) is None and (error := processes.failure_of(number)) is not None:
+            found.setdefault(number, error)
+    return found
+
+
+def silent_servers(processes: Processes, now_ms: int) -> list[str]:
+    servers = [child for child in processes.running() if kind_of(child.slot) is not None]
+    return [
+        f"{process_name(child.slot)}, silent for {silence_s:.0f} s"
+        + (f" ({child.report_error})" if child.report_error else "")
+        for child in servers
+        if (silence_s := child.silence_ms(now_ms) / 1000) > SILENT_S
+    ]
+
+
+def process_row(number: int, slot: ProcessSlot, desired: Sequence[int], now_ms: int) -> dict[str, object]:
+    child = slot.child
+    return {
+        "slot": number,
+        "pid": child.pid if child else None,
+        "phase": child.phase.value if child else ProcessPhase.ABSENT.value,
+        "groups": list(child.groups if child else desired),
+        "uptime_s": round((now_ms - child.heartbeat.started_ms) / 1000, 1) if child else None,
+        "heartbeat_age_s": round(child.heartbeat.age_ms(now_ms) / 1000, 2) if child else None,
+        "restarts": slot.restarts,
+        "last_exit": slot.last_exit,
+        "last_exit_ms": slot.last_exit_ms,
+        "last_error": slot.last_error,
+        "counters": dict(child.status.get("counters") or {}) if child else {},
+        "request_seconds": child.status.get("request_seconds") if child else None,
+        **(child.gauge.read() if child else UNKNOWN),
+    }
