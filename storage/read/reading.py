@@ -19,13 +19,13 @@ from typing import NamedTuple, Self
 from storage.env.environment import AFTER_FORK
 from storage.errors import Closed, Unavailable, ViewInvalidated
 from storage.format import keys
-from storage.format.tokens import AsOf, CollectionName, Pin, positions_of, unknown_collection
+from storage.format.tokens import AsOf, CollectionName, Pin, collection_id_of, positions_of, unknown_collection
 from storage.model import Document, Manifest
 from storage.read import bulk, scan, validity
 from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.groups import Groups
-from storage.read.scan import KeySelection
-from storage.read.vbucket_reader import VbucketReader
+from storage.read.scan import KeySelection, WireRange
+from storage.read.vbucket_reader import Served, VbucketReader
 
 AGAIN = "start the read again; if this comes again, keep more history (history_s)"
 
@@ -213,23 +213,40 @@ class BoundaryRead:
         UnknownCollection for a name; AnswerTooLarge, as `get` does, if the page's first document has more than
         `document_bytes_max` bytes.
         """
-        pin, reader = self.pin(vbid), self._groups.reader(vbid)
         with self._translated():
-            return scan.page(
+            reader, served, left = self._range(vbid, collection, selection)
+            if left is None:
+                return [], b""
+            found, following = scan.chunk(
                 reader,
-                pin,
-                collection,
+                served,
+                left,
                 selection,
-                limit=limit,
+                now=self.pin(vbid).now_ms / 1000,
+                rows_max=limit,
                 bytes_max=bytes_max,
                 document_bytes_max=document_bytes_max,
-                path=self._groups.path,
             )
+        return found, following[left.skip :]
 
     def count_keys(self, vbid: int, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
         """Count the documents, also expired ones, among the next `keys_max` keys. Return also the key to continue from
         (empty: the end).
         """
-        pin, reader = self.pin(vbid), self._groups.reader(vbid)
         with self._translated():
-            return scan.count_keys(reader, pin, collection_id, start=start, keys_max=keys_max)
+            reader, served, left = self._range(vbid, collection_id, KeySelection(start=start))
+            if left is None:
+                return 0, b""
+            with reader.environment.read() as txn:
+                found, following = scan.references(reader, txn, served, left, deletions=False, rows_max=keys_max)
+        return len(found), following[left.skip :]
+
+    def _range(
+        self, vbid: int, collection: CollectionName | None, selection: KeySelection
+    ) -> tuple[VbucketReader, Served, WireRange | None]:
+        pin, reader = self.pin(vbid), self._groups.reader(vbid)
+        with reader.environment.read() as txn:
+            served = validity.served_at(reader, txn, pin, survives_rollback=False)
+            manifest = reader.manifest(txn, served.pub.manifest_key)
+        collection_id = collection_id_of(manifest, collection, self._groups.path)
+        return reader, served, selection.within(manifest, collection_id)

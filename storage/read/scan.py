@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from storage.env.transaction import Transaction
 from storage.format import keys
 from storage.format.records import BRANCH, KIND, MUTATION, SEQNO
-from storage.format.tokens import AsOf, CollectionName, Pin, collection_id_of
+from storage.format.tokens import AsOf, CollectionName, collection_id_of
 from storage.history import chain
 from storage.model import Document, Manifest
 from storage.read import validity
@@ -87,55 +87,6 @@ def documents(
             found, following = chunk(reader, served, left, selection, now=now)
             left = left._replace(start=following)
             yield from found
-
-
-def page(
-    reader: VbucketReader,
-    at: Pin,
-    collection: CollectionName | None,
-    selection: KeySelection,
-    *,
-    limit: int | None = None,
-    bytes_max: int | None = None,
-    document_bytes_max: int | None = None,
-    path: str = "",
-) -> tuple[list[Document], bytes]:
-    """Return a page of the documents that `at` sees, and the key to continue from (see `BoundaryRead.page`)."""
-    served, wire_range = _pinned(reader, at, collection, selection, path)
-    if wire_range is None:
-        return [], b""
-    found, following = chunk(
-        reader,
-        served,
-        wire_range,
-        selection,
-        now=at.now_ms / 1000,
-        rows_max=limit,
-        bytes_max=bytes_max,
-        document_bytes_max=document_bytes_max,
-    )
-    return found, following[wire_range.skip :]
-
-
-def count_keys(reader: VbucketReader, at: Pin, collection_id: int, *, start: bytes, keys_max: int) -> tuple[int, bytes]:
-    """Count the documents, also expired ones, that the pin `at` sees among the next `keys_max` keys. Return also the
-    key to continue from (empty: the end). Raises ViewInvalidated.
-    """
-    served, wire_range = _pinned(reader, at, collection_id, KeySelection(start=start))
-    if wire_range is None:
-        return 0, b""
-    with reader.environment.read() as txn:
-        found, following = references(reader, txn, served, wire_range, deletions=False, rows_max=keys_max)
-    return len(found), following[wire_range.skip :]
-
-
-def _pinned(
-    reader: VbucketReader, at: Pin, collection: CollectionName | None, selection: KeySelection, path: str = ""
-) -> tuple[Served, WireRange | None]:
-    with reader.environment.read() as txn:
-        served = validity.served_at(reader, txn, at, survives_rollback=False)
-        manifest = reader.manifest(txn, served.pub.manifest_key)
-    return served, selection.within(manifest, collection_id_of(manifest, collection, path))
 
 
 def chunk(

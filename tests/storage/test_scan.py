@@ -134,13 +134,13 @@ def test_keys_are_counted_without_reading_documents(
     pin = view.pin(0)
     put(writer, D, 303, publish=True)
     monkeypatch.setattr(VbucketReader, "document", None)
-    assert scan.count_keys(view.reader(0), pin, 0, start=b"", keys_max=4) == (3, b"")
+    assert view.reading(pins=[pin]).count_keys(0, 0, b"", 4) == (3, b"")
     third = sorted([A, B, C, D])[2]
-    before, start = scan.count_keys(view.reader(0), pin, 0, start=b"", keys_max=2)
+    before, start = view.reading(pins=[pin]).count_keys(0, 0, b"", 2)
     assert start == third
-    assert before + scan.count_keys(view.reader(0), pin, 0, start=third, keys_max=2)[0] == 3
-    assert scan.count_keys(view.reader(0), pin, 9, start=b"", keys_max=10) == (0, b"")
-    assert scan.count_keys(view.reader(0), view.pin(0), 0, start=b"", keys_max=4) == (4, b"")
+    assert before + view.reading(pins=[pin]).count_keys(0, 0, third, 2)[0] == 3
+    assert view.reading(pins=[pin]).count_keys(0, 9, b"", 10) == (0, b"")
+    assert view.reading(pins=[view.pin(0)]).count_keys(0, 0, b"", 4) == (4, b"")
 
 
 @pytest.mark.parametrize("looks_max", [1, 4, 16, 2_000])
