@@ -408,8 +408,31 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
 }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", REQUESTS)
+SHORT = (
+    "GET of all vbuckets",
+    "GET_ALL_VB_SEQNOS of a collection",
+    "STAT failovers",
+    "a scan of a key with many versions",
+    "a sample of many versions",
+    "SCRAM challenges",
+    "a changed users file",
+    "DCP streams",
+    "/v1/status",
+    "/v1/collections",
+    "a page of documents",
+    "changes after a position",
+    "a multi-get of objects",
+    "pipelined requests",
+    "a body of chunks of one byte",
+    "DCP of large documents",
+    "a multi-get of large documents",
+)
+"""One request for each mechanism that bounds a step. The others are of the long tests."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.ci if each in SHORT else pytest.mark.long) for each in REQUESTS]
+)
 def test_every_step_of_an_event_loop_is_short(name: str, ports: Ports) -> None:
     found = []
     for _ in range(REPETITIONS):

@@ -15,23 +15,21 @@ ROOT = Path(__file__).parents[2]
 STACK = ("uvicorn", "httptools", "starlette")
 
 
-@pytest.mark.ci
-def test_the_oldest_allowed_servers_pass_the_tests_of_http(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["protocol"], marks=pytest.mark.ci),
+        pytest.param(["documents", "api", "service"], marks=pytest.mark.long),
+    ],
+)
+def test_the_oldest_allowed_servers_pass_the_tests_of_http(names: list[str], tmp_path: Path) -> None:
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     oldest = [re.sub(r"^([\w-]+)>=([\d.]+).*", r"\1==\2", each) for each in dependencies if each.startswith(STACK)]
     assert len(oldest) == len(STACK)
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "oldest"), *oldest]
     subprocess.run(install, check=True)
-    tests = ("test_http_protocol.py", "test_http_documents.py", "test_http_api.py", "test_http_service.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *(f"tests/serve/{each}" for each in tests),
-    ]
+    tests = [f"tests/serve/test_http_{name}.py" for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "oldest")}
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-5000:]
