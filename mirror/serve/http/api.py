@@ -291,12 +291,13 @@ class GuardedApp:
             refuse_websites(Request(scope))
             await self._app(scope, receive, counted)
         except Exception as error:
-            problem = _problem_of(error, scope)
+            response = _problem_of(error, scope).response()  # no variable has the error: its frames hold the request
             if status:
                 raise
             reader = state.pop("reader", None)
-            problem = (reader and self._service.rights_changed(reader)) or problem
-            await problem.response()(scope, receive, counted)
+            if reader is not None and (refusal := self._service.rights_changed(reader)):
+                response = refusal.response()
+            await response(scope, receive, counted)
         finally:
             memory.hold(0)
             route = _route(scope)

@@ -155,6 +155,7 @@ class HttpConnection(asyncio.BufferedProtocol, asyncio.Transport):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._gate.connections.discard(self)
+        self._framing = Framing()  # a garbage collection may come late
         self._slot.release()
         if self._slot.in_line is not None:
             self._slot.in_line.cancel()

@@ -11,6 +11,8 @@ import ctypes
 import gc
 import socket
 import sys
+import threading
+import time
 
 from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire, required_data
@@ -30,9 +32,7 @@ from mirror.supervise.processes.life import Send, Work, main
 
 SWITCH_INTERVAL_S = 0.0005
 """Time after which the thread for large work lets the event loop run. Python's default is 5 ms."""
-LARGE_BLOCK_BYTES = 128 * 1024
-M_MMAP_THRESHOLD = -3
-"""From glibc's malloc.h."""
+TRIM_S = 10.0
 
 log = get_logger("kv")
 
@@ -117,13 +117,15 @@ class DcpServing(KvServing):
         return self._map(None, revision)  # `kv_nodes` has addresses of KV only
 
 
-def return_freed_memory() -> None:
-    """Let freed blocks of `LARGE_BLOCK_BYTES` go back to the system at once. By default glibc keeps blocks as large as
-    the largest that was freed: after a flood of large requests a process kept a gigabyte.
+def give_back_freed_memory() -> None:
+    """Give freed memory back to the system, in a thread: glibc gives back the end of its heap only, and after a flood
+    of large requests a process kept a gigabyte. A lower threshold for blocks outside of the heap, M_MMAP_THRESHOLD,
+    would halve the rate of small reads: asyncio receives into blocks of 256 KiB.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, and need none
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    while trim is not None:
+        time.sleep(TRIM_S)
+        trim(0)
 
 
 async def open_server(start: StartMessage, _send: Send) -> Work:
@@ -132,7 +134,7 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
     settings = from_wire(start.settings)
     kind, number = start.kind, start.slot % SLOTS_PER_KIND
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return_freed_memory()
+    threading.Thread(target=give_back_freed_memory, daemon=True).start()
     set_up_logs(settings.log_level, json=settings.log_json, process=f"{kind} {number}")
     sockets: Sockets = []
     for text, inherited in start.listeners:
