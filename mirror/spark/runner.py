@@ -8,13 +8,11 @@ raised it, without Spark's traceback. On Spark this happens after the last task.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import pickle
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -23,7 +21,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.log import structlog
 from storage.errors import StorageError
 
 T = TypeVar("T")
@@ -34,9 +31,6 @@ Progress = Callable[[int, int], None]
 POLL_INTERVAL_S = 0.5
 
 _MARK = "dcp-mirror-error:"
-_REPORTED = re.compile(r"MirrorSourceError: (.+?)(?: SQLSTATE: \w+)?$", re.MULTILINE)
-"""Finds a foreseen error of the data source (failures.py) in the text of Spark's error."""
-
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(mirror|storage|pyarrow|lmdb|deltalake)\b")
 """Finds the error of an executor that lacks this package or one of its dependencies."""
 
@@ -62,10 +56,10 @@ class LocalRunner:
         self._pool: ProcessPoolExecutor | None = None
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """Run a single task, or all if `parallelism` is 1, in this process. Other processes are spawned, because this
-        process may have threads.
+        """Run all tasks in this process if `parallelism` is 1, or a single one that comes first. Other processes are
+        spawned, because this process may have threads.
         """
-        if self.parallelism == 1 or len(tasks) <= 1:
+        if self.parallelism == 1 or (len(tasks) <= 1 and self._pool is None):
             return self._run_here(function, tasks, progress)
         results: list[Any] = [None] * len(tasks)
         if self._pool is None:
@@ -202,14 +196,6 @@ class _Guarded:
             return None, error
 
 
-def quiet_logs() -> None:
-    """Log only errors, to stderr: a command may print data to stdout."""
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
-    )
-
-
 def as_text(error: BaseException) -> str:
     """Return our error as text, from which `error_of` restores it, even inside other text."""
     return f"{_MARK}{pickle.dumps(error).hex()};"
@@ -229,8 +215,5 @@ def error_of(error: BaseException) -> BaseException:
             f"the Python of an executor has no package {missing[1]}",
             hint="pip install 'dcp-mirror[spark]' on every executor, and set spark.pyspark.python to that Python",
         )
-    reported = _REPORTED.search(text)
-    if reported is not None:
-        return MirrorError(reported[1].strip())
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return MirrorError(f"Spark: {first}", hint="DCP_MIRROR_LOG_LEVEL=debug shows all of it")

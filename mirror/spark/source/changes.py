@@ -80,6 +80,7 @@ class ChangesDriver(ABC):
         return decode(given, self._origin, self.bucket_uuid, self._options.selection)
 
     def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
+        """Return tasks whose rows come in the order of vbuckets: a reader of their files finds a vbucket by bounds."""
         ways: dict[int, Way] = {}
         for vbid, to in end.at.items():
             since = start.of(vbid)
@@ -87,7 +88,7 @@ class ChangesDriver(ABC):
                 ways[vbid] = way
         shares = dealt(list(ways), self._options.partitions, self._group_count)
         task = self._task(start, end)
-        return [replace(task, ways=tuple(ways[vbid] for vbid in share)) for share in shares if share]
+        return [replace(task, ways=tuple(ways[vbid] for vbid in sorted(share))) for share in shares if share]
 
     @abstractmethod
     def _way(self, vbid: int, since: At, to: At) -> Way | None:

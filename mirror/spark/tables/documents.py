@@ -38,8 +38,17 @@ from mirror.spark.tables.delta import (
     remove_action,
     vacuum,
 )
-from mirror.spark.tables.merge import PART, QUARANTINE, STATE, DocumentColumns, Merged, MergeTask, merge_part
-from mirror.spark.tables.parts import groups_of, run_name, run_of
+from mirror.spark.tables.merge import (
+    PART,
+    QUARANTINE,
+    STATE,
+    DocumentColumns,
+    Merged,
+    MergeTask,
+    merge_part,
+    vbids_of,
+)
+from mirror.spark.tables.parts import opened, run_name, run_of
 from mirror.typed.bodies import MISFITS_MAX, Bodies, Reading, check_misfits, names_of
 from mirror.typed.values import folded
 
@@ -51,6 +60,9 @@ CONFIGURATION = {"delta.logRetentionDuration": "interval 7 days", "delta.checkpo
 """Settings for a log that grows fast, because each batch makes a commit."""
 STATISTICS = ("key", "collection", "vbid", "seqno", "at_branch", "at_seqno")
 """DocumentColumns whose statistics let readers skip files."""
+
+ROWS_OF_A_PART = 64
+"""In a row group with this many rows for each part between its bounds, all of these parts are taken to have events."""
 
 PERMISSIVE = Reading("permissive")
 """The default reading: a document that does not fit must not stop a stream for ever."""
@@ -239,11 +251,21 @@ class DocumentsTable:
             found.setdefault(part, []).append((name, file["size_bytes"]))
         return found
 
-    def _parts_of(self, changes: Folder, name: str) -> list[int]:
+    def _parts_of(self, changes: Folder, name: str) -> set[int]:
+        """Return the parts that have events in a file. Only statistics are read, unless a row group has few rows: of
+        many, each part between its bounds has some.
+        """
         parts: set[int] = set()
-        for events in groups_of(changes, name, ["vbid"]):
-            parts.update(pc.unique(pc.divide(events["vbid"], self._width)).to_pylist())
-        return sorted(parts)
+        with opened(changes, name) as file:
+            for group in range(file.num_row_groups):
+                first, last = vbids_of(file.metadata.row_group(group))
+                between = range(first // self._width, last // self._width + 1)
+                if ROWS_OF_A_PART * len(between) > file.metadata.row_group(group).num_rows:
+                    vbids = file.read_row_group(group, ["vbid"])["vbid"]
+                    parts.update(pc.unique(pc.divide(vbids, self._width)).to_pylist())
+                else:
+                    parts.update(between)
+        return parts
 
     def _task(
         self,

@@ -159,15 +159,14 @@ class WaitingEvents:
     def _events(self, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
         """Yield the row groups that may have the part's events, each with the number of its first event."""
         first, last = self._vbids
-        at, number = CHANGES.get_field_index("vbid"), 0
+        number = 0
         for name in self._names:
             with opened(self._changes, name) as file:
                 for group in range(file.num_row_groups):
-                    found = file.metadata.row_group(group)
-                    bounds = found.column(at).statistics
-                    if bounds is None or not bounds.has_min_max or (bounds.min <= last and bounds.max >= first):
+                    low, high = vbids_of(file.metadata.row_group(group))
+                    if low <= last and high >= first:
                         yield number, file.read_row_group(group, columns)
-                    number += found.num_rows
+                    number += file.metadata.row_group(group).num_rows
 
     def _own(self, number: int, events: pa.Table) -> pa.Table:
         first, last = self._vbids
@@ -238,6 +237,12 @@ class WaitingEvents:
         for number, events in self._events(STATE.names):
             numbers = pc.add(pa.array(range(len(events)), pa.int64()), number)
             yield events.filter(pc.is_in(numbers, puts)).cast(STATE)
+
+
+def vbids_of(group: Any) -> tuple[int, int]:
+    """Return the lowest and highest vbucket in a row group of `changes`, by the statistics of its writer."""
+    found = group.column(CHANGES.get_field_index("vbid")).statistics
+    return found.min, found.max
 
 
 def _last(events: pa.Table) -> pa.Table:

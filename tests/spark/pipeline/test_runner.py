@@ -80,14 +80,6 @@ def test_an_error_as_text_keeps_its_message_hint_and_code() -> None:
     assert (str(found), found.setting, found.exit_code) == ("bad (fix it)", "x", 2)
 
 
-def test_the_message_of_the_data_source_is_extracted_from_a_spark_error() -> None:
-    text = (
-        "[STREAM_FAILED] Query [id = 1] terminated with exception: [PYTHON_STREAMING] Failed when source perform "
-        "latestOffset: MirrorSourceError: vbucket 3: history is gone (begin again) SQLSTATE: 38000\n=== Query ===\n"
-    )
-    assert str(error_of(RuntimeError(text))) == "vbucket 3: history is gone (begin again)"
-
-
 def test_an_executor_without_the_package_is_reported_in_one_line() -> None:
     text = "Job aborted\n  File ...\nModuleNotFoundError: No module named 'mirror'\n"
     assert str(error_of(RuntimeError(text))).startswith(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, write_deltalake
+from deltalake import DeltaTable, Transaction, write_deltalake
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +23,8 @@ from mirror.spark.places import folder_at
 from mirror.spark.source.columns import CHANGES
 from mirror.spark.tables import lake as lakes
 from mirror.spark.tables import parts as parts_module
-from mirror.spark.tables.delta import CommitConflict, vacuum
-from mirror.spark.tables.documents import Applied, batch_of, prefix
+from mirror.spark.tables.delta import CommitConflict, commit, vacuum
+from mirror.spark.tables.documents import BATCH_MARK, Applied, batch_of, prefix
 from mirror.spark.tables.lake import Lake
 from mirror.spark.tables.parts import PartWriter
 from tests.spark.events import Event, History, Name, act, event, table_of
@@ -414,6 +414,14 @@ def test_a_file_of_delta_rs_is_not_taken_for_the_file_of_a_batch(tmp_path: Path)
         assert lake.remove_unfinished() == []
         assert compacted.exists()
         assert stranger.exists()
+
+
+def test_a_table_without_a_position_is_refused(tmp_path: Path) -> None:
+    """As one of an older version, whose position was in a checkpoint of Spark."""
+    with lake_in(tmp_path) as lake:
+        commit(lake.changes_folder, lake.changes, [], CHANGES, marks=[Transaction(BATCH_MARK, 0)])
+    with pytest.raises(ConfigError, match=r"older version of this program \(give a new folder"):
+        lake_in(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"{")], ids=["gone", "damaged"])
