@@ -6,7 +6,7 @@ package of the project.
     MirrorError
     ├── ConfigError                  a setting is wrong (exit 2)
     ├── ClusterError                 the source
-    │   ├── ConnectFailed            nobody answers, or the connection broke (retried; exit 1)
+    │   ├── ConnectFailed            no server answers, or the connection broke (retried; exit 1)
     │   ├── HandshakeFailed          the address answers, but not as a data node (retried; exit 1)
     │   ├── SourceTimeout            a node stopped answering (retried; exit 1)
     │   ├── AuthRejected             wrong user or password (exit 4)

@@ -102,7 +102,7 @@ class Lease:
             return
         try:
             ask(self._directory, ReleaseLease(self.id))
-        except MirrorError:  # the lease ends by itself, because nobody renews it
+        except MirrorError:  # the lease ends by itself, because it is not renewed
             return
 
 

@@ -123,8 +123,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 async def untaken_errors(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Errors of streams that nobody took. asyncio logs one with a traceback if the garbage collector finds the stream's
-    future before its protocol; here it always does. Call `gc.collect()` before looking.
+    """Errors of streams that were never retrieved. asyncio logs one with a traceback if the garbage collector finds the
+    stream's future before its protocol; here it always does. Call `gc.collect()` before looking.
     """
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(asyncio.StreamReaderProtocol, "__del__", lambda _: None)

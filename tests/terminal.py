@@ -87,7 +87,7 @@ class Terminal:
         return self.process.wait(LIMIT_S)
 
     def _read(self, deadline: float, pressing: str = "") -> bool:
-        """Take what it has written; False: nobody has the terminal open any more."""
+        """Read its output. Return False if no process has the terminal open any more."""
         while not select.select([self._ours], [], [], 1.0)[0]:
             assert time.monotonic() < deadline, "waited in vain"
             self.type(pressing)

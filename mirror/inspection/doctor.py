@@ -319,7 +319,7 @@ async def login(case: Case) -> Findings:
 def _tls(link: Link, clock: Clock) -> Finding:
     if not link.secure:
         local = link.address.host in ("localhost", "127.0.0.1", "::1")
-        text = "not encrypted" + (", on this machine alone" if local else ": everybody on the way can read documents")
+        text = "not encrypted" + (", on this machine alone" if local else ": others on the network can read documents")
         return judged("tls", local, text, "write couchbases:// and give the cluster's CA as tls_ca_file")
     tls = link.tls_object
     certificate: Any = tls.getpeercert() if tls is not None else None

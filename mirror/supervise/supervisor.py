@@ -222,7 +222,7 @@ class Supervisor:
                 log.info("stopping", workers=workers)
 
     def _check_place(self, lock: ServiceLock) -> None:
-        """End the service if its directory is gone, because nobody could find later commits."""
+        """End the service if its directory is gone, because later commits could not be found."""
         try:
             lock.check_place(made=self._context.identity is not None)
         except SupervisionError as error:

@@ -158,8 +158,8 @@ def background(*arguments: object, **more: Any) -> ProcessGroup:
     )
 
 
-def output_nobody_takes(*arguments: object) -> tuple[int, str]:
-    """Exit code and stderr of the command when its stdout is a pipe that nobody reads any more."""
+def output_to_closed_pipe(*arguments: object) -> tuple[int, str]:
+    """Exit code and stderr of the command when the reader of its stdout has closed the pipe."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -206,7 +206,7 @@ def source_and_mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
 
 @pytest.fixture(scope="session")
 def source(source_and_mirror: tuple[SandboxThread, Path]) -> SandboxThread:
-    """Two nodes, sixteen vbuckets, some documents; nobody writes to it any more."""
+    """Two nodes, sixteen vbuckets, some documents, and no further writes."""
     return source_and_mirror[0]
 
 

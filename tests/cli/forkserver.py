@@ -99,7 +99,7 @@ def keep(call: tuple[list[str], dict[str, str], str], files: list[int], reply: i
         with socket.socket(fileno=reply) as answers:
             for file in files:
                 os.close(file)
-            with contextlib.suppress(OSError):  # nobody waits any more
+            with contextlib.suppress(OSError):  # the caller has gone
                 answers.send(str(pid).encode())
                 answers.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
         os._exit(0)

@@ -19,7 +19,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.format.tokens import Token
 from storage.read.view import open_view
-from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, fill, output_nobody_takes, succeed
+from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, fill, output_to_closed_pipe, succeed
 from tests.processes import caught_up
 from tests.supervise.conftest import eventually_now as eventually
 
@@ -140,7 +140,7 @@ def test_a_killed_backup_leaves_nothing_that_restore_accepts(mirrored: Path, tmp
 
 
 def test_a_reader_that_leaves_before_the_end_is_a_failure(mirrored: Path) -> None:
-    code, said = output_nobody_takes("backup", "--data", mirrored, "--to", "-")
+    code, said = output_to_closed_pipe("backup", "--data", mirrored, "--to", "-")
     assert code == 1
     assert said.splitlines()[-1].startswith("dcp-mirror: stdout was closed before the backup was complete")
     assert "Traceback" not in said

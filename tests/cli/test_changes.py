@@ -21,7 +21,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.model import Branch, Seqno
 from storage.read.view import Token, open_view
-from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, output_nobody_takes, succeed
+from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, output_to_closed_pipe, succeed
 from tests.supervise.conftest import eventually_now as eventually
 
 ID = "00000000000000ff"
@@ -175,7 +175,7 @@ def test_a_cursor_file_is_not_ahead_of_the_output_that_was_read(
 ) -> None:
     _, data = moving
     file = tmp_path / "position"
-    assert output_nobody_takes("changes", "--data", data, "--cursor", file, "--json") == (0, "")
+    assert output_to_closed_pipe("changes", "--data", data, "--cursor", file, "--json") == (0, "")
     assert not file.exists()
 
 

@@ -56,8 +56,8 @@ def test_a_signal_ends_the_demo_in_order_with_no_process_left(
     assert demo.returncode == 0, err
     assert "the demo ended well" in out
     assert "Traceback" not in err
-    nobody = ["--source", "couchbase://demo@127.0.0.1:1/demo", "--set", "bootstrap_timeout_s=0.1"]
-    check = call("run", *nobody, "--data", tmp_path / "data", "--until-caught-up")
+    unreachable = ["--source", "couchbase://demo@127.0.0.1:1/demo", "--set", "bootstrap_timeout_s=0.1"]
+    check = call("run", *unreachable, "--data", tmp_path / "data", "--until-caught-up")
     assert "serves" not in check.complaint, "no service of the demo may hold the lock any more"
 
 

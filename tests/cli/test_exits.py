@@ -11,14 +11,14 @@ from cli.exits import Absent, CommandEnded, code_of, guarded
 from mirror.errors import AuthRejected, BucketChanged, ConfigError, ConnectFailed, MirrorError
 from mirror.wire.errors import RemoteProtocolError
 from storage.errors import CorruptedError, Full, NotAMirror, StorageError, WrongBucket
-from tests.cli.conftest import call_here, environment, output_nobody_takes
+from tests.cli.conftest import call_here, environment, output_to_closed_pipe
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (MirrorError("broken"), 1),
-        (ConnectFailed("nobody"), 1),
+        (ConnectFailed("refused"), 1),
         (ConfigError("bad"), 2),
         (BucketChanged("another"), 3),
         (AuthRejected("no"), 4),
@@ -97,7 +97,7 @@ def test_python_without_asserts_is_refused() -> None:
 
 
 def test_a_reader_that_leaves_early_is_not_a_failure(mirrored: Path) -> None:
-    assert output_nobody_takes("scan", "--data", mirrored, "--json") == (0, "")
+    assert output_to_closed_pipe("scan", "--data", mirrored, "--json") == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ SHOWN = "a.[2J.2J.b"
 
 
 def test_control_characters_of_data_never_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """A reader could take a lease under a name that cleared the screen of everybody who looked at the status."""
+    """A reader could take a lease under a name that cleared the screen of every user who looked at the status."""
     lease = {"id": "x", "name": CLEARING, "until_ms": 1_700_000_000_000, "vbuckets": 64}
     assert f"history for {SHOWN} (64" in drawn(render.status_view(document(leases=[lease])), 160)
     assert SHOWN in drawn(render.plain_table(["a long headline"], [[CLEARING]]))
@@ -196,8 +196,8 @@ def test_the_status_line_agrees_with_the_status() -> None:
     line = render.status_line(document())
     assert line.startswith("catching up | documents - | published 1,234,572 | rate 1,500/s | lag - | ")
     assert "workers 1/1" in line
-    waiting = document(state="source unreachable", message="nobody there")
-    assert render.status_line(waiting).endswith("nobody there")
+    waiting = document(state="source unreachable", message="connection refused")
+    assert render.status_line(waiting).endswith("connection refused")
 
 
 def test_the_progress_shows_share_rate_and_time_left() -> None:

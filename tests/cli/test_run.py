@@ -18,7 +18,7 @@ from tests.cli.conftest import LIMIT_S, background, call, call_here, copy_of, su
 from tests.processes import caught_up
 from tests.supervise.conftest import eventually_now as eventually
 
-NOBODY_THERE = "couchbase://demo@127.0.0.1:1/demo"
+UNREACHABLE = "couchbase://demo@127.0.0.1:1/demo"
 
 
 def test_a_run_until_caught_up_ends_with_everything_published(source: SandboxThread, tmp_path: Path) -> None:
@@ -108,12 +108,12 @@ def test_a_wrong_password_is_reported_at_once(source: SandboxThread, tmp_path: P
 
 def test_an_address_without_a_source_is_named(tmp_path: Path) -> None:
     limited = ["--set", "bootstrap_timeout_s=0.5"]
-    result = call("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", "--until-caught-up", *limited)
+    result = call("run", "--source", UNREACHABLE, "--data", tmp_path / "data", "--until-caught-up", *limited)
     result.assert_complains(1, "127.0.0.1:1")
 
 
 def test_a_run_until_caught_up_that_is_stopped_earlier_exits_130(tmp_path: Path) -> None:
-    arguments = ["--source", NOBODY_THERE, "--data", tmp_path, "--until-caught-up", "--json"]
+    arguments = ["--source", UNREACHABLE, "--data", tmp_path, "--until-caught-up", "--json"]
     with background("run", *arguments) as service:
         eventually(lambda: (client.ask(tmp_path, GetStatus()) or {}).get("status", {}).get("source_error"))
         service.terminate()
@@ -130,7 +130,7 @@ def test_a_service_stopped_before_it_has_read_its_settings_ends_cleanly(
     tmp_path: Path, flags: list[str], code: int
 ) -> None:
     os.mkfifo(tmp_path / "mirror.toml")
-    arguments = ["--config", tmp_path / "mirror.toml", "--data", tmp_path / "data", "--source", NOBODY_THERE]
+    arguments = ["--config", tmp_path / "mirror.toml", "--data", tmp_path / "data", "--source", UNREACHABLE]
     with background("run", *arguments, *flags) as service, (tmp_path / "mirror.toml").open("w"):
         service.terminate()  # it waits for the file's text
         _, err = service.communicate(timeout=LIMIT_S)
@@ -139,7 +139,7 @@ def test_a_service_stopped_before_it_has_read_its_settings_ends_cleanly(
 
 
 def test_a_missing_option_is_named(tmp_path: Path) -> None:
-    assert "--data" in call_here("run", "--source", NOBODY_THERE).complaint
+    assert "--data" in call_here("run", "--source", UNREACHABLE).complaint
     assert "--source" in call_here("run", "--data", tmp_path).complaint
     assert call_here("run").code == 2
 
@@ -162,7 +162,7 @@ def test_a_missing_option_is_named(tmp_path: Path) -> None:
 def test_an_invalid_setting_is_named_and_nothing_is_made(
     tmp_path: Path, arguments: list[str], env: dict[str, str], words: str
 ) -> None:
-    call_here("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", *arguments, env=env).assert_complains(
+    call_here("run", "--source", UNREACHABLE, "--data", tmp_path / "data", *arguments, env=env).assert_complains(
         2, words
     )
     assert not (tmp_path / "data").exists()

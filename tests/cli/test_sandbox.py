@@ -110,7 +110,7 @@ def test_the_help_names_every_command_and_its_optional_arguments() -> None:
 
 
 def test_a_control_socket_that_is_missing_is_named(tmp_path: Path) -> None:
-    call("sandbox", "fault", "status", "--control", tmp_path / "nobody").assert_complains(1, "nobody")
+    call("sandbox", "fault", "status", "--control", tmp_path / "missing.sock").assert_complains(1, "missing.sock")
     assert call("sandbox", "fault", "status").code == 2
 
 

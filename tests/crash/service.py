@@ -144,7 +144,7 @@ class Service:
     # -- what it says ---------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any] | None:
-        """The status document; None while nobody answers. Fails when the service has ended unasked."""
+        """The status document; None while the service does not answer. Fails if the service has ended by itself."""
         assert self.ended() is None, f"the service ended by itself with {self.ended()}"
         try:
             answer = client.ask(self.data, GetStatus())

@@ -103,7 +103,7 @@ def test_a_lease_of_a_dead_holder_keeps_history_only_until_it_expires(source: Sa
         service.wait_workers(1)
         with open_view(str(data), partial=True) as view:
             write(source, view, 1)
-            answer = ask(data, GrantLease("x", "nobody renews it", 2, positions(view)))
+            answer = ask(data, GrantLease("x", "never renewed", 2, positions(view)))
             assert answer is not None
             write(source, view, 2)
             newest = [int(each.pub.seqno) for _, each in sorted(view.published().items())]

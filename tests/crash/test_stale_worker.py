@@ -82,7 +82,7 @@ def test_a_stopped_worker_dies_with_its_supervisor(source: SandboxThread, tmp_pa
 
 
 def test_a_worker_that_wakes_up_after_another_took_over_writes_nothing(source: SandboxThread, tmp_path: Path) -> None:
-    """Somebody removed the locks while a service slept, and started another. The sleeper wakes up with data in hand."""
+    """The locks were removed while a service slept, and another was started. The first wakes up with data in hand."""
     data = tmp_path / "data"
     never = ("--set", "worker_heartbeat_timeout_s=3600")
     sleeper = Service(source.connection_string, data, *FLAGS, *never, log=tmp_path / "sleeper.log")
@@ -92,7 +92,7 @@ def test_a_worker_that_wakes_up_after_another_took_over_writes_nothing(source: S
         sleeper.start()
         pids = [row["pid"] for row in sleeper.wait_workers(2).values()]
         wait_progress("the mirror to follow", data)
-        source.call(setattr, load, "rate", 0)  # so that nobody is stopped inside of LMDB's own lock
+        source.call(setattr, load, "rate", 0)  # so that no process is stopped inside of LMDB's own lock
         until("everything to be published", lambda: is_level(source.cluster, data), poll_s=0.1)
         until("the store to be synced", lambda: sleeper.status(), poll_s=0.1)
         for pid in (sleeper.pid, *pids):

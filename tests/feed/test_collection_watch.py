@@ -314,8 +314,8 @@ def manifest(uid: int, **collections: int) -> SourceManifest:
 def test_the_watch_follows_only_newer_manifests_and_reports_only_changes() -> None:
     notified: list[set[int]] = []
     access = SimpleNamespace(settings=Settings())
-    nobody: Any = SimpleNamespace(ready_sessions=list, current=None, access=access, clock=SystemClock())
-    watch = CollectionWatch(TWO, nobody, nobody, notified.append)
+    idle: Any = SimpleNamespace(ready_sessions=list, current=None, access=access, clock=SystemClock())
+    watch = CollectionWatch(TWO, idle, idle, notified.append)
     assert not watch.resolved.streams
     assert "asking the source" in watch.text
     watch.take(manifest(5, airline=9))

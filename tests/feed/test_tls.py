@@ -237,7 +237,7 @@ async def test_replaced_files_are_used_from_the_next_connection_on(authority: Au
 
 async def test_a_connection_that_requires_tls_sends_only_a_noop_in_plain_text(authority: Authority) -> None:
     """To a port that speaks none, or breaks the handshake off, as a machine in the middle may do: a NOOP on another
-    connection finds out what it speaks, and names nobody.
+    connection finds out what it speaks, and names no user.
     """
     probe = fr.encode(fr.request(Opcode.NOOP, opaque=1))
     for greeting in (b"", fr.encode(fr.response(fr.request(Opcode.HELLO))), b"\x15\x03\x01\x00\x02\x02\x46"):

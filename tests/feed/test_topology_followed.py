@@ -59,7 +59,7 @@ async def test_a_rebalance_is_followed_by_announced_maps(profile: str, tmp_path:
 async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_polling(
     profile: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Nobody streams what has no node, so only the map says where it is."""
+    """A vbucket without a node is not streamed, so only the map says where it is."""
     async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         write(cluster, 50)
         mirror = await mirrors.follow(**settings)
@@ -261,7 +261,7 @@ async def test_a_client_certificate_is_exchanged_without_a_restart(tmp_path: Pat
             tls_client_cert_file=cert,
             tls_client_key_file=key,
         )
-        cert.write_text("half a file")  # as somebody writes it just now
+        cert.write_text("half a file")  # as if it was just being written
         cluster.faults.cut()
         await mirror.until(
             lambda: all("client.pem cannot be used" in str(node["error"]) for node in mirror.status()["nodes"]),

@@ -1,4 +1,4 @@
-"""A connection: frames in pieces, answers by opaque, ends that everybody hears of."""
+"""A connection: frames in pieces, answers by opaque, ends that every waiting request hears of."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ async def test_a_connection_is_silent_only_while_something_waits_for_an_answer()
 
 
 async def test_an_address_that_drops_packets_does_not_hide_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name may still carry the address of a node that is gone: nobody answers there, not even with a refusal."""
+    """A name may still carry the address of a node that is gone: no host answers there, not even with a refusal."""
     async with ScriptedNode() as node:
         with contextlib.ExitStack() as stack:
             dead = stack.enter_context(socket.socket())

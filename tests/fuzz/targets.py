@@ -1,4 +1,4 @@
-"""Everything that reads bytes which somebody else has made: what each may raise, and what must hold of its result.
+"""Each function that reads untrusted bytes: what it may raise, and what must hold of its result.
 
 A target takes any bytes and returns; an exception that is not the reader's own error, a hang or a large allocation is
 a finding. `corpus/<target>/` holds where mutation begins, and what was once found.

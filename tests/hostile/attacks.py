@@ -99,7 +99,7 @@ PATHS = lookup(b"middle", b"a[-1]", 0)
 
 @attack("kv")
 def checksums_of_a_large_document(site: Site) -> None:
-    """16 look-ups once froze everybody for 23 s."""
+    """16 look-ups once blocked all clients for 23 s."""
     over_kv(site, *[LARGE] * 16, count=1)
 
 
@@ -170,12 +170,12 @@ def silence_before_https(site: Site) -> None:
 
 @attack("kv")
 def silence_before_login(site: Site) -> None:
-    """1,024 once kept everybody out for 600 s."""
+    """1,024 once locked all clients out for 600 s."""
     silence(site.kv, fr.encode(kv_client.noop()))
 
 
 @attack("http")
-def streams_that_nobody_reads(site: Site) -> None:
+def streams_that_are_not_read(site: Site) -> None:
     clients = []
     while True:
         clients.append(begun(site, "/v1/changes"))
@@ -303,7 +303,7 @@ def hellos_in_bulk(site: Site) -> None:
 
 @attack("kv")
 def tls_records_of_one_byte(site: Site) -> None:
-    """Each is decrypted by itself; nobody has logged in."""
+    """Each is decrypted by itself, before any login."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
 

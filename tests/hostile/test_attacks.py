@@ -95,7 +95,7 @@ def test_a_new_client_is_accepted_while_silent_clients_exceed_the_limit(site: Si
 
 
 def exchanged(port: int, mechanism: str) -> tuple[list[Frame], Frame]:
-    """The frames of a login by SCRAM, as somebody in the middle records them, and the server's challenge."""
+    """The frames of a login by SCRAM, as an attacker in the middle records them, and the server's challenge."""
     client, exchange = Kv(port, login=False), ScramClient(mechanism, USER, PASSWORD, nonce="reused")
     first = codec_kv.sasl_auth(mechanism.encode(), exchange.first())
     challenge = client.ask(first)

@@ -1,4 +1,4 @@
-"""Attacks of a user of one collection, and of nobody, on documents of another: none gets any, and nobody is harmed."""
+"""A user of one collection, or a client without a login, gets no document of another, and disturbs no other client."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_a_forged_first_login_message_does_not_change_the_user(first: bytes, sit
     assert client.ask(fr.request(Opcode.GET, key=b"small")).status == Status.EACCESS
 
 
-@pytest.mark.parametrize("kind", ["pipe", "directory", "missing", "not JSON", "too large", "nobody"])
+@pytest.mark.parametrize("kind", ["pipe", "directory", "missing", "not JSON", "too large", "no user"])
 def test_an_unreadable_users_file_leaves_the_previous_users(kind: str, site: Site, folder: Path) -> None:
     """A pipe in its place stopped each process at its next login, until the supervisor killed it."""
     path = folder / "users.json"
@@ -369,7 +369,7 @@ def test_an_unreadable_users_file_leaves_the_previous_users(kind: str, site: Sit
         elif kind == "directory":
             path.mkdir()
         elif kind != "missing":
-            path.write_bytes({"not JSON": b"{", "too large": b" " * (9 << 20), "nobody": b'{"users": []}'}[kind])
+            path.write_bytes({"not JSON": b"{", "too large": b" " * (9 << 20), "no user": b'{"users": []}'}[kind])
         for user in (USER, BOB):
             for client in (kv(site.kv, user=user), kv(site.dcp, user=user)):
                 client.read()

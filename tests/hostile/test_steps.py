@@ -195,7 +195,7 @@ def gets(client: Kv, prefix: bytes) -> None:
 def challenges(ports: Ports) -> None:
     for _ in range(8):
         client = Kv(ports.ports["kv"], login=False)
-        client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", b"n,,n=nobody,r=abcdefgh"))
+        client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", b"n,,n=unknown,r=abcdefgh"))
         client.close()
 
 

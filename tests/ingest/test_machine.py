@@ -774,7 +774,7 @@ def test_any_other_end_of_a_stream_is_followed_by_a_full_request(reason: int) ->
 
 
 def test_a_lost_privilege_is_shown_as_a_refusal_and_the_stream_is_requested_again() -> None:
-    """Somebody may grant it again, and nobody tells us."""
+    """It may be granted again at any time, without a message."""
     rig = streaming_at(100)
     assert kinds(ended(rig, StreamEndReason.LOST_PRIVILEGES)) == [ins.RetryAfter]
     assert (rig.reports[-1].status, "privilege" in rig.reports[-1].text) == (ins.VbucketStatus.REFUSED, True)

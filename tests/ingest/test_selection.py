@@ -145,7 +145,7 @@ def test_a_stream_continues_only_if_no_collection_was_left_out() -> None:
     assert not one.continues(None, ())
     assert not two.continues(one.text, (8,))
     assert one.continues(two.text, (8,))
-    assert not one.continues(two.text, (8, 9)), "nobody has learned that 9 is gone"
+    assert not one.continues(two.text, (8, 9)), "no event reported that 9 is gone"
     assert not one.continues(one.text, (0, 8, 9)), "the end of 9 was abandoned, and would not come again"
     assert one.continues(one.text, (0, 8)), "every manifest begins with the default collection"
     assert not one.continues(StreamFilter(8).text, (8,))

@@ -715,7 +715,7 @@ MUTATIONS = (
         "if False:",
         "tests/serve/test_http_service.py -k gone",
     ),
-    # --- nobody is recognised, delayed or cut off by another
+    # --- no user is recognised, delayed or cut off by another
     Mutation("mirror/wire/sasl.py", "self._verifier_of(self.username) != verifier", "not verifier", _OF_LOGINS),
     Mutation("mirror/serve/access/logins.py", "if self.guesses(peer):", "if False:", _OF_LOGINS),
     Mutation("mirror/server/admission.py", "if not slot.logging_in)", "if slot)", _OF_LOGINS),

@@ -106,7 +106,7 @@ async def test_a_client_gets_the_reason_of_an_error(server: SandboxControl, tmp_
     with pytest.raises(ConfigError, match="no such command"):
         await send_command(server, "nonsense")
     with pytest.raises(ConnectFailed, match="no source answers"):
-        ask(tmp_path / "nobody.sock", "status")
+        ask(tmp_path / "missing.sock", "status")
     server.workload = None
     with pytest.raises(ConfigError, match="no workload"):
         await send_command(server, "write", count=1)

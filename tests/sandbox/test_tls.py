@@ -68,7 +68,7 @@ async def test_a_client_certificate_names_the_user_and_excludes_a_password_login
 
 async def test_a_client_without_a_required_certificate_is_not_served(authority: Authority) -> None:
     tls = node_tls(authority, client_ca_file=authority.ca_file, clients_need_certificate=True)
-    cert, key = authority.sign(into="client", common_name="nobody")
+    cert, key = authority.sign(into="client", common_name="unknown")
     ca: dict[str, Any] = {"tls_ca_file": authority.ca_file}
     async with SandboxCluster(tls=tls) as cluster:
         for ours in (ca, ca | {"tls_client_cert_file": cert, "tls_client_key_file": key}):

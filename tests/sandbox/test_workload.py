@@ -55,7 +55,7 @@ async def test_a_workload_writes_until_it_is_cancelled() -> None:
     workload = made(rate=2000)
     task = asyncio.create_task(workload.run())
     async with asyncio.timeout(10):
-        while workload.written < 200:  # noqa: ASYNC110 (the writer notifies nobody)
+        while workload.written < 200:  # noqa: ASYNC110 (the writer sends no notice)
             await asyncio.sleep(0.01)
     workload.rate = 0
     await asyncio.sleep(0.03)

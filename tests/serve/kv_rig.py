@@ -53,7 +53,7 @@ def users() -> Users:
 
 
 class NoStrangers(SourceUser):
-    """Users of which everybody has to log in."""
+    """Users that have to log in, even on this machine."""
 
     def __init__(self) -> None:
         super().__init__(USER, lambda: PASSWORD)

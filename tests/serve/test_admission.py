@@ -1,4 +1,4 @@
-"""Connections before anybody has logged in: how many there are, how long they last, and what they cost the others."""
+"""Connections without a login: their number, how long they last, and what they cost the others."""
 
 from __future__ import annotations
 

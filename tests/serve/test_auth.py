@@ -151,7 +151,7 @@ def test_an_invalid_users_file_is_one_clear_error(tmp_path: Path, document: Any,
 
 
 def test_a_missing_file_and_a_pipe_in_its_place_are_clear_errors(tmp_path: Path) -> None:
-    """To open a pipe once took until somebody wrote into it: each process stood still."""
+    """To open a pipe once blocked until another process wrote into it: each process stood still."""
     with pytest.raises(ConfigError, match="cannot be read"):
         FileUsers(tmp_path / "users.json")
     os.mkfifo(tmp_path / "users.json")
@@ -195,7 +195,7 @@ def test_an_unknown_user_cannot_be_distinguished_from_a_known_one(tmp_path: Path
         kept |= {"iterations": 15_000, "salt": "c2FsdCBvZiAyNCBieXRlcy4uLi4uLi4="}
     document = {"users": {"ann": ann, "bob": entry_of("two")}, "salt_key": new_salt_key()}
     file = written(tmp_path / "users.json", document)
-    names = ["ann", "bob", *(f"nobody{number}" for number in range(40))]
+    names = ["ann", "bob", *(f"unknown{number}" for number in range(40))]
     first, second = FileUsers(file), FileUsers(file)
     found = {name: challenge(first, name, mechanism) for name in names}
     assert found == {name: challenge(second, name, mechanism) for name in names}
@@ -218,7 +218,7 @@ def test_an_unknown_user_costs_as_much_work_as_a_known_one(file: Path, monkeypat
 
     users = FileUsers(file)
     monkeypatch.setattr(hashlib, "pbkdf2_hmac", counted)
-    for name in ("ann", "bob", "nobody", ""):
+    for name in ("ann", "bob", "unknown", ""):
         rounds.clear()
         assert users.check(name, "wrong") is None
         assert rounds == [4096], name
@@ -242,7 +242,7 @@ def test_a_challenge_takes_the_same_steps_for_known_and_unknown_users(tmp_path: 
             sys.setprofile(None)
         return [each.partition(" object at")[0] for each in called]
 
-    known, unknown = steps("user0007"), steps("nobody00")
+    known, unknown = steps("user0007"), steps("unknown0")
     assert [each.split()[:2] for each in known] == [each.split()[:2] for each in unknown]
     assert len(known) < 300
 

@@ -11,7 +11,7 @@ from mirror.wire.constants import Status
 from mirror.wire.events import CollectionCreated, CollectionDropped, CollectionModified, ScopeCreated, ScopeDropped
 from storage.model import Collection, Manifest, ManifestUid, Seqno
 
-ANYBODY = Reader("anybody")
+EVERYTHING = Reader("everything")
 
 
 def collection(number: int, scope: int, begin: int = 0) -> Collection:
@@ -25,7 +25,7 @@ MANIFEST = Manifest(
 )
 
 
-def made(value: bytes, *, collections: bool = True, sids: bool = False, reader: Reader = ANYBODY) -> ServedFilter:
+def made(value: bytes, *, collections: bool = True, sids: bool = False, reader: Reader = EVERYTHING) -> ServedFilter:
     return parse(value, MANIFEST, reader, has_collections=collections, has_stream_ids=sids)
 
 

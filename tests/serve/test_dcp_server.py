@@ -1,4 +1,4 @@
-"""The DCP endpoint: TLS and users; garbage harms nobody else, and slow clients hold no memory."""
+"""The DCP endpoint: TLS and users; garbage ends only its own connection, and slow clients hold no memory."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ async def test_a_stream_ends_when_the_users_file_withdraws_its_right(store: Stor
     carts = Collection(9, 8, "carts", Seqno(1))
     system_event(store, 1, ev.CollectionCreated(1, 8, 9, "carts"), DEFAULT, carts)
     async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
-        nobody = await endpoint.connect()
-        assert (await nobody.say(ev.DcpOpen(b"x", 1))).status == Status.EACCESS
+        stranger = await endpoint.connect()
+        assert (await stranger.say(ev.DcpOpen(b"x", 1))).status == Status.EACCESS
         clients = []
         for name, value in (("ann", b""), ("ann", b'{"collections":["9"]}'), ("bob", b"")):
             client = await endpoint.client(name=f"{name}{len(value)}", login=(name, "pw"))
@@ -77,7 +77,7 @@ async def test_a_stream_ends_when_the_users_file_withdraws_its_right(store: Stor
         assert await clients[1].event() == ev.StreamEnd(0, 8, opaque=0x77)
         assert (await clients[1].stream(0)).status == Status.EACCESS
         assert await clients[2].login("bob", "wrong") != 0
-        assert await clients[2].event() == ev.StreamEnd(0, 8, opaque=0x77), "who failed to log in again is nobody"
+        assert await clients[2].event() == ev.StreamEnd(0, 8, opaque=0x77), "a failed second login ends the first"
         assert (await clients[2].stream(0)).status == Status.EACCESS
 
 

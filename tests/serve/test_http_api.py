@@ -42,7 +42,7 @@ DOCUMENTS = "/v1/collections/_default/documents"
 
 @pytest.fixture
 def guarded(source: Source, tmp_path: Path) -> Iterator[Site]:
-    """Users: `all` reads everything, `shop` one scope; nobody without a name."""
+    """Users: `all` reads everything, `shop` one scope; a login is required."""
     users = {"all": entry_of("secret"), "shop": entry_of("secret", ("shop.*",))}
     file = with_users(tmp_path / "users.json", users)
     for vbid in range(VBUCKETS):
@@ -58,7 +58,7 @@ def test_readers_get_only_the_collections_they_may_read(guarded: Site) -> None:
     answer = site.get(site.document("a"), 401)
     assert answer.headers["www-authenticate"].startswith("Basic")
     assert answer.json()["type"] == "urn:dcp-mirror:not-authenticated"
-    for wrong in (("all", "wrong"), ("nobody", "secret"), ("", "")):
+    for wrong in (("all", "wrong"), ("unknown", "secret"), ("", "")):
         site.get(site.document("a"), 401, auth=wrong)
     site.get(site.document("a"), 401, headers={"Authorization": "Bearer x"})
     site.get(site.document("a"), 401, headers={"Authorization": "Basic !!!"})
@@ -135,7 +135,7 @@ def test_an_error_names_only_collections_that_its_reader_may_read(guarded: Site)
 
 
 def test_a_reader_of_some_collections_sees_figures_but_no_internals(guarded: Site) -> None:
-    """The status once showed everybody the path, process ids and the source's user."""
+    """The status once showed every reader the path, process ids and the source's user."""
     secret = "secret-of-the-operator"
     report = service_report(guarded.data)
     process = {"pid": 4711, "last_error": secret, "counters": {}, "heartbeat_age_s": 0.1, "groups": [0], "slot": 0}

@@ -342,7 +342,7 @@ def test_requests_that_come_ahead_of_their_answers_take_turns(site: Site, monkey
 
 def test_pipelined_requests_wait_as_bytes_and_are_answered_in_order(site: Site) -> None:
     sent = 5_000
-    site.server.admission.settings = Settings(reader_login_timeout_s=600)  # nobody logs in
+    site.server.admission.settings = Settings(reader_login_timeout_s=600)  # no client logs in
     one = LIVEZ + HOST + b"X: " + b"x" * 1000 + b"\r\n\r\n"
     last = request("/livez", "Connection: close")
     held: list[int] = []

@@ -63,7 +63,7 @@ def test_a_rollback_between_the_wait_and_the_read_is_a_lost_write(site: Site) ->
 
 
 def test_bulk_reads_run_one_at_a_time_outside_of_the_event_loop(site: Site) -> None:
-    """Multi-gets once ran on the event loop: one of a large document stopped everybody for a second."""
+    """Multi-gets once ran on the event loop: one of a large document blocked all clients for a second."""
     service = site.server.service
     running = most = 0
 
@@ -115,7 +115,7 @@ def test_a_document_is_not_read_for_a_client_that_is_gone(
 
 
 def test_a_client_that_is_gone_before_its_request_is_not_queued() -> None:
-    """Nobody told it that the client was gone: a query for nobody once ran until its time was over."""
+    """It was not told that the client was gone: such a query once ran until its time was over."""
     with pytest.raises(Problem, match="the client is gone"), leaves_line(a_request(gone=True)):
         pytest.fail("waits")
 

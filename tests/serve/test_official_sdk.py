@@ -241,7 +241,7 @@ def test_many_clients_read_through_writes_a_rollback_and_the_end_of_the_source(t
                         reads[number] += 1
                 cluster.close()
 
-            def everybody_goes_on(what: str) -> None:
+            def all_clients_go_on(what: str) -> None:
                 before = list(reads)
                 until(what, lambda: all(now > then for now, then in zip(reads, before, strict=True)) or failed())
 
@@ -251,15 +251,15 @@ def test_many_clients_read_through_writes_a_rollback_and_the_end_of_the_source(t
             with ThreadPoolExecutor(CLIENTS) as pool:
                 reading = [pool.submit(read, number) for number in range(CLIENTS)]
                 try:
-                    everybody_goes_on("reads before anything happens")
+                    all_clients_go_on("reads before anything happens")
                     for number in range(1, 400):
                         source.call(bucket.set, names[number % len(names)], {"n": number})
-                    everybody_goes_on("reads while the source is written")
+                    all_clients_go_on("reads while the source is written")
                     for vbid in range(VBUCKETS):
                         source.call(source.cluster.failover, vbid, lose=3)
-                    everybody_goes_on("reads during the rollbacks")
+                    all_clients_go_on("reads during the rollbacks")
                     source.run(source.cluster.stop())
-                    everybody_goes_on("reads without a source")
+                    all_clients_go_on("reads without a source")
                 finally:
                     stop.set()
                 for each in reading:

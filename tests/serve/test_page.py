@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.xdist_group("page"),  # one browser
 ]
 PICTURES = os.environ.get("PAGE_PICTURES")
-"""A folder: the tests leave pictures of the page there, for somebody to look at."""
+"""A folder: the tests leave pictures of the page there, to look at."""
 
 
 def report(vbuckets: int = 64) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture
 def page(context: Any, site: Site) -> Iterator[Any]:
-    """A page that notes whatever goes wrong on it, and whatever it asks of somebody else."""
+    """A page whose errors and requests to other hosts are recorded."""
     opened = context.new_page()
     opened.set_default_timeout(60_000)
     wrong: list[str] = []
@@ -402,7 +402,7 @@ LONG = "n" * 100_000
 
 
 def replaced(value: Any, text: str) -> Any:
-    """Every text that somebody else chose, in a report, is this one."""
+    """Return the report with every text of another party replaced by this one."""
     kept = ("service", "state", "phase", "vbuuid", "kind")
     if isinstance(value, dict):
         return {name: each if name in kept else replaced(each, text) for name, each in value.items()}

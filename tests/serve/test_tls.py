@@ -146,10 +146,10 @@ async def test_a_client_certificate_is_a_login_on_every_listener(tmp_path: Path,
 
 async def test_a_certificate_gives_only_the_rights_of_its_user(tmp_path: Path, authority: Authority) -> None:
     limited = authority.sign(into="limited", common_name="bob")
-    nobody = authority.sign(into="nobody", common_name="eve")
+    unknown = authority.sign(into="unknown", common_name="eve")
     strange = Authority(tmp_path, "strange").sign(into="strange", common_name="ann")
     async with listening(tmp_path, authority, listen_tls_client_ca_file=authority.ca_file) as ports:
-        for client, code in ((limited, 403), (nobody, 401), (None, 401)):
+        for client, code in ((limited, 403), (unknown, 401), (None, 401)):
             context = trusting(authority, client)
             connection = await ports.connect(ports.kv, context)
             assert (await connection.get(b"key")).status == Status.EACCESS, client

@@ -458,7 +458,7 @@ async def test_a_stream_ends_with_its_reason_and_is_requested_again(server: Serv
     """The client has taken the beginning of its first snapshot (docs/protocol.md 4.5)."""
     cause, value, again = REASONS[reason]
     high, uuid = server.vbucket(0).high_seqno, server.vbucket(0).vbuuid
-    window = b"100000" if reason == StreamEndReason.LOST_PRIVILEGES else b"100"  # nobody may acknowledge
+    window = b"100000" if reason == StreamEndReason.LOST_PRIVILEGES else b"100"  # no ack may be needed
     client = await server.client(controls={b"connection_buffer_size": window})
     assert (await client.stream(0, value=value)).status == OK
     assert isinstance(await client.event(), ev.SnapshotMarker)
@@ -479,8 +479,8 @@ def test_every_reason_that_is_sent_has_a_case() -> None:
 async def test_a_client_without_a_login_or_a_bucket_cannot_open_a_connection(server: Server) -> None:
     client = await server.connect()
     await client.hello(*ALL)
-    nobody = Status.EACCESS if server.mirror is None else Status.NO_BUCKET  # a mirror without a users file knows nobody
-    assert (await client.say(ev.DcpOpen(b"x", 1))).status == nobody
+    refused = Status.EACCESS if server.mirror is None else Status.NO_BUCKET  # no login without a users file
+    assert (await client.say(ev.DcpOpen(b"x", 1))).status == refused
     await client.login()
     assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.NO_BUCKET
 

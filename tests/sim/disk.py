@@ -82,7 +82,7 @@ class Disk:
     def commit_failed(self, env: Any) -> None:
         """A transaction was committed, but let it be that its sync failed: its meta page was never written.
 
-        What its pages hold then is read by nobody. It is overwritten here, so that it counts as written again when the
+        The content of its pages is never read then. It is overwritten here, so that it counts as written again when the
         next transaction writes the same.
         """
         before = self._file

@@ -57,7 +57,7 @@ class SimLoop:
         return True
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        raise AssertionError(f"nobody looked at this: {context}")
+        raise AssertionError(f"an error that was never retrieved: {context}")
 
     # --- for the simulation
 

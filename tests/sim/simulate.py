@@ -783,7 +783,7 @@ class World:
         if producer is None or wire is None or not producer.streams:
             return
         stream = self.rng.choice(list(producer.streams.values()))
-        # Only what was sent before: a row that comes too early hides those before it, and nobody could notice.
+        # Only what was sent before: a row that comes too early hides those before it, and no check could notice.
         assert isinstance(stream, SimStream)
         is_inside = stream.in_snapshot_until and not stream.ended
         sent = stream._last_sent if is_inside else min(stream.seqno, len(stream.log))

@@ -113,7 +113,7 @@ def unfinished(lake: Path, table: str) -> list[str]:
 def kill_at_work(
     driver: Driver, lake: Path, table: str, wait_s: float, kill: Callable[[], None], revive: Callable[[], None]
 ) -> None:
-    """Kill somebody `wait_s` after files of the next batch, or of the next merge, were seen; until files are left."""
+    """Kill a process `wait_s` after files of the next batch, or of the next merge, were seen; until files are left."""
     for _ in range(100):
 
         def at_work() -> bool:

@@ -42,7 +42,7 @@ def broken(error: Exception | None, _: bool) -> int:
         if error is not None:
             raise error
     finally:
-        raise BrokenPipeError("nobody listens")
+        raise BrokenPipeError("the reader has gone")
 
 
 def test_a_query_that_stops_early_leaves_no_traceback_and_an_error_does(capfd: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def wire_key(document: Document) -> bytes:
 
 
 def apply(contents: Contents, kind: str, document: Document | None) -> None:
-    """Do what somebody does who keeps a copy."""
+    """Apply an event to a copy, as a reader that keeps one does."""
     if kind == "rollback":
         return
     assert document is not None, kind

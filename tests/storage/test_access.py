@@ -1,4 +1,4 @@
-"""Members of a group read a mirror, write nothing but the lock files, and nobody else comes in."""
+"""Members of a group read a mirror and write only the lock files; others have no access."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.storage.rig import Clock, open_writer, publish
 ROOT = os.geteuid() == 0
 GROUP = "54321" if ROOT else str(os.getegid())
 """Only root may give files to a group that it is no member of; that there is none of that number does not matter."""
-NOBODY = 65534
+UNPRIVILEGED = 65534
 
 
 @pytest.fixture
@@ -42,14 +42,14 @@ def modes(path: str) -> dict[str, str]:
 
 
 def as_member(groups: list[int], work: Callable[[], str]) -> str:
-    """Run `work` in a process of user nobody with these groups; return its answer."""
+    """Run `work` in a process of an unprivileged user with these groups; return its answer."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.setgroups(groups)
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            os.setgid(UNPRIVILEGED)
+            os.setuid(UNPRIVILEGED)
             said = work()
         except BaseException as error:
             said = f"{type(error).__name__}: {error}"

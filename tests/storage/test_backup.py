@@ -29,7 +29,7 @@ KEYS = keys_of(0, 8)
 
 
 class Kept:
-    """A sink that keeps the parts, and calls somebody after each."""
+    """A sink that keeps the parts, and calls `after` with each."""
 
     def __init__(self, after: Callable[[BackupPart], None] = lambda part: None) -> None:
         self.parts: list[BackupPart] = []

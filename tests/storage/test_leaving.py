@@ -104,7 +104,7 @@ def test_the_stream_filter_belongs_to_the_staging_branch(path: str, writer: Grou
     writer = open_writer(path)
     assert writer.vbuckets[0].state.stream_filter == "collections 8,9"
     assert writer.vbuckets[0].rollback(1).boundary_seqno == 1
-    assert writer.vbuckets[0].state.stream_filter == "", "of the served copy nobody knows it any more"
+    assert writer.vbuckets[0].state.stream_filter == "", "the filter of the served copy is unknown"
     writer.close()
 
 

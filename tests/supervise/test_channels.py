@@ -37,11 +37,11 @@ from tests.supervise.in_process import Report, vbids_of, vbucket
 
 DOCS = Path(__file__).parents[2] / "docs"
 IDENTITY = Identity("c1", "demo", "b1", 8, 4)
-NOBODY = "cannot connect to db1:11210: refused"
+REFUSED = "cannot connect to db1:11210: refused"
 
 
 def away(vbid: int) -> Report:
-    return vbucket(vbid, high=None, state="waiting", last_error=NOBODY)
+    return vbucket(vbid, high=None, state="waiting", last_error=REFUSED)
 
 
 def full(groups: Any) -> Report:
@@ -67,8 +67,8 @@ def falls_behind() -> Callable[[Any], Report]:
     return report
 
 
-async def nobody_answers(settings: Settings, bucket_uuid: str | None = None) -> Source:
-    raise ConnectFailed(NOBODY)
+async def source_is_away(settings: Settings, bucket_uuid: str | None = None) -> Source:
+    raise ConnectFailed(REFUSED)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ SITUATIONS: dict[str, Situation] = {
         "8 of 8 vbuckets behind since before the service started",
     ),
     "the source was never reached": Situation(
-        rows_of(vbucket), "source unreachable", f"the source cannot be reached: {NOBODY}", reached=False
+        rows_of(vbucket), "source unreachable", f"the source cannot be reached: {REFUSED}", reached=False
     ),
     "one of several nodes is away": Situation(
         rows_of(lambda vbid: away(vbid) if vbid % 2 else vbucket(vbid)),
@@ -149,7 +149,7 @@ async def test_every_channel_reports_the_same_state(
             in_process.use(monkeypatch, situation.reports)
             monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
             settings = scripted.settings_for(data, workers=1, ready_lag_limit_s=situation.lag_limit_s)
-            look_up = scripted.look_up if situation.reached else nobody_answers
+            look_up = scripted.look_up if situation.reached else source_is_away
             service = await stack.enter_async_context(
                 in_process.serving(data, settings, look_up=look_up, notifier=Notifier())
             )

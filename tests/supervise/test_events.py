@@ -39,8 +39,8 @@ def test_an_event_has_the_seqnos_of_one_vbucket_or_the_number_of_many() -> None:
 
 
 def test_a_source_that_was_never_reached_is_not_reported_as_lost() -> None:
-    never = SourceUnreachable(why="nobody there")
-    assert never.text == "the source has not been reached since the service started: nobody there"
+    never = SourceUnreachable(why="connection refused")
+    assert never.text == "the source has not been reached since the service started: connection refused"
     assert SourceReached(after_s=2.5).text == "the source has answered after 2.5 s"
     lost = SourceLost(vbuckets=3, vbids=(0, 1, 2), nodes=("db1:11210",), why="")
     assert lost.text == "3 vbuckets lost contact with the source"

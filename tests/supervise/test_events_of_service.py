@@ -84,7 +84,7 @@ async def test_a_source_that_is_away_at_the_start_is_one_event_until_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
-    answers = [ConnectFailed("nobody there"), ConnectFailed("nobody here either"), None]
+    answers = [ConnectFailed("refused at db1"), ConnectFailed("refused at db2"), None]
 
     async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
         if (error := answers.pop(0)) is not None:
@@ -95,7 +95,7 @@ async def test_a_source_that_is_away_at_the_start_is_one_event_until_it_answers(
         await eventually(lambda: len(service.reports.document()["events"]) == 3)
         assert names(tmp_path) == ["source-unreachable", "source-reached", "first-fill-done"]
         document = service.reports.document()
-        assert ("nobody there" in document["events"][2]["text"], document["source_error"]) == (True, None)
+        assert ("refused at db1" in document["events"][2]["text"], document["source_error"]) == (True, None)
 
 
 async def test_a_reload_reports_each_changed_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def left(vbid: int) -> Row:
 
 
 GOOD = row(0)
-NOBODY = "cannot connect to db1:11210"
+REFUSED = "cannot connect to db1:11210"
 SITUATIONS: dict[str, tuple[list[Row], str, list[str]]] = {
     "all published": ([GOOD, row(1)], "following", []),
     "some seqnos on their way": ([GOOD, row(1, 5, 8, 0.5)], "following", []),
@@ -69,12 +69,12 @@ SITUATIONS: dict[str, tuple[list[Row], str, list[str]]] = {
         ["1 of 2 vbuckets without a node at the source: 1"],
     ),
     "the source was killed": (
-        [away(0, last_error=NOBODY), away(1)], "source unreachable", [f"no contact with the source: {NOBODY}"],
+        [away(0, last_error=REFUSED), away(1)], "source unreachable", [f"no contact with the source: {REFUSED}"],
     ),
     "the source falls silent": ([away(0), away(1)], "source unreachable", ["no contact with the source"]),
     "never reached": (
-        [away(0, None, last_error=NOBODY), away(1, None)], "source unreachable",
-        [f"no contact with the source: {NOBODY}"],
+        [away(0, None, last_error=REFUSED), away(1, None)], "source unreachable",
+        [f"no contact with the source: {REFUSED}"],
     ),
     "one of two nodes is away": ([GOOD, away(1)], "degraded", ["1 of 2 vbuckets without contact to the source: 1"]),
     "a damaged group, and the source is away": (
@@ -134,8 +134,8 @@ def test_a_damaged_vbucket_is_named_once() -> None:
 
 
 def test_an_unreachable_source_is_the_first_reason() -> None:
-    found = assess([], None, lag_limit_s=30, source_error="nobody there")
-    assert (found.state, found.reasons) == ("source unreachable", ["the source cannot be reached: nobody there"])
+    found = assess([], None, lag_limit_s=30, source_error="connection refused")
+    assert (found.state, found.reasons) == ("source unreachable", ["the source cannot be reached: connection refused"])
     assert assess([], None, lag_limit_s=30).reasons == ["the source has not answered yet"]
 
 
@@ -154,7 +154,7 @@ def test_a_full_disk_is_not_a_lost_contact() -> None:
     found = assess(waiting, 2, lag_limit_s=30, groups=[full | {"full": False}])
     assert (found.state, found.reasons) == ("degraded", ["2 of 2 vbuckets whose store failed (no space left)"])
     found = assess([away(0, 2.0), away(1, 2.0)], 2, lag_limit_s=30, groups=[full])
-    assert found.state == "source unreachable", "nobody else has contact either"
+    assert found.state == "source unreachable", "no other vbucket has contact either"
 
 
 @pytest.mark.parametrize(

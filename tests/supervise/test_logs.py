@@ -50,7 +50,7 @@ def test_a_line_leaves_out_unknown_values_and_json_has_null(capsys: pytest.Captu
 def test_control_characters_of_a_client_are_escaped_in_the_log(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A failed login logged the user's name as it came, and cleared the screen of whoever read the log."""
+    """A failed login logged the user's name as it came, and cleared the screen of the reader of the log."""
     logs.set_up_logs("info")
     get_logger("test").info("logins\x1b[2J", user="a\n2026-01-01 [info] all is well\x1b[2J", peer="::1")
     line = capsys.readouterr().err
@@ -62,8 +62,8 @@ def test_control_characters_of_a_client_are_escaped_in_the_log(
 def test_a_reader_that_left_does_not_end_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    with open(write_end, "w", buffering=1) as nobody_reads:
-        monkeypatch.setattr("sys.stderr", nobody_reads)
+    with open(write_end, "w", buffering=1) as closed_pipe:
+        monkeypatch.setattr("sys.stderr", closed_pipe)
         logs.set_up_logs("info")
         structlog.get_logger().info("into the void")
         assert os.readlink(f"/proc/self/fd/{write_end}") == os.devnull

@@ -156,8 +156,8 @@ def test_a_vbucket_that_moves_to_another_node_is_not_a_lost_source() -> None:
 
 def test_an_unreachable_source_at_the_start_is_reported_once() -> None:
     observer = Observer()
-    assert observer.source_answers("nobody there", 0) == [SourceUnreachable(why="nobody there")]
-    assert observer.source_answers("still nobody", 500) == []
+    assert observer.source_answers("connection refused", 0) == [SourceUnreachable(why="connection refused")]
+    assert observer.source_answers("timed out", 500) == []
     assert observer.source_answers(None, 2_500) == [SourceReached(after_s=2.5)]
     assert observer.source_answers(None, 3_000) == []
 
@@ -175,7 +175,7 @@ def test_a_full_disk_and_its_end_are_one_event_each_for_all_groups() -> None:
     assert mirror.look() == [DiskFull(groups=(0, 1, 2), why="no space left")]
     assert mirror.look() == []
     mirror.groups = []
-    assert mirror.look() == [], "nobody reports on the groups"
+    assert mirror.look() == [], "no worker reports on the groups"
     mirror.groups = [{"group": group, "error": None, "full": False} for group in range(4)]
     assert mirror.look() == [DiskFree(groups=(0, 1, 2))]
 

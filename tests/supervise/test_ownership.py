@@ -60,7 +60,7 @@ def test_a_file_of_another_user_is_refused_unless_it_is_of_root(file: Path, monk
 
 
 def test_a_new_file_takes_no_mode_of_another_users_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a shared folder somebody could make the file first, readable for all."""
+    """In a shared folder another user could make the file first, readable for all."""
     for geteuid, mode in ((os.geteuid, 0o644), (lambda: file.stat().st_uid + 4711, 0o600)):
         monkeypatch.setattr(os, "geteuid", geteuid)
         file.chmod(0o644)

@@ -28,7 +28,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Answers:
-    """Nobody answers at first; then the source answers with an error whenever it is asked."""
+    """The source refuses the first connection; then it answers every one with an error."""
 
     def __init__(self, error: MirrorError) -> None:
         self.error = error
@@ -37,7 +37,7 @@ class Answers:
     def look_up(self) -> LookUp:
         async def answer(settings: Settings, bucket_uuid: str | None = None) -> Source:
             self.count += 1
-            raise ConnectFailed("nobody there") if self.count == 1 else self.error
+            raise ConnectFailed("refused") if self.count == 1 else self.error
 
         return answer
 

@@ -32,7 +32,7 @@ async def test_workers_start_on_known_data_while_the_source_is_away(tmp_path: Pa
     directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
 
     async def away(settings: Settings, bucket_uuid: str | None = None) -> Source:
-        raise ConnectFailed("nobody there")
+        raise ConnectFailed("refused")
 
     async with serving(service_of(tmp_path, look_up=away)) as service:
         await eventually(running(service))
@@ -153,7 +153,7 @@ async def test_data_of_the_same_bucket_and_an_empty_directory_stay(data: Path, t
 
 async def test_data_is_not_moved_while_a_service_runs_or_the_source_is_silent(data: Path) -> None:
     async def silent(settings: object, bucket_uuid: str | None = None) -> Source:
-        raise ConnectFailed("nobody answers")
+        raise ConnectFailed("refused")
 
     with pytest.raises(ConnectFailed):
         await set_aside_another_bucket(settings_for(data), silent)

@@ -1,4 +1,4 @@
-"""A service as a whole: signals, reloads, and children that outlive nobody."""
+"""A service as a whole: signals, reloads, and children that end with their supervisor."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_children_of_a_killed_supervisor_end(tmp_path: Path) -> None:
 
 
 def test_a_service_stops_when_its_terminal_closes(tmp_path: Path) -> None:
-    """The terminal's SIGHUP is no order to read the settings again: nobody would be left to stop the service."""
+    """The terminal's SIGHUP must not reload the settings: no terminal would be left to stop the service from."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, str(SCRIPTED), "service", str(tmp_path)])

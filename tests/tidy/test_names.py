@@ -41,6 +41,8 @@ VAGUE_WORDS = {
     "anew": "again",
     "beside": "next to",
     "whoever": "what it is: a client, a reader, a process",
+    "nobody": "what it is: no client, no reader, no process",
+    "somebody": "what it is: a user, a reader, a process",
     "wish": "request or setting",
     "wishes": "requests or settings",
     "mended": "fixed",

@@ -102,7 +102,7 @@ def broken_links() -> Iterator[str]:
 
 
 def ways_out() -> Iterator[str]:
-    """Paths that lead out of the checkout: by `..`, by too many parents, by the name of somebody's home."""
+    """Paths that lead out of the checkout: by `..`, by too many parents, by the name of a home directory."""
     for place, path, match in places(r"__file__\)(?:\.resolve\(\))?(?:\.parents\[(\d+)\])?((?:\.parent)*)"):
         up = (int(match[1]) + 1 if match[1] else 0) + match[2].count(".parent")
         if up > len(path.relative_to(ROOT).parts):

@@ -248,7 +248,7 @@ def wrong_settings(site: Site) -> None:
 
 
 GONE = {"page": "^0 ", "readyz": "^0 ", "metrics": "^0 "}
-"""Nobody answers at the address."""
+"""The connection is refused."""
 
 FAULTS = {
     "all nodes are killed": Fault(kill_nodes(0, 1), "source unreachable", "", "source-lost", "refused|unreachable"),

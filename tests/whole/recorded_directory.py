@@ -128,10 +128,10 @@ def main() -> None:
         follow(data)
         with tarfile.open(FOLDER / f"format-{directory.FORMAT}.tar.xz", "w:xz", preset=9) as archive:
             for file in sorted([data / "mirror.json", data / "map.json", *data.glob("group-*/data.mdb")]):
-                archive.add(file, file.relative_to(data.parent), filter=_of_nobody)
+                archive.add(file, file.relative_to(data.parent), filter=_without_owner)
 
 
-def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.uid = member.gid = member.mtime = 0
     member.uname = member.gname = ""
     return member

@@ -127,7 +127,7 @@ def test_garbage_ends_only_its_own_connection(source: SandboxThread, service: Se
 
 
 def test_a_message_with_an_unknown_opcode_is_ignored(source: SandboxThread, service: Service) -> None:
-    """A whole frame with an opcode of the future harms nobody, so not even the connection ends."""
+    """A valid frame with an unknown opcode does no harm, so not even the connection ends."""
     before = source.call(source.cluster.faults.connections, node=0)
     for connection in before:
         source.call(connection.link.send, header(0xEE, body=3) + b"abc")

@@ -35,7 +35,7 @@ KILLS = tuple(
     (link, what)
     for link in range(len(LINKS))
     for what in ("worker", "server", "service")
-    if (LINKS[link], what) != ("third", "server")  # nobody reads from it by DCP
+    if (LINKS[link], what) != ("third", "server")  # no mirror reads from it by DCP
 )
 
 

@@ -91,7 +91,7 @@ def test_a_snapshot_of_300_mb_is_invisible_until_its_end_and_takes_little_memory
                 return False
 
             until("all documents to be published", complete, limit_s=BACKFILL_LIMIT_S, poll_s=0.03)
-            assert staged > documents // 2, "nobody looked while rows were staged"
+            assert staged > documents // 2, "no look happened while rows were staged"
             assert view.state(0).published_seqno == documents
             assert view.count(0) == documents
             rng = Random(1)

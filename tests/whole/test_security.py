@@ -58,7 +58,7 @@ def test_an_untrusted_or_misnamed_certificate_of_the_source_is_refused(authority
 def test_a_client_certificate_is_the_login_of_its_user(authority: Authority, tmp_path: Path) -> None:
     data = tmp_path / "data"
     ca = ("--tls-ca-file", authority.ca_file)
-    cert, key = authority.sign(into="client", common_name="nobody")
+    cert, key = authority.sign(into="client", common_name="unknown")
     ours = (*ca, "--set", f"tls_client_cert_file={cert}", "--set", f"tls_client_key_file={key}")
     with source_of(authority, client_ca_file=authority.ca_file) as source:
         url = source.connection_string.replace("demo@", "")

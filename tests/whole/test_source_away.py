@@ -24,7 +24,7 @@ def fetched(url: str) -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
-    except urllib.error.URLError:  # nobody listens yet
+    except urllib.error.URLError:  # HTTP does not listen yet
         return 0, ""
 
 

@@ -1,4 +1,4 @@
-"""Verify next to a service under load: what was altered while nobody looked is found, fixed through the service while
+"""Verify next to a service under load: rows altered behind its back are found, fixed through the service while
 it goes on serving, and is equal in the end.
 """
 

@@ -189,7 +189,7 @@ class Lake:
         commit(self.changes_folder, self.changes, map(add_action, held), CHANGES, marks=marks, metadata=metadata)
         self.position = position
         if before is not None:
-            with suppress(OSError):  # a small file that nobody reads
+            with suppress(OSError):  # a small file that is never read
                 self.folder.remove(before)
         if self._waiting_since_s is None and held:
             self._waiting_since_s = self._clock()

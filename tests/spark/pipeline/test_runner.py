@@ -27,7 +27,7 @@ def die(number: int) -> int:
 
 
 def lose(number: int) -> int:
-    raise ConnectFailed(f"nobody answers {number}")
+    raise ConnectFailed(f"no answer from {number}")
 
 
 def test_results_come_in_the_order_of_the_tasks_from_several_processes() -> None:
@@ -70,7 +70,7 @@ def test_a_permanent_error_is_returned_and_a_retryable_one_is_raised() -> None:
         _Guarded(lose)(7)
     found = error_of(ValueError(f"Job aborted:\n Traceback ...\n RuntimeError: {raised.value}\n at java.lang"))
     assert isinstance(found, ConnectFailed)
-    assert found.what == "nobody answers 7"
+    assert found.what == "no answer from 7"
     assert found.hint == ConnectFailed.default_hint
 
 
@@ -104,5 +104,5 @@ def test_results_from_spark_come_in_the_order_of_the_tasks(spark: SparkSession) 
 def test_a_run_on_spark_ends_with_the_error_of_its_task(spark: SparkSession) -> None:
     with pytest.raises(CorruptedError, match=r"/x: three is damaged \(fix it\)"):
         SparkRunner(spark).run(refuse, range(4))
-    with pytest.raises(ConnectFailed, match="nobody answers 7"):
+    with pytest.raises(ConnectFailed, match="no answer from 7"):
         SparkRunner(spark).run(lose, [7])

@@ -149,9 +149,9 @@ def test_orphans_are_the_files_that_no_version_names(tmp_path: Path) -> None:
     parts = write(tmp_path, new, 2)
     put(folder_at(tmp_path), open_table(folder_at(tmp_path)), parts, SCHEMA, overwrite=True, metadata={RUN: new})
     (orphan,) = write(tmp_path, killed, 3)
-    (tmp_path / "somebody-elses.parquet").touch()
+    (tmp_path / "of-another-program.parquet").touch()
     assert remove_orphans(LocalFolder(tmp_path), open_table(folder_at(tmp_path))) == [orphan.name]
-    assert (tmp_path / "somebody-elses.parquet").exists()
+    assert (tmp_path / "of-another-program.parquet").exists()
     assert DeltaTable(str(tmp_path), version=0).to_pyarrow_table().num_rows == 1
 
 
