@@ -115,13 +115,9 @@ def status(
     timeout: Annotated[
         float | None, options.optional("--timeout", min=0, help="Seconds to wait; then exit code 1.")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, as `top` does.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Show the state of the mirror: positions, lag, workers. Works with the service up or down."""
-    if watch:
-        top(data, config, as_json=as_json)
-        return
     path = options.data_directory(data, config)
     document = ready_status(path, timeout) if wait_ready else current_status(path)
     DocumentCounter(path, always=count).fill(document)

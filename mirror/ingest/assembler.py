@@ -1,10 +1,7 @@
 """Assembles a stream's messages into whole snapshots, which are staged and then published.
 
-Knows the newest complete boundary, the position (the last accepted seqno), the open snapshot, and the manifest at the
-position. Must never know requests, answers, connections or retries.
-
-Invariants: the position only rises, and never passes the open snapshot's end; an open snapshot is published only at its
-end. The rules are those of docs/protocol.md 2.6 and 2.7:
+Invariants: the position (the last accepted seqno) only rises, and never passes the open snapshot's end; an open
+snapshot is published only at its end. The rules are those of docs/protocol.md 2.6 and 2.7:
 - a marker announces a snapshot with its start and end. The end is trusted, the start is not;
 - any message with the end's seqno completes the snapshot: a row, a system event, a prepare or abort of a durable write,
   or SeqnoAdvanced. Below the end, a prepare, an abort or SeqnoAdvanced only moves the position;

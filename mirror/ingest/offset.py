@@ -1,7 +1,5 @@
 """The point from which a stream is requested, derived from the stored state.
 
-Must never know streams, answers or rows.
-
 Invariant, checked by the constructor: snap_start_seqno <= start_seqno <= snap_end_seqno (a source answers anything else
 with ERANGE; docs/protocol.md 2.4). There are three kinds of offset:
 - fresh: all zero, without a vbuuid;

@@ -1,7 +1,6 @@
 """The cluster map: parses a node's JSON into the nodes of each vbucket, and decides which of two maps to follow.
 
-Knows the JSON of a cluster configuration (bucket or cluster level). Must never know sockets or name look-ups. A field
-of the wrong type raises a MalformedClusterMap that names the field. Most fields may be missing.
+A field of the wrong type raises a MalformedClusterMap that names the field. Most fields may be missing.
 
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), both unbounded
 ints; only `NewestMap` and `newest_of` choose the map to follow. A node is identified by its host and ports.

@@ -1,8 +1,8 @@
 """Compares two copies of a vbucket exactly, although they were taken at different moments.
 
-Knows fingerprints and the seqnos of both copies; must never know how a copy was read. `here` is the mirror's copy as of
-its published boundary B. `there` is the source's copy as of the end E of a snapshot. The caller checks that both copies
-are of one history. Each key's newest versions in both copies are compared. L is the lower of B and E.
+`here` is the mirror's copy as of its published boundary B. `there` is the source's copy as of the end E of a snapshot.
+The caller checks that both copies are of one history. Each key's newest versions in both copies are compared. L is the
+lower of B and E.
 
 - Both copies are complete up to L. So versions at or below L must be equal, and a key that one copy lacks must be
   absent in the other.

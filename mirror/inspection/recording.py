@@ -1,7 +1,6 @@
 """Records a DCP session in a file: every frame of every connection in both directions, with its time, without secrets.
 
-Knows the file's format, and which frames hold secrets; must never know the meaning of streams. The format, version 1:
-JSON lines in order of time.
+The format, version 1: JSON lines in order of time.
 
     {"format": "dcp-mirror-recording", "version": 1, "time_ms": ...}    the first line
     {"t": seconds, "bucket": ..., "bucket_uuid": ..., "vbuckets": N}    once the bucket is known

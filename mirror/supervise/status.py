@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
 from mirror.feed.follow.group_commits import unusable
+from mirror.feed.follow.status import state_fields
 from mirror.health import Health, assess_stored
 from mirror.ingest.selection import Selection
 from mirror.messages import Status
@@ -74,21 +75,6 @@ class ProcessFigures(TypedDict):
     open_files: int | None
 
 
-def history_fields(state: VbucketState, history: History | None) -> dict[str, int | None]:
-    return {
-        "stale": state.staging_branch != state.branch and state.published_seqno > 0,
-        "history_floor_seqno": int(state.history_floor_seqno),
-        "history_floor_ms": history and history.floor_ms,
-        "boundaries": history and history.boundaries,
-        "versions": history and history.versions,
-        "row_bytes": history and history.row_bytes,
-        "key_bytes": history and history.key_bytes,
-        "local_purge_seqno": int(state.local_purge_seqno),
-        "resync_count": history and history.resync_count,
-        "last_resync_ms": history and history.last_resync_ms,
-    }
-
-
 def bucket_fields(identity: Identity | None) -> dict[str, int | str | None]:
     return {
         "bucket": identity.bucket_name if identity else None,
@@ -102,23 +88,12 @@ def bucket_fields(identity: Identity | None) -> dict[str, int | str | None]:
 
 
 def stored_row(state: VbucketState, group: int, history: History | None = None) -> VbucketRow:
-    known = {
-        "vbid": state.vbid,
-        "state": "stored",
-        "branch": state.branch,
-        "vbuuid": state.failover_log.newest_vbuuid,
-        "published_seqno": state.published_seqno,
-        "staged_seqno": state.staged_seqno,
-        "rollback_count": state.rollback_count,
-        "last_rollback_ms": state.last_rollback_ms,
-    }
-    return reported_row(history_fields(state, history) | known, group)
+    return reported_row({"state": "stored"} | state_fields(state, history), group)
 
 
 def reported_row(report: Mapping[str, Any], group: int) -> VbucketRow:
     """Return a worker's report of a vbucket in the shape of cli/JSON.md."""
-    log = report.get("failover_log") or ()
-    vbuuid = report.get("vbuuid") or (log[0][0] if log else None)
+    vbuuid = report.get("vbuuid")
     row = {name: report.get(name) for name in VbucketRow.__annotations__}
     row |= {
         "group": group,

@@ -1,7 +1,7 @@
 """The error map: tells clients the meaning of each status and the possible reactions.
 
-Knows status codes, names and attributes in the JSON of GET_ERROR_MAP (kv_engine docs/ErrorMap.md); must never know
-operations. Invariant: the map has every status of this program's answers, except the statuses of range scans.
+Invariant: the map has every status of this program's answers, except the statuses of range scans. Source:
+kv_engine docs/ErrorMap.md.
 """
 
 from __future__ import annotations

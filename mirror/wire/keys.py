@@ -1,8 +1,7 @@
 """Document keys on the wire: a collection id in unsigned LEB128 (32 bits), then the document's key.
 
-Knows this encoding and the longest key; must never know a manifest. Invariant: each id has exactly one encoding. An
-encoding with trailing zero groups, or of more than 32 bits, is refused (kv_engine docs/Collections.md; docs/protocol.md
-2.1). Range scans encode lengths in the same way.
+Invariant: each id has exactly one encoding. An encoding with trailing zero groups, or of more than 32 bits, is refused
+(kv_engine docs/Collections.md; docs/protocol.md 2.1). Range scans encode lengths in the same way.
 """
 
 from __future__ import annotations

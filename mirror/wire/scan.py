@@ -1,8 +1,7 @@
 """The hot loop: turns a buffer of received bytes into rows for the store. A `Run` has rows of one stream.
 
-Knows the header, the extras lengths of data messages (mutation, deletion, expiration), and the prefix that the caller
-wants before each seqno. Must never know the use of rows, nor check the order of seqnos. A source sends one message of
-each stream in turn (docs/protocol.md 2.8), so the rows of a run come from the whole buffer. Invariants:
+The sink checks the order of seqnos. A source sends one message of each stream in turn (docs/protocol.md 2.8), so the
+rows of a run come from the whole buffer. Invariants:
 - each frame is returned exactly once. Frames with the same opaque keep their order; frames of different streams may
   change places;
 - an answer is returned after all messages that came before it, and before all that came after it;

@@ -1,9 +1,8 @@
 """The JSON value of a DCP stream request: the requested collections, stream id and purge seqno.
 
-Knows the keys of the value and their types (docs/protocol.md 2.4; kv_engine
-docs/dcp/documentation/commands/stream-request.md); must never know a manifest or a client. Invariants: a value is
-parsed completely, or refused with a RemoteProtocolError that has the answer's status; ids are hexadecimal strings, a
-purge seqno is a decimal string; a value has a stream id if and only if the connection uses stream ids.
+Invariants: a value is parsed completely, or refused with a RemoteProtocolError that has the answer's status; ids are
+hexadecimal strings, a purge seqno is a decimal string; a value has a stream id if and only if the connection uses
+stream ids. Sources: docs/protocol.md 2.4; kv_engine docs/dcp/documentation/commands/stream-request.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A value with extended attributes: a blob with the attributes, then the body.
 
-Knows the layout of the blob; must never know the meaning of attributes, nor Snappy: the owner decompresses the value
-first. Invariants: `split(join(x, b), XATTR) == (x, b)`; no length is used before it is checked against the bytes left;
-each attribute occurs once. Source: kv_engine docs/Document.md (XATTR encoding); docs/protocol.md 2.1.
+The owner decompresses the value first. Invariants: `split(join(x, b), XATTR) == (x, b)`; no length is used before it is
+checked against the bytes left; each attribute occurs once. Source: kv_engine docs/Document.md (XATTR encoding);
+docs/protocol.md 2.1.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_the_example_of_each_command_parses(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("status --wa", {"--wait-ready", "--watch"}),
+        ("status --wa", {"--wait-ready"}),
         ("run --set history_s", {"history_s="}),
         ("config explain history_b", {"history_bytes", "history_boundaries"}),
         ("sandbox fault kill", {"kill-node"}),

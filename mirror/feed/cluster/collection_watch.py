@@ -1,7 +1,6 @@
 """Looks up the selected collections in the source's manifest, because stream requests need ids.
 
-Knows a selection, the newest manifest of any node, and the vbuckets that wait for a newer manifest; must never know
-streams or the store. Invariants:
+Invariants:
 - a manifest never replaces a manifest with a higher uid;
 - while the manifest lacks a selected name, the watch reports the name and polls the manifest;
 - a vbucket that was refused for an unknown collection, or lost all its collections, is notified once the selection has

@@ -1,6 +1,6 @@
 """The connections to the source: one session for each needed node, and backpressure on all of them.
 
-Must never know vbuckets or the content of streams. Invariants:
+Invariants:
 - an address has at most one `NodeKeeper`;
 - opaques are unique over all sessions;
 - while acknowledgements are held back, every session holds them back, even a new session;

@@ -1,6 +1,6 @@
 """The login to one node: HELLO (the features to use), authentication, the bucket, the cluster map.
 
-Knows the order of the handshake and the remedy for each refusal; must never know streams or the store. Invariants:
+Invariants:
 - only features that HELLO granted are used;
 - each handshake reads password, certificates and key again, so they can be replaced without a restart;
 - the password itself (PLAIN) is sent only inside TLS, or if a setting allows that. It is never sent to a server that

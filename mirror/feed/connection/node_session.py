@@ -1,7 +1,6 @@
 """A DCP connection to one node and all our streams over it, from login to the end.
 
-Knows the stream of each opaque (the number of the stream's request), flow control and signs of life; must never know
-the meaning of a stream's messages, nor the store. Invariants:
+Invariants:
 - a message of no open stream is dropped, but its bytes are acked, that is acknowledged (docs/protocol.md 2.1, 2.8);
 - every byte that flow control counts is acked once, so the window never stays full;
 - a noop is answered before any other message of the same batch (`Link.on_batch`) is handled;

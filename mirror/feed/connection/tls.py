@@ -1,6 +1,6 @@
 """TLS towards a node: our requirements, and the remedy for each failure of a handshake.
 
-Knows certificate files, SSL contexts and OpenSSL's error texts. Invariants:
+Invariants:
 - certificate and name are always verified;
 - each connection reads the files again, so they can be replaced without a restart;
 - a file that cannot be used raises ConfigError; a failed handshake raises TlsFailed with one remedy;

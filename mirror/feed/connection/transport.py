@@ -1,6 +1,6 @@
 """One connection to a node: opens it (TCP or TLS), turns bytes into frames, and matches answers to requests.
 
-Knows sockets, the scanner and opaques (numbers of requests); must never know vbuckets or the store. Invariants:
+Invariants:
 - bytes are scanned as they arrive, at linear cost even for a frame of 20 MiB in small pieces;
 - one read takes at most `read_bytes_max`, into a buffer that all connections of a thread share;
 - a connection keeps at most one incomplete frame, and checks the frame's length first;

@@ -1,6 +1,6 @@
 """The commits of a worker's groups, and recovery when a group's store fails.
 
-Must never know connections or maps. Invariants:
+Invariants:
 - waiting groups commit one after the other. The first one commits at once while commits take less than `COMMIT_SHARE`
   of the time, otherwise at most `commit_interval_ms` after it began to wait;
 - when the uncommitted rows of all groups reach `batch_bytes_max`, the rows of the fullest group are written;

@@ -17,6 +17,7 @@ from mirror.messages import ProcessReport
 from mirror.wire.constants import ControlKey
 from storage.errors import Full, StorageError
 from storage.history.extent import History
+from storage.model import VbucketState
 
 log = get_logger("feed")
 
@@ -97,8 +98,6 @@ class ConsumerStatus:
 
 def _vbucket_row(vbucket: MirroredVbucket, history: History | None, now: float) -> dict[str, Any]:
     state, progress, machine = vbucket.sink.state(), vbucket.progress, vbucket.host.machine
-    high = vbucket.source_high_seqno
-    published = int(state.published_seqno)
     failing = machine.shown.failing_text if machine is not None else None
     contact, status, text = _contact(vbucket, now), progress.status, progress.text
     gate, held_s = vbucket.gate, None
@@ -108,40 +107,49 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None, now: float) 
         status, text = VbucketStatus.WAITING, str(contact["last_error"])
     elif gate is not None and held_s is not None:
         text = gate.held_by
+    return (
+        state_fields(state, history)
+        | contact
+        | {
+            "state": "stalled" if progress.stalled_streams else "failing" if failing else str(status),
+            "text": progress.stall_text if progress.stalled_streams else failing or text,
+            "source_high_seqno": vbucket.source_high_seqno,
+            "lag_seqnos": _lag(vbucket, now),
+            "received_documents": progress.documents,
+            "received_bytes": progress.bytes,
+            "requested_again_bytes": vbucket.sink.requested_again_bytes,
+            "stalls": progress.stalls,
+            "last_rollback": vbucket.sink.last_rollback,
+            "resyncs_begun": vbucket.sink.resyncs_begun,
+            "resync_why": vbucket.sink.resync_why,
+            "persisted_seqno": gate.persisted_seqno if gate is not None else None,
+            "held_snapshots": gate.waiting if gate is not None else 0,
+            "held_s": held_s,
+        }
+    )
+
+
+def state_fields(state: VbucketState, history: History | None) -> dict[str, Any]:
+    """Return the part of a vbucket's row that the store knows."""
     return {
-        "vbid": vbucket.vbid,
-        "state": "stalled" if progress.stalled_streams else "failing" if failing else str(status),
-        "text": progress.stall_text if progress.stalled_streams else failing or text,
+        "vbid": int(state.vbid),
         "branch": int(state.branch),
         "vbuuid": int(state.failover_log.newest_vbuuid),
-        "failover_log": [list(entry) for entry in state.failover_log],
-        "published_seqno": published,
+        "published_seqno": int(state.published_seqno),
         "staged_seqno": int(state.staged_seqno),
-        "source_high_seqno": high,
-        "lag_seqnos": _lag(vbucket, now),
-        "received_documents": progress.documents,
-        "received_bytes": progress.bytes,
-        "requested_again_bytes": vbucket.sink.requested_again_bytes,
-        "stalls": progress.stalls,
         "rollback_count": state.rollback_count,
         "last_rollback_ms": state.last_rollback_ms,
-        "last_rollback": vbucket.sink.last_rollback,
+        "stale": state.staging_branch != state.branch and state.published_seqno > 0,
+        "history_floor_seqno": int(state.history_floor_seqno),
+        "history_floor_ms": history and history.floor_ms,
+        "local_purge_seqno": int(state.local_purge_seqno),
         "resync_count": history and history.resync_count,
         "last_resync_ms": history and history.last_resync_ms,
-        "resyncs_begun": vbucket.sink.resyncs_begun,
-        "resync_why": vbucket.sink.resync_why,
-        "persisted_seqno": gate.persisted_seqno if gate is not None else None,
-        "held_snapshots": gate.waiting if gate is not None else 0,
-        "held_s": held_s,
-        "stale": state.staging_branch != state.branch and published > 0,
-        "history_floor_seqno": int(state.history_floor_seqno),
-        "local_purge_seqno": int(state.local_purge_seqno),
-        "history_floor_ms": history and history.floor_ms,
         "boundaries": history and history.boundaries,
         "versions": history and history.versions,
         "row_bytes": history and history.row_bytes,
         "key_bytes": history and history.key_bytes,
-    } | contact
+    }
 
 
 def _lag(vbucket: MirroredVbucket, now: float) -> int | None:

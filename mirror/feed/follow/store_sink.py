@@ -1,8 +1,8 @@
 """The sink of a mirrored vbucket: passes instructions to the writer, and holds snapshots until they are persisted.
 
-Must never know connections. A rollback or a resync changes the staging branch, to which rows are staged. Invariants:
-before the staging branch changes, published snapshots are committed and the machines get Published; a held snapshot is
-forgotten when its rows are dropped; rows of an earlier staging branch are refused.
+A rollback or a resync changes the staging branch, to which rows are staged. Invariants: before the staging branch
+changes, published snapshots are committed and the machines get Published; a held snapshot is forgotten when its rows
+are dropped; rows of an earlier staging branch are refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The queries of a `SourceReader`: high seqnos, failover logs, collections.
 
-Must never know streams. Invariants: a query is repeated with growing pauses until the answer is complete or the timeout
-expires; a permanent error is raised at once.
+Invariants: a query is repeated with growing pauses until the answer is complete or the timeout expires; a permanent
+error is raised at once.
 """
 
 from __future__ import annotations

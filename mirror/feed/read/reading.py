@@ -1,6 +1,6 @@
 """One read of a source, in limited memory: the vbuckets that are read, and the queue to the thread that iterates.
 
-Must never know how connections are made, nor the threads behind the queue. Invariants:
+Invariants:
 - a snapshot that was handed out is never taken back. If the source has lost part of it, or has purged deletions that
   followed it, the vbucket's read ends with SourceRolledBack;
 - if a connection breaks inside a snapshot, the received part is kept only if the source continues exactly after it;

@@ -1,6 +1,6 @@
 """The snapshots of a read. A vbucket's sink collects each snapshot in a spool, and hands it out when it is complete.
 
-Must never know connections or the reader. Invariants:
+Invariants:
 - only whole snapshots are handed out, each once, and a vbucket's snapshots in the order of seqnos;
 - no snapshot is taken back: a rollback or a resync ends the vbucket's read;
 - a run of rows out of order is refused, never stored in part;
