@@ -249,6 +249,7 @@ class VbucketHost:
 
     def reconnect(self, cause: str) -> None:
         if self.session is not None:
+            # Not now: closing detaches this vbucket, which is still executing its instructions.
             asyncio.get_running_loop().call_soon(self.session.close, ConnectFailed(cause, hint=""))
 
     def retry_after(self, reason: ins.RetryReason, attempt: int) -> None:

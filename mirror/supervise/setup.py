@@ -42,7 +42,7 @@ class LookUp(Protocol):
 
 class Setup:
     def __init__(
-        self, context: ServiceContext, look_up: LookUp, *, required_groups: int | None, accept_older_map: bool
+        self, context: ServiceContext, look_up: LookUp, required_groups: int | None, accept_older_map: bool
     ) -> None:
         """Raises ConfigError for a wrong setting."""
         self._context = context

@@ -107,57 +107,27 @@ class Supervisor:
         """`progress` gets each new status; `announce` gets a line for each address that is open to readers. `reload`
         returns new settings, and the number of groups that they require.
         """
-        data = required_data(settings)
         required_source(settings)
         self._clock = clock
         self._options = options
         self._progress = progress
         self._announce = announce
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._notifier = notifier or Notifier()
-        self._context = context = ServiceContext(settings, data, clock)
-        self._setup = Setup(
-            context, look_up, required_groups=options.required_groups, accept_older_map=options.accept_older_map
-        )
-        self._listeners = Listeners(settings, clock.wall_ms() // 1000)
-        self._hook = Hook(clock, settings.on_event)
-        self._event_log = EventLog(clock, data, self._hook.put)
-        self._processes = Processes(
-            context,
-            self._listeners,
-            self._event_log,
-            self._events.put_nowait,
-            command,
-            ends_on_refusal=options.until_caught_up,
-        )
-        self.reports = Reports(
-            context,
-            self._processes,
-            self._listeners,
-            self._event_log,
-            self._notifier,
-            until_caught_up=options.until_caught_up,
-            stop=self.stop,
+        post, caught_up = self._events.put_nowait, options.until_caught_up
+        self._notifier = notifier = notifier or Notifier()
+        self._context = context = ServiceContext(settings, required_data(settings), clock)
+        self._setup = setup = Setup(context, look_up, options.required_groups, options.accept_older_map)
+        self._listeners = listeners = Listeners(settings, clock.wall_ms() // 1000)
+        self._hook = hook = Hook(clock, settings.on_event)
+        self._event_log = event_log = EventLog(clock, context.data, hook.put)
+        self._processes = processes = Processes(context, listeners, event_log, post, command, ends_on_refusal=caught_up)
+        self.reports = reports = Reports(
+            context, processes, listeners, event_log, notifier, until_caught_up=caught_up, stop=self.stop
         )
         self._reload = Reload(
-            context,
-            self._setup,
-            self._listeners,
-            self._hook,
-            self._event_log,
-            self._processes,
-            self.reports,
-            self._notifier,
-            self._spawn_task,
-            reload,
+            context, setup, listeners, hook, event_log, processes, reports, notifier, self._spawn_task, reload
         )
-        self._commands = Commands(
-            context,
-            self._processes,
-            self.reports,
-            lambda number: self._events.put_nowait(Signalled(number)),
-            self._ask_reload,
-        )
+        self._commands = Commands(context, processes, reports, lambda number: post(Signalled(number)), self._ask_reload)
         self._background: set[asyncio.Task[None]] = set()
         self._started_s = clock.monotonic()
         self._interrupts = 0

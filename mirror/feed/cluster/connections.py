@@ -236,6 +236,7 @@ class NodeKeeper:
                 session.acks_held = connections.acks_held
                 try:
                     connections.owner.on_node_ready(self)
+                    # Shielded: a keeper that is stopped must not cancel the future that `on_lost` sets.
                     pause_s = self._failed(await asyncio.shield(session.closed))
                 finally:
                     self.session = None

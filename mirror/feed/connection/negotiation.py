@@ -77,9 +77,11 @@ class Opening:
 
     async def negotiate(self) -> None:
         settings = self.access.settings
+        # First: without noops a stream with xattrs is refused (docs/protocol.md 2.3).
         await self._control(ControlKey.ENABLE_NOOP, b"true", REQUIRED)
         await self._set_noop_interval()
         await self._control(ControlKey.CONNECTION_BUFFER_SIZE, str(settings.connection_buffer_size).encode(), REQUIRED)
+        # Else a slow mirror holds the server's memory: it may drop our cursor, and continue from its disk.
         await self._control(ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN, b"true", OPTIONAL)
         await self._control(ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM, b"true", OPTIONAL)
         await self._control(ControlKey.ENABLE_EXPIRY_OPCODE, b"true", OPTIONAL)
@@ -100,7 +102,8 @@ class Opening:
         if interval_s != int(interval_s):
             if await self._control(ControlKey.SET_NOOP_INTERVAL, f"{interval_s:g}".encode(), OPTIONAL):
                 return
-            self.noop_interval_s = float(math.ceil(interval_s))  # before 7.6 (docs/protocol.md 2.3)
+            # Fractions are from 7.6 on; an older server gets the next whole number (docs/protocol.md 2.3).
+            self.noop_interval_s = float(math.ceil(interval_s))
         await self._control(ControlKey.SET_NOOP_INTERVAL, str(int(self.noop_interval_s)).encode(), OPTIONAL)
 
     async def _control(self, name: bytes, value: bytes, required: bool) -> bool:

@@ -83,7 +83,9 @@ class Consumer:
         )
         self.map_follower.queries.session_at = self.connections.session_at
         self.collections = CollectionWatch(selection, self.connections, self.map_follower, self._on_collections)
-        self.commits = GroupCommits(writers, settings, self.clock, self._on_reopened)
+        self.commits = GroupCommits(
+            writers, settings, self.clock, lambda vbid: self.attach_if_ready(self.vbuckets[vbid])
+        )
         self.vbuckets: dict[int, MirroredVbucket] = {}
         self._gated = settings.publish == "persisted"
         for group in self.commits.groups:
@@ -126,6 +128,7 @@ class Consumer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            # Before the connections close: a machine that hears of the loss would report it as an error.
             for vbucket in self.vbuckets.values():
                 vbucket.host.drop_machine()
             await self.connections.close()
@@ -200,7 +203,7 @@ class Consumer:
         log.debug("map-followed", rev_epoch=found.rev_epoch, rev=found.rev, nodes=len(found.nodes))
         for vbid in self.vbuckets:
             address = self.map_follower.address_of(vbid)
-            if address != self._node_of[vbid] or address is None:
+            if address != self._node_of[vbid] or address is None:  # without a node again: the reason may be another
                 self._move(vbid, address)
         self.connections.retain(set(self._node_of.values()))
 
@@ -278,9 +281,6 @@ class Consumer:
             refused = vbucket.host.machine is not None and vbucket.host.machine.phase is Phase.REFUSED
             if vbucket.group.error is None and (not self.collections.selection.whole or (vbid in waiting and refused)):
                 self.attach_if_ready(vbucket)
-
-    def _on_reopened(self, vbid: int) -> None:
-        self.attach_if_ready(self.vbuckets[vbid])
 
 
 def _status_after(error: MirrorError) -> VbucketStatus:

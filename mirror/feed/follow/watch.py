@@ -89,6 +89,7 @@ class SourceWatch:
         if session is None or not session.ready:
             return
         collections = self._collections.polled_collections
+        # Before the query: its answer may be older than a snapshot that is published meanwhile.
         published = {each.vbid: each.writer.state.staging_published_seqno for each in self._vbuckets_at(keeper.address)}
         sent_at = self._clock.monotonic()
         try:
