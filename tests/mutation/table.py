@@ -740,9 +740,6 @@ MUTATIONS = (
         "False:\n        raise reader.mismatch(wire_key)\n    if not",
         _OF_BIT_FLIPS,
     ),
-    Mutation(
-        _POINT_READS, "if not above < dup <= up_to or", "if not above < dup or", "tests/storage/test_fast_reads.py"
-    ),
     Mutation(_READER, "if reference[KIND] not in KINDS:", "if False:", _OF_BIT_FLIPS),
     Mutation(_READER, "if cursor.value() >= reference:", "if False:", _OF_BIT_FLIPS),
     Mutation(
