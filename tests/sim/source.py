@@ -83,7 +83,7 @@ class SimStream(ProducerStream):
         super()._marker(out, start, end, flags)
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
-        if self._shape == "double" and not self._filter.legacy:
+        if self._shape == "double" and not self.filter.legacy:
             return self._in_two_parts(first, last)
         items = super()._on_disk(first, last)
         return self._with_advances(items) if self._shape == "advances" else items
@@ -101,7 +101,7 @@ class SimStream(ProducerStream):
     def _in_two_parts(self, first: int, last: int) -> Iterator[Item]:
         """Deduplicated up to a seqno, then a marker with the same end and every version (MB-52553's shape)."""
         turn = self._rng.randint(first, last)
-        if not self._filter.all and turn == last:
+        if not self.filter.all and turn == last:
             turn = last - 1  # what ends it may be held back, and is sent after the second marker
         purge_seqno = self._purge_seqno
         yield from self._found_on_disk(self.log[first - 1 : turn], last, purge_seqno, last + 1)  # no further: each once
@@ -109,7 +109,7 @@ class SimStream(ProducerStream):
         marker = SnapshotMarker(self.vbucket.vbid, first, last, DOUBLE)
         yield Extra(max(turn, first - 1), b"", codec_dcp.encode(marker))
         for item in self.log[turn:last]:
-            if self._stays(item, last, purge_seqno) and self._filter.passes(item) and self._encoder.shows(item):
+            if self._stays(item, last, purge_seqno) and self.filter.passes(item) and self._encoder.shows(item):
                 yield item
 
     def _stays(self, item: Item, last: int, purge_seqno: int) -> bool:
@@ -150,7 +150,7 @@ class SimProducer(SandboxProducer):
         plain = super()._open_stream(request, stream_filter, history)
         options = {"disk_flags": plain._disk_flags, "announced_ends": plain._announced_ends}
         options["ephemeral"] = source.ephemeral
-        stream = SimStream(plain.vbucket, request, plain._filter, plain._controls, source.rng, plain._tuning, **options)
+        stream = SimStream(plain.vbucket, request, plain.filter, plain._controls, source.rng, plain._tuning, **options)
         stream._encoder = SimEncoder(self.controls)
         stream.counts, stream.shapes = source.counts, source.shapes
         if not self.of_mirror:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.streams import AcceptedStream, RefusalFault, Sent
@@ -39,6 +39,11 @@ TURNS_BYTES = 1024 * 1024
 """Limit of the bytes sent at once while the streams take turns: 1 KiB for each of 1,024 streams."""
 
 
+class StreamRights(NamedTuple):
+    may_stream: bool
+    sees_system: bool
+
+
 class SandboxProducerPort(ProducerPort, Protocol):
     @property
     def bucket(self) -> Bucket: ...
@@ -46,9 +51,8 @@ class SandboxProducerPort(ProducerPort, Protocol):
     @property
     def node_number(self) -> int: ...
 
-    def may_stream(self) -> bool: ...
-
-    def sees_system(self) -> bool: ...
+    @property
+    def rights(self) -> StreamRights: ...
 
     @property
     def in_turn(self) -> bool:
@@ -117,7 +121,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         )
         if not served:
             raise Refused(Status.NOT_MY_VBUCKET)
-        if not port.may_stream():
+        if not port.rights.may_stream:
             raise Refused(Status.EACCESS)
         if request.flags & StreamRequestFlag.FROM_LATEST:
             vbucket = port.bucket.vbuckets[request.vbid]
@@ -137,7 +141,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             has_stream_ids=self.controls.stream_ids,
             known=profile.stream_keys,
             may_be_empty=profile.since(8, 0),
-            sees_system=self._port.sees_system(),
+            sees_system=self._port.rights.sees_system,
         )
 
     def _history(self, request: StreamRequest, stream_filter: SandboxFilter) -> StreamHistory:
@@ -214,7 +218,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         free_bytes = TURNS_BYTES
         if self.window.window_bytes:
             free_bytes = min(free_bytes, self.window.window_bytes - self.window.outstanding)
-        allowed = self._port.may_stream(), self._port.sees_system()  # no other task can change these meanwhile
+        rights = self._port.rights  # no other task can change these meanwhile
         ready: deque[ProducerStream] = deque()
         before: list[tuple[ProducerStream, int, int]] = []
         out = bytearray()
@@ -222,7 +226,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         for stream in list(self._turns):
             if counted_bytes >= free_bytes:
                 break
-            if self._has_turn(stream, *allowed):
+            if self._has_turn(stream, rights):
                 before.append((stream, stream.frames_sent, stream.bytes_sent))
                 size = stream.add_message(out)
                 if size:
@@ -251,7 +255,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         for stream in list(self.streams.values()):
             if self.streams.get((stream.vbid, stream.stream_id)) is not stream:
                 continue
-            if not self._has_turn(stream, self._port.may_stream(), self._port.sees_system()):
+            if not self._has_turn(stream, self._port.rights):
                 continue
             if not self.window.is_open:
                 return
@@ -269,11 +273,11 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             if data:
                 yield data, stream.extra_bytes - extra_bytes
 
-    def _has_turn(self, stream: ProducerStream, may_stream: bool, sees_system: bool) -> bool:
+    def _has_turn(self, stream: ProducerStream, rights: StreamRights) -> bool:
         """True if the stream may send now. If the user has lost a privilege that the stream needs, end the stream."""
         if not stream.has_more or self._port.bucket.stream_faults.muted(stream.vbid, self._port.node_number):
             return False
-        if not may_stream or (stream.sees_system and not sees_system):
+        if not rights.may_stream or (stream.filter.hidden is None and not rights.sees_system):
             self.end_stream(stream, StreamEndReason.LOST_PRIVILEGES)
             return False
         return True

@@ -61,7 +61,7 @@ class ProducerStream:
         self.in_snapshot_until = 0
         """The last seqno of the present snapshot; 0 between two snapshots."""
         self._request = request
-        self._filter = stream_filter
+        self.filter = stream_filter
         self._controls = controls
         self._encoder = ItemEncoder(controls)
         self._plain = self._encoder.plain and self.stream_id is None
@@ -75,6 +75,7 @@ class ProducerStream:
         self._disk_only = bool(request.flags & StreamRequestFlag.DISK_ONLY)
         if request.flags & (StreamRequestFlag.TO_LATEST | StreamRequestFlag.DISK_ONLY):
             self.end_seqno = vbucket.high_seqno
+        self._has_history = controls.change_streams and vbucket.history_start_seqno > 0
         self._first_marker_sent = False
         self._next_opens_checkpoint = True
         self._pending: Iterator[Item] = iter(())
@@ -85,10 +86,6 @@ class ProducerStream:
         self._visible_seqno = vbucket.max_visible_seqno(request.start_seqno)
 
     # --- called by the connection
-
-    @property
-    def sees_system(self) -> bool:
-        return self._filter.hidden is None
 
     @property
     def has_more(self) -> bool:
@@ -127,7 +124,7 @@ class ProducerStream:
 
     def _begin(self, out: bytearray) -> bool:
         vbucket = self.vbucket
-        if self._filter.empty:
+        if self.filter.empty:
             out += self.end(StreamEndReason.FILTER_EMPTY)
             return False
         if self.seqno >= self.end_seqno:
@@ -146,11 +143,11 @@ class ProducerStream:
             out += self.end(StreamEndReason.STATE_CHANGED)  # kv_engine reports a rollback by this reason
             return False
         is_partial = not self._first_marker_sent and self.seqno < self._request.snap_end_seqno
-        holds_all = self._filter.holds_all(vbucket.collection_high_seqno, self.seqno)
+        holds_all = self.filter.holds_all(vbucket.collection_high_seqno, self.seqno)
         if holds_all and not is_partial and self.seqno < vbucket.purge_seqno:
             self.seqno = high  # kv_engine skips the backfill (v8.0.2 engines/ep/src/dcp/backfill_by_seqno_disk.cc)
             return True
-        if self._filter.legacy:
+        if self.filter.legacy:
             high = vbucket.collection_high_seqno.get(0, 0)
             if high <= self.seqno:
                 self.seqno = vbucket.high_seqno
@@ -176,9 +173,9 @@ class ProducerStream:
         purge_seqno = self.vbucket.purge_seqno
         if self._request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES:
             return False
-        if self._filter.holds_all(self.vbucket.collection_high_seqno, self.seqno):
+        if self.filter.holds_all(self.vbucket.collection_high_seqno, self.seqno):
             return False
-        return 0 < self.seqno < purge_seqno and (self._ephemeral or self._filter.purge_seqno != purge_seqno)
+        return 0 < self.seqno < purge_seqno and (self._ephemeral or self.filter.purge_seqno != purge_seqno)
 
     def _begin_memory(self, out: bytearray) -> bool:
         vbucket = self.vbucket
@@ -201,7 +198,7 @@ class ProducerStream:
                 ABORT,
             ):  # these are not deduplicated
                 continue
-            if not self._filter.passes(item):
+            if not self.filter.passes(item):
                 continue
             if self._encoder.shows(item):
                 shown.append(item)
@@ -256,17 +253,13 @@ class ProducerStream:
         turn = [BetweenItem(history - 1, codec_dcp.encode(marker))]
         return chain(newest, turn, self._found_on_disk(changes(history, last), last, purge_seqno, history))
 
-    @property
-    def _has_history(self) -> bool:
-        return self._controls.change_streams and self.vbucket.history_start_seqno > 0
-
     def _history_start(self, last: int) -> int:
         """Return the seqno from which on every version is sent; `last` + 1 if only the newest versions are."""
         return self.vbucket.history_start_seqno if self._has_history else last + 1
 
     def _found_on_disk(self, items: Sequence[Item], as_of: int, purge_seqno: int, history: int) -> Iterator[Item]:
         keeps = self.vbucket.keeps
-        passes = None if self._filter.all and self._filter.hidden is None else self._filter.passes
+        passes = None if self.filter.all and self.filter.hidden is None else self.filter.passes
         shows = self._encoder.shows
         antilag = self._tuning.antilag_items if self._controls.collections else 0
         left_out = 0
@@ -310,7 +303,7 @@ class ProducerStream:
     def _finish(self, out: bytearray) -> None:
         end = self._snapshot_end
         vbid = self.vbucket.vbid
-        if self._last_sent < end and self._controls.collections and not self._filter.empty:
+        if self._last_sent < end and self._controls.collections and not self.filter.empty:
             self._emit(out, SeqnoAdvanced(vbid, end, opaque=self.opaque))
         if self._from_disk:
             self.seqno = max(self.seqno, end)

@@ -18,7 +18,7 @@ from pathlib import Path
 from mirror.errors import ConfigError
 from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.clustermap import SandboxAddress
-from mirror.sandbox.dcp.producer import PIECE_BYTES, SandboxProducer
+from mirror.sandbox.dcp.producer import PIECE_BYTES, SandboxProducer, StreamRights
 from mirror.sandbox.dcp.producer_stream import ProducerStream
 from mirror.sandbox.kv import document_requests, subdoc_requests
 from mirror.sandbox.kv.sandbox_session import SandboxSession
@@ -218,11 +218,10 @@ class NodeConnection(asyncio.Protocol):
         for rule in self.node.on_dcp_open:
             rule(self)
 
-    def may_stream(self) -> bool:
-        return not self.bucket.profile.needs_dcp_stream or self.session.may(DCP_STREAM)
-
-    def sees_system(self) -> bool:
-        return self.session.sees_system
+    @property
+    def rights(self) -> StreamRights:
+        may_stream = not self.bucket.profile.needs_dcp_stream or self.session.may(DCP_STREAM)
+        return StreamRights(may_stream, self.session.sees_system)
 
     @property
     def in_turn(self) -> bool:
