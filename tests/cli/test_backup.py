@@ -114,7 +114,7 @@ def test_a_backup_made_under_load_is_restored_catches_up_and_equals_its_source(t
                 assert b"written afterwards" in changed
 
 
-def test_stdout_is_a_tar_and_nothing_else(mirrored: Path, tmp_path: Path) -> None:
+def test_stdout_holds_only_a_tar(mirrored: Path, tmp_path: Path) -> None:
     made = succeed("backup", "--data", mirrored, "--to", "-")
     assert "copied to stdout" in made.err
     with tarfile.open(fileobj=io.BytesIO(made.raw)) as tar:

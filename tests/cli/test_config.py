@@ -6,7 +6,7 @@ from mirror.config_reader import NAMES
 from tests.cli.conftest import call_here
 
 
-def test_each_setting_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_each_setting_is_shown_with_its_origin(tmp_path: Path) -> None:
     (tmp_path / "mirror.toml").write_text('source = "couchbase://reader@db/orders"\n')
     result = call_here(
         "config",
@@ -44,7 +44,7 @@ def test_the_settings_for_people_are_a_table() -> None:
     assert any(line.split()[:1] == ["commit_interval_ms"] for line in result.out.splitlines())
 
 
-def test_each_setting_is_explained_with_its_bounds_and_what_a_change_needs() -> None:
+def test_each_setting_is_explained_with_its_bounds_and_its_reload_policy() -> None:
     rows = {row["name"]: row for row in call_here("config", "explain", "--json").json}
     assert set(rows) == set(NAMES)
     assert all(row["meaning"] and row["section"] for row in rows.values())

@@ -55,7 +55,7 @@ def test_a_directory_gets_a_file_for_each_vbucket_and_a_file_its_name_at_the_end
 
 
 @pytest.mark.parametrize("command", [("export",), ("sql", "SELECT * FROM documents", "--json")], ids=["export", "sql"])
-def test_a_reader_who_may_not_use_the_control_socket_reads_without_a_lease_and_is_warned_once(
+def test_a_reader_without_rights_to_the_control_socket_reads_without_a_lease(
     mirrored: Path, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     """A member of `readers_group` could neither export nor query while a service ran."""

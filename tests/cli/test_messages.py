@@ -63,7 +63,7 @@ def test_every_message_is_the_same_after_msgpack() -> None:
 
 
 @pytest.mark.parametrize("kinds", [ControlCommand, PipeMessage], ids=["commands", "messages"])
-def test_no_two_messages_of_a_kind_share_an_op(kinds: Any) -> None:
+def test_each_message_of_a_kind_has_its_own_op(kinds: Any) -> None:
     operations = [kind.op for kind in get_args(kinds)]
     assert len(set(operations)) == len(operations)
 
@@ -91,7 +91,7 @@ def test_unknown_keys_are_ignored_and_defaults_apply() -> None:
         ({"op": "release", "id": None}, "release: id is None"),
     ],
 )
-def test_a_wrong_field_is_named_with_what_is_expected(message: dict[str, Any], words: str) -> None:
+def test_a_wrong_field_is_named_with_the_expected_type(message: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         control_command(message)
     assert words in str(caught.value)

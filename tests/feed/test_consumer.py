@@ -217,7 +217,7 @@ async def test_an_unreachable_source_is_waited_for_or_given_up_by_setting(
 
 
 @pytest.mark.usefixtures("short_pauses")
-async def test_a_service_shows_a_recreated_bucket_as_refused_and_goes_on_once_the_old_one_is_back(
+async def test_a_service_shows_a_recreated_bucket_as_refused_until_the_old_one_is_back(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     write(cluster, 100)

@@ -250,7 +250,7 @@ def test_a_marker_of_a_snapshot_held_already_opens_nothing() -> None:
 @pytest.mark.parametrize("collections", [True, False])
 @pytest.mark.parametrize("start", [0, 4, 6, 10])
 @pytest.mark.parametrize("end", [9, 20])
-def test_the_first_marker_after_a_mid_snapshot_request_replaces_the_end_and_closes_nothing(
+def test_the_first_marker_after_a_request_inside_a_snapshot_replaces_its_end(
     collections: bool, start: int, end: int
 ) -> None:
     assembler = assembler_at(4, 6, (4, 9), collections=collections)

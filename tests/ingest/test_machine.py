@@ -901,7 +901,7 @@ def test_tries_after_another_refusal_count_from_zero() -> None:
 # --- violations ---
 
 
-def test_a_source_that_breaks_the_protocol_loses_its_open_snapshot_and_is_requested_again() -> None:
+def test_a_violation_drops_the_open_snapshot_and_the_stream_is_requested_again() -> None:
     rig = streaming_at(100)
     marker(rig, 101, 120)
     rows(rig, 105)

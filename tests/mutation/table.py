@@ -41,7 +41,7 @@ _OF_KV_BUCKET = "tests/serve/test_kv_bucket.py -k 'manifest or replaced'"
 _CHANGES, _OF_CHANGES = "storage/read/changes.py", "tests/storage/test_changes.py"
 _VALIDITY, _OF_SCAN = "storage/read/validity.py", "tests/storage/test_scan.py"
 _OF_OWNER = "tests/storage/test_owner.py"
-_OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
+_OF_LEAVING, _OF_PURGE = "tests/storage/test_left_branches.py", "tests/storage/test_purge.py"
 _STATUS, _OF_STATUS = "mirror/supervise/reports/progress.py", "tests/supervise/test_status.py"
 _OF_WATCH = "tests/feed/test_watch.py -k nothing_is_not_in_contact"
 _OF_STREAMS = "tests/serve/test_dcp_requests.py -k beyond_the_limit"
@@ -61,7 +61,7 @@ _OF_MERGE_OF_PART = "tests/spark/tables/test_merge.py"
 _HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
 _POINT_READS, _READER = "storage/read/point_reads.py", "storage/read/vbucket_reader.py"
 _OF_BIT_FLIPS = "tests/storage/test_bit_flips.py -k 'not no_wrong_document'"
-_REPORTS, _OF_CHANNELS = "mirror/supervise/reports/collector.py", "tests/supervise/test_channels.py -k never"
+_REPORTS, _OF_CHANNELS = "mirror/supervise/reports/collector.py", "tests/supervise/test_status_channels.py -k never"
 _BODIES, _OF_BODIES = "mirror/typed/bodies.py", "tests/typed/test_bodies.py"
 _OF_RISING = "tests/spark/source/test_changes.py -k its_retractions"
 _OF_NUMBERS = "tests/fuzz/test_documents.py -k tiny_number"
@@ -574,7 +574,7 @@ MUTATIONS = (
         "storage/read/point_reads.py",
         "else records.bytes_to_read(view)",
         "else len(view)",
-        "tests/storage/test_large.py -k from_its_head",
+        "tests/storage/test_large_documents.py -k from_its_head",
     ),
     Mutation("storage/read/states.py", "seen is None or seen[0] != at", "seen is None", _OF_KV_BUCKET),
     Mutation("storage/read/states.py", "known[first][0] is not environment", "False", _OF_KV_BUCKET),

@@ -30,7 +30,7 @@ async def test_a_cut_breaks_only_the_named_connection(cluster: SandboxCluster) -
     assert cluster.faults.cut() == 0
 
 
-async def test_silence_sends_nothing_and_stays_open(cluster: SandboxCluster) -> None:
+async def test_a_silenced_connection_sends_nothing_and_stays_open(cluster: SandboxCluster) -> None:
     first, second = await two(cluster)
     cluster.faults.silence(name="first", node=0)
     cluster.set("k", {})

@@ -456,7 +456,7 @@ async def test_the_part_without_history_ends_before_its_snapshot() -> None:
         assert await history(cluster, "z") == [(6, 0, 10), (5,), (8,), (DISK_HISTORY, 0, 10), (9,), (10,)]
 
 
-async def test_live_snapshots_of_change_streams_are_not_deduplicated_but_for_collections_without_history() -> None:
+async def test_live_snapshots_of_change_streams_deduplicate_only_collections_without_history() -> None:
     async with SandboxCluster(vbuckets=1, keeps_history=True) as cluster:
         cluster.bucket.create_scope("s")
         cluster.bucket.create_collection("s", "c")

@@ -62,7 +62,7 @@ def test_users_of_a_file_log_in_by_password(file: Path) -> None:
     assert "one" not in file.read_text().replace("stored_key", "")
 
 
-def test_patterns_say_which_collections_may_be_read(file: Path) -> None:
+def test_patterns_select_the_readable_collections(file: Path) -> None:
     bob = FileUsers(file).reader("bob")
     assert bob is not None
     assert not bob.reads_all

@@ -216,7 +216,7 @@ async def test_superseded_system_events_are_not_sent(store: Store, dcp: DcpEndpo
     assert found == [None, 4, None, 5, None, 6, None, 7, None, 8], "each was published by itself"
 
 
-async def test_a_client_without_collections_gets_the_default_one_and_snapshots_that_end_in_a_document(
+async def test_a_client_without_collections_gets_snapshots_that_end_in_a_document(
     store: Store, dcp: DcpEndpoint
 ) -> None:
     store.put(b"a", b"default", 1)

@@ -478,7 +478,7 @@ def write_users(path: Path, **patterns: tuple[str, ...]) -> None:
     path.write_text(json.dumps({"users": users, "salt_key": new_salt_key()}))
 
 
-def test_users_query_what_they_may_read_until_they_are_removed(source: Source, tmp_path: Path) -> None:
+def test_a_user_can_query_readable_collections_until_removed(source: Source, tmp_path: Path) -> None:
     write_users(tmp_path / "users.json", ann=("*",), bob=("_default._default",), eve=("shop.*",))
     with running(Path(source.path), source, sql=True, users_file=tmp_path / "users.json") as site:
         ask(site, "SELECT 1", 401)

@@ -80,7 +80,7 @@ def test_a_query_with_2500_conditions_is_answered_and_5000_levels_are_refused(mi
         ("SELECT sum(n) FROM (SELECT n FROM documents UNION ALL VALUES (10))", 13),
     ],
 )
-def test_a_table_of_the_query_hides_a_collection_in_its_scope_alone(
+def test_a_table_of_the_query_hides_a_collection_only_in_its_scope(
     mirror: SmallMirror, view: View, query: str, found: int
 ) -> None:
     ids = collections(mirror, "orders")

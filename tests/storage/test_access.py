@@ -271,7 +271,7 @@ def test_a_reader_in_the_lower_layer_of_an_overlay_reads_the_copy_that_a_writer_
     assert said.split() == ["old", "old", "again", "new", "new", "new", "new"]
 
 
-def test_a_read_on_a_read_only_mount_does_not_end_once_a_writer_may_have_overwritten_its_pages(
+def test_a_read_on_a_read_only_mount_fails_if_a_writer_may_have_overwritten_its_pages(
     path: str, clock: Clock, tmp_path: Path
 ) -> None:
     """A backup copied such pages: it ended well, or called the sound mirror damaged."""

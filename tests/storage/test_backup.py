@@ -103,7 +103,7 @@ def test_a_backup_does_not_hold_changes_published_while_it_runs(path: str, fille
     ]
 
 
-def test_a_token_that_is_newer_than_the_backup_is_refused_even_when_its_seqno_has_come_again(
+def test_a_token_newer_than_the_backup_is_refused_even_if_its_seqno_comes_again(
     path: str, filled: GroupWriter, tmp_path: Path
 ) -> None:
     parts = made(path)
@@ -310,7 +310,7 @@ def test_a_restore_needs_an_empty_directory(path: str, filled: GroupWriter, tmp_
     restored(parts, target)
 
 
-def test_a_restore_that_was_killed_leaves_no_mirror_and_says_what_to_remove(
+def test_a_killed_restore_leaves_no_mirror_and_names_the_files_to_remove(
     path: str, filled: GroupWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, target = made(path), tmp_path / "target"

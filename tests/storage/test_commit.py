@@ -221,7 +221,7 @@ def test_the_map_grows_while_key_rows_are_made_and_none_is_left_out(path: str, m
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_rows_of_the_next_snapshot_on_disk_while_key_rows_of_the_last_are_made_get_theirs(
+def test_rows_of_the_next_snapshot_flushed_during_an_index_job_get_their_key_rows(
     path: str, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
     """A snapshot is complete and waits for its key rows; memory pressure writes down rows of the next one; a commit

@@ -290,7 +290,7 @@ def test_a_link_in_place_of_the_lock_file_is_not_followed(path: str, clock: Cloc
     assert victim.read_bytes() == b"precious"
 
 
-def test_a_reader_that_may_not_write_the_lock_file_gets_an_error_about_that_file_alone(path: str, clock: Clock) -> None:
+def test_a_reader_that_may_not_write_the_lock_file_gets_an_error_about_that_file(path: str, clock: Clock) -> None:
     """In a process of its own, in which permissions bind root too."""
     open_writer(path, clock=clock).close()
     lock = os.path.join(directory.group_path(path, 0), "lock.mdb")

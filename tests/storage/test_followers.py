@@ -128,7 +128,7 @@ def served(view: View) -> Copy:
     [("deferred rollback", 1, 3, [(A, "value", False)])],
 )
 @given(ROWS.filter(bool), st.lists(HISTORY, max_size=3))
-def test_a_reader_of_any_token_ends_with_what_is_served(first: Rows, histories: list[History]) -> None:
+def test_a_reader_of_any_token_ends_with_the_served_documents(first: Rows, histories: list[History]) -> None:
     with TemporaryDirectory() as folder:
         path = f"{folder}/data"
         directory.create(path, IDENTITY)

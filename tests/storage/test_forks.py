@@ -57,9 +57,7 @@ def registered(environment: Environment) -> list[str]:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_child_reads_in_a_view_of_its_own_and_disturbs_neither_its_parent_nor_strangers(
-    path: str, state: str
-) -> None:
+def test_a_forked_child_reads_in_its_own_view_and_does_not_disturb_its_parent(path: str, state: str) -> None:
     """The child was refused, or hung; at its end the parent's read failed, and this process lost its place."""
     fill(path)
     with open_view(path) as view, program("PARENT", path, state) as parent:

@@ -19,7 +19,7 @@ from tests.storage.model import DEFAULT, SCOPES, A, B, C, D, keys_of
 from tests.storage.rig import Clock, commit, manifest_of, publish, put, system_event
 
 
-def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(writer: GroupWriter, view: View) -> None:
+def test_collections_are_read_by_name_and_a_flush_or_drop_hides_older_rows(writer: GroupWriter, view: View) -> None:
     put(writer, A, 1, b"default")
     system_event(writer, 2, DEFAULT, Collection(9, 8, "orders", Seqno(2)), scopes=SCOPES)
     put(writer, A, 3, b"order a", cid=9)

@@ -299,7 +299,7 @@ def test_the_counters_of_boundaries_are_correct_after_every_kind_of_publish(writ
     assert [b.row_bytes for b in found] == [two + sizes[3] + sizes[7], two + sizes[3], two]
 
 
-def test_a_flushed_and_resynced_collection_is_purged_in_bounded_steps_of_linear_work_in_all(
+def test_a_flushed_and_resynced_collection_is_purged_in_bounded_steps_of_linear_total_work(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 40)

@@ -111,7 +111,7 @@ def test_the_last_document_is_found_backwards(store: Store, view: View, monkeypa
     assert stream.last_document_seqno(view.reader(0), stream.served_state(view.reader(0)), 0, {0: 0}) == 1
 
 
-def test_a_rollback_below_what_is_read_is_reported_and_one_above_is_not(store: Store, view: View) -> None:
+def test_a_rollback_below_the_read_position_is_reported_and_one_above_is_not(store: Store, view: View) -> None:
     for seqno in (1, 2, 3):
         store.put(b"k%d" % seqno, b"v", seqno)
     high = stream.served_state(view.reader(0))
@@ -346,7 +346,7 @@ def test_a_first_snapshot_to_a_boundary_settled_on_a_lost_branch_is_not_cut(wind
 
 
 @pytest.mark.parametrize("interval_ms", [1, 2_000, 10_000, 60_000])
-def test_a_follower_of_a_vbucket_with_few_writes_keeps_what_a_failover_leaves(
+def test_a_follower_of_a_quiet_vbucket_keeps_the_history_that_a_failover_leaves(
     windowed: Store, clock: list[int], interval_ms: int
 ) -> None:
     """With one change in 10 s, followers began from 0 after each failover, because lost boundaries were 10 s apart."""

@@ -163,7 +163,7 @@ def test_the_lag_without_contact_counts_from_the_last_contact() -> None:
     assert seconds(30_000, 8, None) == 6.0, "what was missing then is still missing"
 
 
-def test_the_lag_is_unknown_until_the_mirror_has_what_was_written_before_the_first_contact() -> None:
+def test_the_lag_is_unknown_until_the_seqnos_of_the_first_contact_are_published() -> None:
     """A mirror that was down for 40 s was `following` with lag 0 while its answers were 100 s old."""
     seconds = functools.partial(lag_s, Trend())
     assert seconds(0, 5, 900) is None

@@ -102,7 +102,7 @@ def test_a_module_has_a_docstring() -> None:
     assert [name_of(path) for path in SOURCES if not ast.get_docstring(tree_of(path))] == []
 
 
-def test_no_package_or_module_has_a_vague_name() -> None:
+def test_packages_and_modules_avoid_vague_names() -> None:
     assert [name_of(path) for path in SOURCES if {path.stem, *path.relative_to(ROOT).parent.parts} & VAGUE_NAMES] == []
 
 
@@ -141,7 +141,7 @@ def test_the_words_of_the_protocol_are_used() -> None:
     assert wrong == []
 
 
-def test_no_name_has_a_vague_word() -> None:
+def test_names_avoid_vague_words() -> None:
     wrong = [
         f"{name_of(path)}, line {line}: {identifier}, say {VAGUE_WORDS[word]}"
         for path in (*SOURCES, *TESTS)
@@ -164,7 +164,7 @@ def test_a_class_name_is_defined_once() -> None:
     assert all(len(places[name]) == 2 for name in SHARED_CLASS_NAMES)
 
 
-def test_no_private_name_is_imported_from_another_module() -> None:
+def test_private_names_are_not_imported_from_other_modules() -> None:
     wrong = [
         f"{name_of(path)}: {node.module}.{alias.name}"
         for path in SOURCES

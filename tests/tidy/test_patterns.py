@@ -31,7 +31,7 @@ POSSESSIVE_GROUP = re.compile(r"(?<!\\)\)[*+?]\+")
 """
 
 
-def test_no_group_is_possessive() -> None:
+def test_regular_expressions_have_no_possessive_groups() -> None:
     assert [name_of(path) for path in SOURCES if POSSESSIVE_GROUP.search(path.read_text())] == []
 
 

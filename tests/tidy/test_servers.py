@@ -34,7 +34,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
-def test_no_private_name_of_the_server_is_used() -> None:
+def test_private_names_of_the_server_are_not_used() -> None:
     files = [path for path in (ROOT / "mirror").rglob("*.py") if "uvicorn" in path.read_text()]
     assert files == [ROOT / "mirror" / "serve" / "http" / "protocol.py"]
     assert list(private_names(ast.parse(files[0].read_text()))) == []

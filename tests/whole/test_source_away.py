@@ -65,7 +65,7 @@ def test_a_killed_source_is_reported_unreachable_in_every_channel(tmp_path: Path
         assert service.terminate() == 0
 
 
-def test_a_new_mirror_that_has_never_reached_its_source_says_so_over_http(tmp_path: Path) -> None:
+def test_a_new_mirror_without_contact_to_its_source_reports_it_over_http(tmp_path: Path) -> None:
     """HTTP did not listen, so a load balancer or Prometheus took it for a service that does not run."""
     data = tmp_path / "data"
     with ExitStack() as stack:

@@ -133,7 +133,7 @@ def test_the_rows_of_each_stream_are_gathered_over_the_whole_buffer() -> None:
     assert [item.byte_count for item in items if isinstance(item, Run)] == [3 * len(document(1)), 2 * len(document(1))]
 
 
-def test_a_message_of_a_stream_ends_the_run_of_that_stream_alone() -> None:
+def test_a_message_of_a_stream_ends_only_the_run_of_that_stream() -> None:
     data = document(1) + document(7, 2) + MARKER + document(2) + document(8, 2) + document(3, vbid=6) + document(4)
     assert runs(data) == [
         (1, 5, 1, 1),

@@ -287,7 +287,7 @@ def test_a_collection_recreated_in_lost_history_is_restored(small: SmallMirror) 
     follower.driver.close()
 
 
-def test_events_common_to_both_histories_are_not_reported_again_after_a_deferred_rollback(small: SmallMirror) -> None:
+def test_events_of_both_histories_are_not_reported_again_after_a_deferred_rollback(small: SmallMirror) -> None:
     """A flush that both histories have was reported at the next event, and took away what had come after it."""
     default, scopes = Collection(0, 0, "_default", Seqno(0)), {0: "_default", 8: "shop"}
     flushed, carts = Collection(8, 8, "orders", Seqno(3)), Collection(9, 8, "carts", Seqno(4))
