@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import signal
 import subprocess
@@ -55,7 +54,6 @@ class Stage:
             "load": documents,
             "rate": rate,
             "keys": documents * 2,
-            "seed": secrets.randbelow(2**31),
             "control": self.control,
         }
         self._source: subprocess.Popen[bytes] | None = None
