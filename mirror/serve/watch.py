@@ -28,8 +28,10 @@ News = Callable[[int], None]
 
 
 class Watch:
-    def __init__(self, view: Callable[[], View]) -> None:
+    def __init__(self, view: Callable[[], View], pause_s: float = POLL_MIN_S) -> None:
+        """`pause_s` follows a look that found news."""
         self._view = view
+        self._pause_s = pause_s
         self._viewed: View | None = None
         self._commits: defaultdict[int, Commits] = defaultdict(Commits)
         """The commits last seen, by group."""
@@ -53,6 +55,15 @@ class Watch:
         if not self._followers and self._task is not None:
             self._task.cancel()
             self._task = None
+
+    def wake(self) -> None:
+        """Notify all followers."""
+        for vbid in self._followers:
+            self._notify(vbid)
+
+    def _notify(self, vbid: int) -> None:
+        for news in tuple(self._followers.get(vbid, ())):
+            news(vbid)
 
     def look(self) -> int:
         """Notify the followers of each vbucket that changed since the last call, or that cannot be read. Return the
@@ -79,15 +90,14 @@ class Watch:
         if failed is not None:  # log only one of several unreadable groups
             log.error("store-unreadable", error=str(failed))
         for vbid in found:
-            for news in tuple(self._followers.get(vbid, ())):
-                news(vbid)
+            self._notify(vbid)
         return len(found)
 
     async def _run(self) -> None:
-        delay_s = POLL_MIN_S
+        delay_s = self._pause_s
         while True:
             try:
-                delay_s = POLL_MIN_S if self.look() else next_delay_s(delay_s)
+                delay_s = self._pause_s if self.look() else max(self._pause_s, next_delay_s(delay_s))
             except StorageError as error:
                 log.error("store-unreadable", error=str(error))
                 delay_s = FAILED_DELAY_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -249,16 +249,20 @@ def test_an_unreadable_group_ends_only_its_own_streams(site: Site, monkeypatch: 
     sound, lost = 0, 1
     groups = site.server.service.view.groups
     assert sound % groups.count != lost % groups.count
-    environment = groups.environment
 
-    def missing(vbid: int) -> Any:
-        if vbid % groups.count == lost % groups.count:
-            raise CorruptedError("the group's data file is missing")
-        return environment(vbid)
+    def missing(read: Callable[[int], Any]) -> Callable[[int], Any]:
+        def read_if_sound(vbid: int) -> Any:
+            if vbid % groups.count == lost % groups.count:
+                raise CorruptedError("the group's data file is missing")
+            return read(vbid)
+
+        return read_if_sound
 
     with listening(site, vbid=sound, since="now") as listener, listening(site, vbid=lost, since="now") as other:
         eventually_now(lambda: site.server.service.requests.streams.total() == 2)
-        monkeypatch.setattr(groups, "environment", missing)
+        view = site.server.service.view
+        for owner, name in ((groups, "environment"), (groups, "reader"), (view, "reader")):
+            monkeypatch.setattr(owner, name, missing(getattr(owner, name)))
         event = other.event()
         assert (event["event"], event["data"]["detail"]) == ("problem", "the group's data file is missing")
         site.source.put(site.source.key_of(sound), b"1")

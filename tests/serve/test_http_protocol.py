@@ -313,7 +313,7 @@ def test_documents_of_a_page_count_against_the_budget_before_it_is_complete(
     assert budget.try_take(1)
     assert site.get("/v1/collections/_default/documents", 503).json()["type"] == "urn:dcp-mirror:too-busy"
     assert len(counted) == 3
-    assert budget.out_bytes == 1
+    eventually_now(lambda: budget.out_bytes == 1)
 
 
 def test_requests_that_come_ahead_of_their_answers_take_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

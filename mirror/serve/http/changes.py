@@ -191,22 +191,24 @@ class ChangeStream:
         self._vbids = vbids
         self._position = dict(position)
         self._keep = keep
-        self._seen: dict[int, Served] = {}
+        self._changed = set(vbids)
+        self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once a vbucket is in `_changed`, or the process stops."""
 
     async def run(self, *, follow: bool) -> AsyncGenerator[bytes, None]:
         service = self._service
-        service.watch.enter()
+        for vbid in self._vbids:
+            service.watch.follow(vbid, self._note)
         try:
             yield b"retry: %d\n\n" % RETRY_MS
             while not service.stopping.is_set():
-                moved = service.watch.moved
                 async for text in self._catch_up():
                     yield text
                 if not follow:
                     at = self._text()
                     yield (b"id: " + at.encode() + b"\n" if at else b"") + _event("end", {"position": at})
                     return
-                async for beat in self._beats(moved):
+                async for beat in self._beats(self._moved):
                     yield beat
         except _Reset as reset:
             yield _event("reset", reset.problem.object() | {"vbid": reset.vbid})
@@ -220,7 +222,13 @@ class ChangeStream:
             log.exception("internal error", route="get_changes")
             yield _event("problem", internal().object())
         finally:
-            service.watch.leave()
+            for vbid in self._vbids:
+                service.watch.leave(vbid, self._note)
+
+    def _note(self, vbid: int) -> None:
+        self._changed.add(vbid)
+        if not self._moved.done():
+            self._moved.set_result(None)
 
     async def _beats(self, awaited: asyncio.Future[None]) -> AsyncGenerator[bytes, None]:
         """Generate heartbeats until `awaited` is done. Raises Problem if the process stops, or the rights change."""
@@ -248,14 +256,11 @@ class ChangeStream:
 
     async def _catch_up(self) -> AsyncGenerator[bytes, None]:
         await self._service.turns.turn()  # a publish wakes all streams: take turns
-        view = self._service.view
-        now = _served(view, self._vbids)
-        for vbid in self._vbids:
-            if self._seen.get(vbid) == now[vbid]:
-                continue
+        changed, self._changed = sorted(self._changed), set()
+        self._moved = asyncio.get_running_loop().create_future()
+        for vbid in changed:
             async for text in self._changes_of(vbid):
                 yield text
-            self._seen[vbid] = now[vbid]
 
     async def _changes_of(self, vbid: int) -> AsyncGenerator[bytes, None]:
         """Generate the changes of a vbucket. If a rollback interrupts, start again at the stream's position."""

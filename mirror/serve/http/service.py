@@ -32,9 +32,10 @@ from mirror.serve.http.problems import Problem
 from mirror.serve.http.query_pool import Queries
 from mirror.serve.http.requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header, read_body
 from mirror.serve.http.status import Report, StatusReporter
-from mirror.serve.http.view import Mirror, PublishWatch
+from mirror.serve.http.view import Mirror
 from mirror.serve.http.waits import WriteWaits
 from mirror.serve.metrics import Requests
+from mirror.serve.watch import Watch
 from mirror.server.admission import Slot
 from mirror.server.errors import RIGHTS_CHANGED
 from mirror.server.turns import Budget, Turns, Worker
@@ -48,6 +49,8 @@ CREDENTIALS_LENGTH_MAX = 4096
 BUDGETED_BYTES = 64 * 1024
 """Answers up to this size fit into a socket's buffers, and do not count in the budget."""
 SEND_BYTES = 256 * 1024
+WATCH_PAUSE_S = 0.05
+"""Pause in which publishes are gathered for streams of changes."""
 STREAMS_SHARE = 8
 """One in this many of a process's connections may be a stream of changes."""
 WAITS_SHARE = 4
@@ -162,7 +165,8 @@ class Service:
         self.budget = self.worker.budget
         self.queries = Queries(settings) if settings.sql else None
         """The processes that answer SQL; None without the setting `sql`."""
-        self.watch = PublishWatch(self.mirror, clock)
+        self.watch = Watch(lambda: self.view, WATCH_PAUSE_S)
+        """Wakes the streams of changes."""
         self.changes_thread = ThreadPoolExecutor(1, "changes")
         """Reads the batches of all streams of changes, one after the other."""
         streams_max = max(1, settings.reader_connections_max // STREAMS_SHARE)

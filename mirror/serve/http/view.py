@@ -1,4 +1,4 @@
-"""One HTTP process's view of the mirror, and a watch for publishes.
+"""One HTTP process's view of the mirror.
 
 Knows the data directory and the store's `View`; never a request. Invariants: the view is opened when first needed,
 never before; after a group was recreated, `refresh` closes the view, and the next use opens another.
@@ -6,18 +6,12 @@ never before; after a group was recreated, `refresh` closes the view, and the ne
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
-from mirror.clock import Clock
 from storage.env import directory
-from storage.errors import StorageError
 from storage.read.states import Unreadable
 from storage.read.view import View, open_view
-
-WATCH_INTERVAL_S = 0.05
-"""Interval at which publishes are noticed, for streams of changes."""
 
 
 class Mirror:
@@ -54,44 +48,3 @@ class Mirror:
         if self._view is not None:
             self._view.close()
             self._view = None
-
-
-class PublishWatch:
-    def __init__(self, mirror: Mirror, clock: Clock) -> None:
-        self._mirror = mirror
-        self._clock = clock
-        self.moved: asyncio.Future[None]
-        """Done at the next publish or `wake`, then replaced. Fetch it after `enter`, before reading positions."""
-        self._task: asyncio.Task[None] | None = None
-        self._readers = 0
-
-    def enter(self) -> None:
-        self._readers += 1
-        if self._task is None:
-            self.moved = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._look())
-
-    def leave(self) -> None:
-        self._readers -= 1
-        if not self._readers and self._task is not None:
-            self._task.cancel()
-            self._task = None
-
-    def wake(self) -> None:
-        if self._task is not None:
-            self.moved.set_result(None)
-            self.moved = asyncio.get_running_loop().create_future()
-
-    async def _look(self) -> None:
-        before: object = None
-        while True:
-            unreadable: Unreadable = {}
-            now: object
-            try:
-                now = self._mirror.view.published(unreadable), set(unreadable)
-            except StorageError as error:
-                now = str(error)
-            if now != before:  # an error is news, too: a woken stream meets and reports it
-                before = now
-                self.wake()
-            await self._clock.sleep(WATCH_INTERVAL_S)
