@@ -135,7 +135,7 @@ class SparkRunner:
             return []
         guarded = _Guarded(function)
         try:
-            with self._watched(function.__name__, len(tasks), progress):
+            with self._watched(function.__name__, len(tasks), progress or (lambda *_: None)):
                 found = self._context.parallelize(tasks, len(tasks)).map(guarded).collect()
         except Exception as error:
             raise error_of(error) from None
@@ -145,13 +145,8 @@ class SparkRunner:
         return [result for result, _ in found]
 
     @contextmanager
-    def _watched(self, name: str, count: int, progress: Progress | None) -> Iterator[None]:
-        """Report progress, and cancel the job after Ctrl-C. Without `progress` the thread's job group stays: that of a
-        stream is Spark's.
-        """
-        if progress is None:
-            yield
-            return
+    def _watched(self, name: str, count: int, progress: Progress) -> Iterator[None]:
+        """Report progress, and cancel the job after Ctrl-C."""
         over = threading.Event()
         group = f"dcp-mirror-{id(over)}"
         self._context.setJobGroup(group, f"dcp-mirror: {name}", interruptOnCancel=True)

@@ -112,6 +112,7 @@ class Application:
         self.log = folder / "driver.log"
         self._cluster = cluster
         self._commands = folder / "commands"
+        self._begun = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._line: TextIO | None = None
         os.mkfifo(self._commands)
@@ -127,6 +128,7 @@ class Application:
 
     def begin(self, *words: object) -> None:
         """Begin a command once the one before has ended."""
+        self._begun = self.log.stat().st_size if self.log.exists() else 0
         if self._process is None:
             script = Path(__file__).with_name("application.py")
             with self.log.open("ab") as log:
@@ -143,24 +145,23 @@ class Application:
         self._line.write(json.dumps([str(word) for word in words]) + "\n")
         self._line.flush()
 
+    @property
+    def output(self) -> str:
+        """What the driver has printed since the last command began."""
+        return self.log.read_bytes()[self._begun :].decode(errors="replace")
+
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        """Return True while the command runs."""
+        return self._process is not None and self._process.poll() is None and "\nended: " not in self.output
 
     def run(self, *words: object, meanwhile: Callable[[], None]) -> str:
         """Run a command to its end, and `meanwhile`, which ends an executor; return its output."""
-        before = self.log.stat().st_size if self.log.exists() else 0
         self.begin(*words)
         meanwhile()
-
-        def said() -> str | None:
-            assert self.running(), "the driver ended by itself"
-            text = self.log.read_text()[before:]
-            return text if "\nended: " in text else None
-
-        found = until("the command's end", said, limit_s=LIMIT_S, poll_s=0.1)
-        assert "\nended: 0\n" in found, found[-4000:]
-        assert "Lost executor" in found, "the kill came too late to hurt"
-        return found
+        until("the command's end", lambda: not self.running(), limit_s=LIMIT_S, poll_s=0.1)
+        assert "\nended: 0\n" in self.output, self.output[-4000:]
+        assert "Lost executor" in self.output, "the kill came too late to hurt"
+        return self.output
 
     def kill(self) -> None:
         """SIGKILL Java and Python."""

@@ -99,32 +99,41 @@ class LocalDriver:
         self.start()
 
 
-def unfinished(lake: Path, table: str) -> list[str]:
-    """Names of files that no commit names, and that are of a batch after the newest in the table."""
-    with contextlib.suppress(Exception):  # there is no table yet
-        done = DeltaTable(str(lake / table)).transaction_version(BATCH_MARK)
-        names = (path.name for path in (lake / table).glob("**/part-*.parquet"))
-        return [
-            name for name in names if (number := batch_of(name)) is not None and number > (-1 if done is None else done)
-        ]
-    return []
+class Unfinished:
+    """Files of a table that no commit names, and that are of a batch after the newest in the table."""
+
+    def __init__(self, lake: Path, table: str) -> None:
+        self._folder = lake / table
+        self._done = -1
+
+    def _above(self) -> bool:
+        names = (path.name for path in self._folder.glob("**/part-*.parquet"))
+        return any((-1 if (number := batch_of(name)) is None else number) > self._done for name in names)
+
+    def __call__(self) -> bool:
+        """Return True if there are some. The table is opened only if it may have a new batch."""
+        if not self._above():
+            return False
+        done = DeltaTable(str(self._folder)).transaction_version(BATCH_MARK)
+        self._done = -1 if done is None else done
+        return self._above()
 
 
 def kill_at_work(
-    driver: Driver, lake: Path, table: str, wait_s: float, kill: Callable[[], None], revive: Callable[[], None]
+    driver: Driver, unfinished: Unfinished, wait_s: float, kill: Callable[[], None], revive: Callable[[], None]
 ) -> None:
     """Kill a process `wait_s` after files of the next batch, or of the next merge, were seen; until files are left."""
+
+    def at_work() -> bool:
+        assert driver.running(), "the driver ended by itself"
+        return unfinished()
+
     for _ in range(100):
-
-        def at_work() -> bool:
-            assert driver.running(), "the driver ended by itself"
-            return bool(unfinished(lake, table))
-
-        until(f"a file in {table}", at_work, limit_s=LIMIT_S, poll_s=0.002)
+        until("files at work", at_work, limit_s=LIMIT_S, poll_s=0.01)
         time.sleep(wait_s)
-        if unfinished(lake, table):
+        if unfinished():
             kill()
-            hit = bool(unfinished(lake, table))
+            hit = unfinished()
             revive()
             if hit:
                 return
@@ -182,8 +191,8 @@ def through_kills(
             driver.start()
             load.rate = rate
             for number, victim in enumerate(victims):
-                table = ("changes", "documents")[number % 2]
-                kill_at_work(driver, lake, table, rng.uniform(0, 0.5), *kills[victim])
+                unfinished = Unfinished(lake, ("changes", "documents")[number % 2])
+                kill_at_work(driver, unfinished, rng.uniform(0, 0.5), *kills[victim])
                 if number < ROLLBACKS or rng.random() < 0.2:
                     lose_a_tail(source, load, lake, data, f"tail{number}")
                 left = changes // 2 * (number + 1) // len(victims) - (load.written - changes // 2)
@@ -209,7 +218,7 @@ def lose_a_tail(source: SandboxThread, load: Load, lake: Path, data: Path, name:
     keys = [f"{name}-{number}" for number in range(TAIL)]
     for key in keys:
         source.call(source.cluster.set, key, b'{"tail": true}')
-    vbids = sorted({vbucket_of(key.encode(), VBUCKETS) for key in keys})
+    lost = Counter(vbucket_of(key.encode(), VBUCKETS) for key in keys)
 
     def reported() -> bool:
         with contextlib.suppress(Exception):  # there is no table yet
@@ -219,8 +228,8 @@ def lose_a_tail(source: SandboxThread, load: Load, lake: Path, data: Path, name:
         return False
 
     until("the tail to be reported", reported, limit_s=LIMIT_S, poll_s=0.2)
-    for vbid in vbids:
-        source.call(source.cluster.failover, vbid, lose=TAIL)
+    for vbid, count in lost.items():  # the mirror has a boundary before them: it rolls back, and copies nothing again
+        source.call(source.cluster.failover, vbid, lose=count)
     load.rate = rate
 
 

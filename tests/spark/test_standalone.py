@@ -19,7 +19,7 @@ from tests.bench import stores
 from tests.crash.load import Load
 from tests.crash.service import until
 from tests.spark.standalone import LIMIT_S, Application, Standalone
-from tests.spark.stream_rig import PUBLISHED, VBUCKETS, documents_of, through_kills, unfinished, wire_key_text
+from tests.spark.stream_rig import PUBLISHED, VBUCKETS, Unfinished, documents_of, through_kills, wire_key_text
 
 DOCUMENTS = 60_000
 
@@ -72,9 +72,10 @@ def test_a_stream_over_a_connection_outlives_an_executor_in_a_merge(
     lake = tmp_path / "lake"
 
     def kill_in_merge() -> None:
-        until("a file of a merge", lambda: unfinished(lake, "documents"), limit_s=LIMIT_S, poll_s=0.005)
+        unfinished = Unfinished(lake, "documents")
+        until("a file of a merge", unfinished, limit_s=LIMIT_S, poll_s=0.01)
         cluster.kill_executor()
-        assert unfinished(lake, "documents"), "the kill hit no merge"
+        assert unfinished(), "the kill hit no merge"
 
     words = ["sync", "--to", lake, "--source", source.connection_string, "--max-rows", "1000", "--max-age", "0"]
     application.run(*words, "--available-now", meanwhile=kill_in_merge)
@@ -107,10 +108,10 @@ VICTIMS = ("worker", "workers", "mirror", "driver", "driver and workers")
     [
         pytest.param(["worker", "driver and workers", "worker"], 2_000, 150, id="3"),
         pytest.param(
-            Random(42).choices(VICTIMS, k=30),
-            300_000,
+            Random(42).choices(VICTIMS, k=15),
+            60_000,
             400,
-            id="30",
+            id="15",
             marks=[pytest.mark.long, pytest.mark.timeout(7200)],
         ),
     ],

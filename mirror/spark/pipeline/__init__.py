@@ -1,1 +1,1 @@
-"""The pipelines `sync`, `export`, `backfill` and `compare`, and the runners of their tasks."""
+"""The pipelines `sync`, which keeps tables current, and `export`."""

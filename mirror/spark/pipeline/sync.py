@@ -192,7 +192,7 @@ class _Sync:
         events = lake.add_changes([part for parts in written for part in parts], end.encode())
         if events:
             took_s = time.monotonic() - began_s
-            lag = sum(max(0, at.seqno - end.of(vbid).seqno) for vbid, at in driver.published().at.items())
+            lag = sum(max(0, seqno - end.of(vbid).seqno) for vbid, seqno in driver.seqnos().items())
             self.batches += 1
             self.events += events
             self._on_figures(BatchFigures(number, events, round(events / took_s, 1), round(took_s * 1000), lag))

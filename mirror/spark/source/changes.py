@@ -91,6 +91,10 @@ class ChangesDriver(ABC):
         return [replace(task, ways=tuple(ways[vbid] for vbid in sorted(share))) for share in shares if share]
 
     @abstractmethod
+    def seqnos(self) -> Mapping[int, int]:
+        """Return the newest seqno of each vbucket."""
+
+    @abstractmethod
     def _way(self, vbid: int, since: At, to: At) -> Way | None:
         """Return the way between two positions. None if the end is lost: the next batch sends the whole vbucket."""
 
@@ -133,6 +137,10 @@ class LocalChanges(ChangesDriver):
             if published is not None:
                 found[vbid] = at_of(published)
         return replace(self.beginning(), at=found)
+
+    def seqnos(self) -> Mapping[int, int]:
+        published = self._view.published()
+        return {vbid: int(published[vbid].pub.seqno) for vbid in self._vbids if vbid in published}
 
     def stop_at_published(self) -> None:
         self._target = {vbid: at.seqno for vbid, at in self.published().at.items()}

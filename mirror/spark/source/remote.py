@@ -98,15 +98,15 @@ class RemoteChanges(ChangesDriver):
 
     def published(self) -> Offset:
         found = {}
-        for vbid, seqno in self._high_seqnos().items():
+        for vbid, seqno in self.seqnos().items():
             if seqno:
                 found[vbid] = At(0, seqno, self._reader.failover_log(vbid)[0].vbuuid)
         return replace(self.beginning(), at=found, names=self._reader.collection_names())
 
     def stop_at_published(self) -> None:
-        self._target = self._high_seqnos()
+        self._target = self.seqnos()
 
-    def _high_seqnos(self) -> dict[int, int]:
+    def seqnos(self) -> dict[int, int]:
         selected = set(self._vbids)
         return {vbid: seqno for vbid, seqno in self._reader.high_seqnos().items() if vbid in selected}
 
@@ -114,7 +114,7 @@ class RemoteChanges(ChangesDriver):
         lags: dict[int, Lag] = {}
         again: dict[int, str] = {}
         suspects = self._suspects()
-        for vbid, high_seqno in self._high_seqnos().items():
+        for vbid, high_seqno in self.seqnos().items():
             at = start.of(vbid)
             seqno = high_seqno if self._target is None else min(high_seqno, self._target.get(vbid, 0))
             if seqno == at.seqno and (vbid not in suspects or not seqno):

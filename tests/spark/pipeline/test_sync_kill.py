@@ -47,10 +47,10 @@ def source() -> Iterator[SandboxThread]:
     [
         pytest.param(["driver", "worker", "mirror", "driver and workers", "driver"], 3_000, 200, id="5"),
         pytest.param(
-            Random(7).choices(VICTIMS, k=80),
-            300_000,
+            Random(7).choices(VICTIMS, k=40),
+            100_000,
             400,
-            id="80",
+            id="40",
             marks=[pytest.mark.long, pytest.mark.timeout(7200)],
         ),
     ],
