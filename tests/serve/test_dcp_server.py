@@ -16,6 +16,7 @@ from mirror.serve.dcp.dcp_stream import PIECE_BYTES
 from mirror.server import connection as served_connection
 from mirror.server.connection import Connection
 from mirror.server.outgoing import HIGH_WATER_BYTES
+from mirror.supervise.processes.server import DcpServing, KvServing
 from mirror.wire import codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
@@ -225,6 +226,13 @@ def test_a_vbucket_without_a_recent_report_is_not_in_contact() -> None:
     assert contact.lost_ms() == {}
     clock.advance(NOTED_S + 1)
     assert contact.lost_ms() == {0: 6000, 1: 6000}
+
+
+async def test_range_scans_are_neither_answered_nor_offered(dcp: DcpEndpoint) -> None:
+    client = await dcp.client()
+    scan = fr.request(Opcode.RANGE_SCAN_CREATE, value=b"{}", datatype=1)
+    assert (await client.ask(scan)).status == Status.UNKNOWN_COMMAND
+    assert set(KvServing.capabilities) - set(DcpServing.capabilities) == {"rangeScan"}
 
 
 EVERY_KEY = sorted({shape % bytes([byte]) for byte in range(256) for shape in (b"%b-at", b"at-%b-at", b"at-%b", b"%b")})
