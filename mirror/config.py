@@ -169,10 +169,6 @@ class Settings:
     """A client that takes nothing of its answer for this long is disconnected."""
     reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = takes(Effect.SERVERS, 128 * MIB)
     """Unsent answers of a listening process. Above it, the client with the most is disconnected."""
-    kv_request_bytes_max: Annotated[int, Field(ge=4096, le=MIB)] = takes(Effect.SERVERS, 64 * 1024)
-    """Largest body of a KV request. Larger ones (writes) are refused."""
-    kv_pipeline_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 128)
-    """Requests of one connection in a row, before others get their turn."""
     http_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
     """HTTP processes."""
     dcp_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)

@@ -11,7 +11,7 @@ an answer takes time (`Later`), the client's further requests wait, unless the c
   after its header, and its body is skipped;
 - while the client takes no answers, its requests wait: at most one answer is unsent (`Outgoing`). Requests of a DCP
   client are answered on, because acknowledgements and close requests must arrive, up to `ANSWERS_BYTES_MAX`;
-- a client's turn ends after `requests_per_turn` answers or `TURN_S`. Its further requests then wait in the queue of
+- a client's turn ends after `TURN_REQUESTS` answers or `TURN_S`. Its further requests then wait in the queue of
   `turns`, as steps of slow requests do. So a small request of another client waits for one entry of the queue;
 - a request that needs more than `LARGE_BYTES` runs in the worker thread, once there is memory for it; meanwhile the
   client's other requests wait;
@@ -49,7 +49,10 @@ ANSWERS_BYTES_MAX = 1024 * 1024
 """Bytes of answers held for a DCP client that takes none; above this, the connection stops reading."""
 
 TURN_S = 0.001
-"""A client's turn ends with the request that reaches this time, or `requests_per_turn`."""
+"""A client's turn ends with the request that reaches this time, or `TURN_REQUESTS`."""
+TURN_REQUESTS = 128
+REQUEST_BYTES_MAX = 64 * 1024
+"""Larger requests are refused: a read is small, and writes are refused anyway."""
 
 LATER_MAX = 64
 """Limit of one client's slow requests (`Later`) in progress; further ones are answered `busy`."""
@@ -78,8 +81,6 @@ class Host(Protocol):
 
     counters: Counters
     now_s: float
-    requests_per_turn: int
-    request_bytes_max: int
     turns: Turns
     worker: Worker
 
@@ -320,13 +321,13 @@ class Connection(asyncio.Protocol):
 
     def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
         """Answer requests from `pos` on. Return the position of the next request, and set the bytes needed for it."""
-        host, counters = self.host, self.host.counters
+        counters = self.host.counters
         answer_gets = self.session.answer_gets
         end = len(data)
         gathered = 0
         turn_ends = perf_counter() + TURN_S
         self._is_busy = False
-        left = host.requests_per_turn
+        left = TURN_REQUESTS
         while left > 0:
             if end - pos < HEADER_SIZE:
                 fr.frame_size(data, pos)  # raises at once if the first byte begins no frame
@@ -338,7 +339,7 @@ class Connection(asyncio.Protocol):
                 gathered += byte_count
             if not count:
                 size = fr.frame_size(data, pos)
-                if size > host.request_bytes_max:
+                if size > REQUEST_BYTES_MAX:
                     answer = self._refuse_large(data, pos)
                     self._skip = max(size - (end - pos), 0)
                     size = min(size, end - pos)

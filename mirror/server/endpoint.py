@@ -59,8 +59,6 @@ class Endpoint:
         """`kind` is a prefix for the names of counters."""
         self.counters = Counters()
         self.now_s = clock.monotonic()
-        self.requests_per_turn = settings.kv_pipeline_max
-        self.request_bytes_max = settings.kv_request_bytes_max
         self.turns = Turns()
         self.connections: set[Connection] = set()
         self.dropped_count = 0

@@ -75,8 +75,11 @@ async def test_answers_come_in_the_order_of_requests_in_any_pieces(endpoint: End
         assert all(each and each.status == Status.SUCCESS for each in answers)
 
 
-async def test_a_long_pipeline_is_answered_and_others_have_their_turn(store: Store) -> None:
-    async with serving(store.path, kv_pipeline_max=8) as endpoint:
+async def test_a_long_pipeline_is_answered_and_others_have_their_turn(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.server.connection.TURN_REQUESTS", 8)
+    async with serving(store.path) as endpoint:
         busy, other = await endpoint.connect(), await endpoint.connect()
         busy.writer.write(b"".join(fr.encode(get(opaque=number)) for number in range(5000)))
         await other.ask(get())

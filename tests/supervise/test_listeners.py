@@ -100,7 +100,7 @@ def test_a_map_that_changed_has_a_later_revision() -> None:
 @pytest.mark.parametrize(
     ("changed", "worker", "server"),
     [
-        ({"kv_pipeline_max"}, False, True),
+        ({"reader_send_timeout_s"}, False, True),
         ({"kv"}, False, True),
         ({"dcp"}, False, False),
         ({"users_file", "reader_idle_timeout_s"}, False, True),
