@@ -356,16 +356,19 @@ class Client:
             self.marker = None
 
     def read(self, bytes_max: int) -> bool:
-        """Take a piece of the stream. False when it has nothing to say."""
-        if self.stream is None:
+        """Take a piece of the stream. Return False if the stream waits for the mirror, or there is none. A piece may be
+        empty: the time of a turn is over on a busy machine.
+        """
+        stream = self.stream
+        if stream is None:
             return False
-        data = self.stream.take(bytes_max)
+        data = stream.take(bytes_max)
         buffer = FrameBuffer()
         buffer.feed(data)
         while (frame := buffer.next_frame()) is not None:
             self._apply(codec_dcp.decode(frame))
         assert not self.stream or not self.stream.ended
-        return bool(data)
+        return not stream.waiting
 
     def _apply(self, event: object) -> None:
         if isinstance(event, SnapshotMarker):

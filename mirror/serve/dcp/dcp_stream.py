@@ -105,8 +105,8 @@ class DcpStream:
         return not self._level and (self.snapshot_count == 0 or (self.snapshot_count == 1 and self._pinned is not None))
 
     def take(self, bytes_max: int, row_bytes_max: int = LARGE_BYTES) -> bytes:
-        """Return the next messages, up to the one that reaches the limit; empty if `waiting`, or if the next row is
-        larger than `row_bytes_max` (`large_bytes`).
+        """Return the next messages, up to the one that reaches the limit, or for `TURN_S`. Return no messages if
+        `waiting`, if the next row is larger than `row_bytes_max` (`large_bytes`), or if the turn's rows were left out.
         """
         out = bytearray()
         self.waiting, self._served, self._ends, self.large_bytes = False, None, [], 0
