@@ -156,7 +156,9 @@ async def test_a_collection_that_does_not_exist_yet_is_waited_for_with_a_warning
 ) -> None:
     mirror = mirrors.start(selection=Selection.of(None, ["inventory.hotel"]))
     await mirror.until(lambda: "no collection inventory.hotel" in mirror.row(0)["text"], "said")
-    assert {row["state"] for row in mirror.status()["vbuckets"]} == {"waiting"}
+    await mirror.until(
+        lambda: {row["state"] for row in mirror.status()["vbuckets"]} == {"waiting"}, "every vbucket to wait"
+    )
     (warning,) = mirror.status()["warnings"]
     assert "waiting for it to be created" in warning
     cluster.bucket.create_collection("inventory", "hotel")
