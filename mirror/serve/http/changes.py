@@ -62,12 +62,12 @@ async def get_changes(request: Request) -> Response:
     reader = await service.reader(request)
     if request.scope["http_version"] == "1.0":  # the server would send chunks all the same
         raise Problem("bad-request", "changes are sent in chunks, which HTTP/1.0 lacks", hint="use HTTP/1.1")
-    await service.turns.turn()  # looking at 1,024 vbuckets takes 1.5 ms
+    await service.turns.turn()  # parsing 1,024 vbuckets takes 1 ms
     parameters = Parameters(request, ("vbid", "since", "follow", "collection", *WAIT_PARAMETERS))
     view = service.view
     count = view.identity.vbucket_count
     vbids: list[int] = sorted({vbucket(text, count) for text in parameters.all("vbid")}) or list(view.vbids)
-    view.check_readable(vbids)
+    await service.read_in_bulk(request, partial(view.check_readable, vbids))  # 1,024 vbuckets take milliseconds
     since = request.headers.get("last-event-id") or parameters.text("since")
     follow = parameters.flag("follow", True)
     name = parameters.text("collection")
@@ -79,7 +79,7 @@ async def get_changes(request: Request) -> Response:
     tokens, timeout_s = service.tokens(parameters)
     position: dict[int, Token]
     if since == "now":
-        now = await service.after(request, tokens, timeout_s, partial(_served, view, vbids))
+        now = await service.after(request, tokens, timeout_s, partial(_served, view, vbids), in_bulk=True)
         position = {vbid: _token(vbid, now[vbid]) for vbid in vbids}
     else:
         await service.after(request, tokens, timeout_s, lambda: None)
