@@ -92,14 +92,14 @@ class Host(Protocol):
 
 
 class ServedSession(DocumentSession):
-    """What speaks on a connection: KV or DCP."""
+    """A client's session on a connection, in KV or DCP."""
 
     operations: Mapping[int, Operation[Any]]
     changes: frozenset[int]
     """Requests that are refused whatever they contain."""
     granted_bytes = LARGE_BYTES
     reader: object
-    """Who reads, with his rights; None before a login."""
+    """The logged-in user with its rights, or None before a login."""
     connection: Connection
 
     @property

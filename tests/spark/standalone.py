@@ -147,7 +147,7 @@ class Application:
 
     @property
     def output(self) -> str:
-        """What the driver has printed since the last command began."""
+        """The driver's output since the last command began."""
         return self.log.read_bytes()[self._begun :].decode(errors="replace")
 
     def running(self) -> bool:

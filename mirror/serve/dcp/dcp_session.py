@@ -74,7 +74,7 @@ class SourceContact:
 
 
 class Producers:
-    """What the DCP connections of a process share."""
+    """Parts that all DCP connections of a process share."""
 
     def __init__(self, bucket: ServedBucket) -> None:
         self.watch = Watch(lambda: bucket.view)
