@@ -99,7 +99,7 @@ class ServedSession(DocumentSession):
     """Requests that are refused whatever they contain."""
     granted_bytes = LARGE_BYTES
     reader: object
-    """The logged-in user with its rights, or None before a login."""
+    """The user that reads, with its rights; None before a login that the port requires."""
     connection: Connection
 
     @property

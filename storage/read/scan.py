@@ -157,7 +157,7 @@ def references(
         else:
             del pairs[bisect_left(pairs, (following,)) :]
     if pairs and not wire_range.has(pairs[-1][0]):
-        end = next(number for number, pair in enumerate(pairs) if pairs and not wire_range.has(pair[0]))
+        end = next(number for number, pair in enumerate(pairs) if not wire_range.has(pair[0]))
         reader.check_named(txn.raw, *pairs[end])
         following = b""
         del pairs[end:]
