@@ -8,16 +8,8 @@
                                                v
                                              Sink: StoreSink (follow/) or SpoolSink (read/)
 
-Invariants (`ingest.instructions`):
-- the machine gets events one at a time and in order;
-- the machine's instructions are executed in list order;
-- an answer to an instruction goes to the machine at once. The machine's new instructions are executed before the rest
-  of the list;
-- if the sink refuses rows, the rest of the list is dropped;
-- a message of another session, or of a closed stream, never reaches the machine;
-- after `drop_machine` nothing is sent and no retry timer runs.
-
-Errors of the store are raised to the caller.
+`ingest.instructions` has the rules of execution. A message of another session, or of a closed stream, never reaches the
+machine. Errors of the store are raised to the caller.
 """
 
 from __future__ import annotations

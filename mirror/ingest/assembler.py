@@ -1,17 +1,15 @@
-"""Assembles a stream's messages into whole snapshots, which are staged and then published.
+"""Assembles a stream's messages into whole snapshots, which are staged and then published (docs/protocol.md 2.6, 2.7).
 
-Invariants: the position (the last accepted seqno) only rises, and never passes the open snapshot's end; an open
-snapshot is published only at its end. The rules are those of docs/protocol.md 2.6 and 2.7:
-- a marker announces a snapshot with its start and end. The end is trusted, the start is not;
-- any message with the end's seqno completes the snapshot: a row, a system event, a prepare or abort of a durable write,
-  or SeqnoAdvanced. Below the end, a prepare, an abort or SeqnoAdvanced only moves the position;
-- a marker with the open snapshot's end continues that snapshot. A marker with a later end extends the snapshot to that
-  end. A marker with an earlier end is a violation;
-- on connections without collections a source sends nothing for filtered changes, so perhaps no message has the end's
-  seqno. Then the next marker that starts beyond the end, or a regular end of the stream, completes the snapshot;
-- after an accepted mid-snapshot request, the first marker replaces the end of the open snapshot. If the marker's end is
-  earlier, the old end stays: the held part left out documents whose newer versions may come as late as the old end;
-- an out-of-order snapshot (OSO) is a violation, because no request allows it.
+- A marker announces a snapshot with its start and end. The end is trusted, the start is not.
+- Any message with the end's seqno completes the snapshot: a row, a system event, a prepare or abort of a durable write,
+  or SeqnoAdvanced. Below the end, a prepare, an abort or SeqnoAdvanced only moves the position.
+- A marker with the open snapshot's end continues that snapshot. A marker with a later end extends the snapshot to that
+  end. A marker with an earlier end is a violation.
+- On connections without collections a source sends nothing for filtered changes, so perhaps no message has the end's
+  seqno. Then the next marker that starts beyond the end, or a regular end of the stream, completes the snapshot.
+- After an accepted mid-snapshot request, the first marker replaces the end of the open snapshot. If the marker's end is
+  earlier, the old end stays: the held part left out documents whose newer versions may come as late as the old end.
+- An out-of-order snapshot (OSO) is a violation, because no request allows it.
 
 A message that breaks a rule raises Violation. The instructions already in `out` must still be executed.
 """

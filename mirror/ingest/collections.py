@@ -1,13 +1,9 @@
 """The effect of system events on a vbucket's manifest (its scopes and collections from some seqno on).
 
-Knows decoded system events and `storage.model.Manifest`; must never know frames, streams or documents.
-
-Invariants:
-- manifests are never changed in place: an event makes a new manifest, with the same or a higher uid;
-- a collection's `begin_seqno` never falls. Documents at or below it count as deleted: the source sends no deletions for
-  a drop or a flush (docs/protocol.md 2.11). A flush arrives as a creation of a known collection;
-- an event may be missing because a later event replaced it. So the drop of an unknown collection is no error, nor is
-  the drop of a scope that still has collections.
+Documents at or below a collection's `begin_seqno` count as deleted: the source sends no deletions for a drop or a flush
+(docs/protocol.md 2.11). A flush arrives as a creation of a known collection. An event may be missing because a later
+event replaced it, so the drop of an unknown collection is no error, nor is the drop of a scope that still has
+collections.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The events that `VbucketMachine.handle` takes, besides wire events.
+"""The events that `VbucketMachine.handle` takes, besides wire events of a stream, which `mirror.wire` decodes.
 
-Wire events of a stream (SnapshotMarker, SeqnoAdvanced, SystemEvent, OsoSnapshot, StreamEnd, Prepare, Commit, Abort) are
-handed to the machine as `mirror.wire` decoded them. They carry the opaque (the number) of the stream's request. The
-machine ignores messages with another opaque, such as late messages of an older stream. So a vbucket must never get the
-same opaque twice, even over another connection.
+Wire events carry the opaque (the number) of the stream's request. The machine ignores messages with another opaque,
+such as late messages of an older stream. So a vbucket must never get the same opaque twice, even over another
+connection.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Instructions: the values that `VbucketMachine.handle` returns, one class for each action.
 
-Must never know how a host (`feed.host`) executes instructions. A host guarantees:
-- it executes the instructions of one list in list order. If the sink refuses rows, the host drops the rest of the list
-  and hands in StagingRefused. If the store itself fails, a new machine, made from the stored state, replaces the old;
-- after an instruction that says "answered by" an event, it hands in that event;
-- it hands in Published only after the snapshot is durable.
+A host (`feed.host`) guarantees:
+- It executes the instructions of one list in list order. If the sink refuses rows, the host drops the rest of the list
+  and hands in StagingRefused. If the store itself fails, a new machine, made from the stored state, replaces the old.
+- After an instruction that says "answered by" an event, it hands in that event at once, and executes the machine's new
+  instructions before the rest of the list.
+- It hands in Published only after the snapshot is durable.
 
 Instances are never changed. They are not frozen, because frozen ones are slower to create.
 """

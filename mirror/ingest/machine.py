@@ -1,8 +1,7 @@
 """The state machine of one vbucket: takes events, returns instructions. No I/O, no clock, no random numbers.
 
 TRANSITIONS lists the legal events of each phase, and the phases that may follow. The machine ignores any other event:
-it is stale, or its sender breaks the rules. Functions of `handshake` decide until a stream is accepted, then functions
-of `streaming`.
+it is stale, or its sender breaks the rules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The point from which a stream is requested, derived from the stored state.
 
-Invariant, checked by the constructor: snap_start_seqno <= start_seqno <= snap_end_seqno (a source answers anything else
-with ERANGE; docs/protocol.md 2.4). There are three kinds of offset:
+There are three kinds of offset; all have snap_start_seqno <= start_seqno <= snap_end_seqno (a source answers anything
+else with ERANGE; docs/protocol.md 2.4):
 - fresh: all zero, without a vbuuid;
 - between snapshots: all three seqnos are E, the newest complete boundary;
 - inside a snapshot: start is the last staged seqno, the range is [E, end of the open snapshot]. The range begins at E,

@@ -1,9 +1,7 @@
 """Reactions to the end of a stream and to a refused request (docs/protocol.md 2.4 and 2.10), and the delays after them.
 
-Invariants: every code has a reaction, even an unknown code. Only codes named here stop a vbucket, and each stop is
-reported. At equal jitter no later attempt has a shorter delay. No delay exceeds its schedule's cap. The caller's jitter
-(a random number) spreads delays between half and all of the full delay, because vbuckets that were refused together
-must not retry together.
+Only codes named here stop a vbucket. The caller's jitter (a random number) spreads delays between half and all of the
+full delay, because vbuckets that were refused together must not retry together.
 """
 
 from __future__ import annotations

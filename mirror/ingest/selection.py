@@ -1,8 +1,8 @@
 """The selection: the mirrored part of a bucket, by name, and the stream filter with the source's current ids.
 
 A mirror stores names, but a stream request has ids: a collection that is dropped and created again keeps its name and
-gets another id. Invariants: each selection and each filter has one canonical text; a filter has only ids of the
-manifest, because a source refuses other ids. Source: kv_engine docs/Collections.md.
+gets another id. A filter has only ids of the manifest, because a source refuses other ids (kv_engine
+docs/Collections.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of one vbucket's machine: the stored position, the stream, and the requests to the source.
 
-`machine` calls the functions of `handshake` and `streaming`, which decide. They often end by calling a method of the
-state (such as `wait`), which appends instructions and returns the next phase.
+The functions of `handshake` and `streaming` decide. They often end by calling a method of the state (such as `wait`),
+which appends instructions and returns the next phase.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """An open stream: its messages and its end.
 
-The functions in `machine.TRANSITIONS` take the machine's state and an event, append instructions, and return the next
-phase. A snapshot begins with a marker. A marker that asks for an answer gets one only after the snapshot is durable. If
-the source breaks the rules, the machine drops the open snapshot and requests the stream again after a delay.
+A marker that asks for an answer gets one only after the snapshot is durable. If the source breaks the rules, the
+machine drops the open snapshot and requests the stream again after a delay.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The cluster map: parses a node's JSON into the nodes of each vbucket, and decides which of two maps to follow.
 
-A field of the wrong type raises a MalformedClusterMap that names the field. Most fields may be missing.
-
-Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), both unbounded
-ints; only `NewestMap` and `newest_of` choose the map to follow. A node is identified by its host and ports.
-
-A map never replaces a newer one. A node that returns after a failover or a network partition still has its old map and
-data, and acts as if it were active: only the revision shows that its map is older than the cluster's.
+Maps are ordered by (rev_epoch, rev), both unbounded ints. A map never replaces a newer one: a node that returns after a
+failover or a network partition still has its old map and data, and acts as if it were active. A node is identified by
+its host and ports. Most fields may be missing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Metrics for Prometheus: the status document and the listening processes' counts, as metric families.
 
-Knows prometheus_client and the shape of the status; never a socket or a store. A scrape reaches one of the processes
-that share a port. This process labels its own counts with its name (`server`); the status document has the counts of
-all processes. Invariants: an unknown figure is left out, never 0; labels have few values (vbuckets, workers, servers,
-routes), never keys, users or names of leases.
+A scrape reaches one of the processes that share a port. This process labels its own counts with its name (`server`);
+the status document has the counts of all processes. An unknown figure is left out, never 0. Labels have few values
+(vbuckets, workers, servers, routes), never keys, users or names of leases.
 """
 
 from __future__ import annotations

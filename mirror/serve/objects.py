@@ -1,8 +1,8 @@
 """Documents and events as JSON, in the shapes that `cli/JSON.md` promises, for the command line and for HTTP.
 
-Knows the store's nouns and JSON; never a request, a terminal or a file. Invariants: a key that is not UTF-8, or a value
-that is not JSON, is base64 in another member; a JSON value keeps its stored bytes, with every digit, but spaces replace
-its line ends, and U+0085, U+2028 and U+2029 are escaped; one object is one line for every client.
+A key that is not UTF-8, or a value that is not JSON, is base64 in another member. A JSON value keeps its stored bytes,
+with every digit, but spaces replace its line ends, and U+0085, U+2028 and U+2029 are escaped: one object is one line
+for every client.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Notifications of newly published data of vbuckets, in one process.
 
-Knows the store's commits and callbacks; must never know connections or streams. Invariants: each change after `follow`
-is reported at least once; without followers the store is not read; `look` reads the commits of a group once, however
-many followers the group's vbuckets have; a group that cannot be read does not delay news of other groups.
+Each change after `follow` is reported at least once. `look` reads the commits of a group once, however many followers
+the group's vbuckets have.
 """
 
 from __future__ import annotations

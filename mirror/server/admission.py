@@ -1,15 +1,11 @@
 """Admission of connections to one listening process, by peer (`peer_of`) and login; the same for every port.
 
-Knows listening sockets, peers, deadlines and the limit of open files; never a protocol. A connection counts once it is
-accepted, before a TLS handshake costs memory. Invariants:
-- at most `reader_connections_max` connections are open; at most `pending_max` of them are pending (without a login). A
+A connection counts once it is accepted, before a TLS handshake costs memory.
+- At most `reader_connections_max` connections are open; at most `pending_max` of them are pending (without a login). A
   further connection replaces a pending one: the oldest of the peer with most pending connections, preferably one whose
-  login is not being checked. So clients without a login never keep others out, and never replace a client with a login;
-- a connection without a login is closed after `reader_login_timeout_s`, even in its TLS handshake;
-- another machine, or another user of a Unix socket, has at most `reader_connections_per_peer_max` connections;
-- a TLS handshake begins after the client's first bytes, and never for a client that has hung up. Handshakes take turns
-  of the event loop (`turns`), one peer after the other;
-- after a failure to accept, the process continues: it retries a second later, and logs one line a minute.
+  login is not being checked. So clients without a login never keep others out, and never replace a client with a login.
+- A TLS handshake begins after the client's first bytes, and never for a client that has hung up. Handshakes take turns
+  of the event loop (`turns`), one peer after the other.
 """
 
 from __future__ import annotations

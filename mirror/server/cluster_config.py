@@ -1,9 +1,8 @@
 """The answers to GET_CLUSTER_CONFIG (the terse configuration) and GET_COLLECTIONS_MANIFEST, as JSON.
 
 The form is as recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md; each official client accepts it
-(docs/protocol.md 2.12). Invariants: clients look for a node without a host at the address they connected to, which is
-right only for a single node; a node's management ports are its key-value ports, which answer HTTP
-(`management`).
+(docs/protocol.md 2.12). Clients look for a node without a host at the address they connected to, which is right only
+for a single node. A node's management ports are its key-value ports, which answer HTTP (`management`).
 """
 
 from __future__ import annotations

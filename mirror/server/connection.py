@@ -1,21 +1,15 @@
 """One KV or DCP client's connection: answers requests in order, within limits.
 
-Knows frames and the transport. The connection is given its session, which speaks KV or DCP: it has the operations, the
-login and, after DCP_OPEN, the producer that sends streams (`ProducerPort`). Requests are answered as they are read. If
-an answer takes time (`Later`), the client's further requests wait, unless the client negotiated unordered execution
-(kv_engine docs/UnorderedExecution.md). Invariants:
-- bytes that are no request, an answer without a request, or an acknowledgement of more than was sent, end only this
-  connection;
-- if an operation cannot decode its request, the client gets the codec's status and the connection stays;
-- at most one incomplete request and one received piece of data are held. A request above the size limit is refused
-  after its header, and its body is skipped;
-- while the client takes no answers, its requests wait: at most one answer is unsent (`Outgoing`). Requests of a DCP
-  client are answered on, because acknowledgements and close requests must arrive, up to `ANSWERS_BYTES_MAX`;
-- a client's turn ends after `TURN_REQUESTS` answers or `TURN_S`. Its further requests then wait in the queue of
-  `turns`, as steps of slow requests do. So a small request of another client waits for one entry of the queue;
-- a request that needs more than `LARGE_BYTES` runs in the worker thread, once there is memory for it; meanwhile the
-  client's other requests wait;
-- at most `LATER_MAX` slow requests are in progress. They end with the connection, and are refused if the rights of the
+The connection is given its session, which speaks KV or DCP: it has the operations, the login and, after DCP_OPEN, the
+producer that sends streams (`ProducerPort`). Requests are answered as they are read. If an answer takes time (`Later`),
+the client's further requests wait, unless the client negotiated unordered execution (kv_engine
+docs/UnorderedExecution.md).
+- While the client takes no answers, its requests wait: at most one answer is unsent (`Outgoing`). Requests of a DCP
+  client are answered on, because acknowledgements and close requests must arrive, up to `ANSWERS_BYTES_MAX`.
+- A client's turn ends after `TURN_REQUESTS` answers or `TURN_S`. Its further requests then wait in the queue of
+  `turns`, as steps of slow requests do. So a small request of another client waits for one entry of the queue.
+- A request that needs more than `LARGE_BYTES` runs in the worker thread, once there is memory for it.
+- At most `LATER_MAX` slow requests are in progress. They end with the connection, and are refused if the rights of the
   reader changed meanwhile.
 """
 

@@ -2,7 +2,7 @@
 
 A control is a setting of DCP_CONTROL. Names, values and statuses are those of docs/protocol.md 2.2, 2.3 and 2.11
 (recorded). A name that is not in `Abilities.controls`, or an invalid value, gets EINVAL. A control that the server
-cannot fulfil, or that excludes one set before, gets NOT_SUPPORTED. This module does not know streams or tasks.
+cannot fulfil, or that excludes one set before, gets NOT_SUPPORTED.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The KV or DCP endpoint of one process: its listeners, its connections, and the limits over all of them.
 
-Knows the event loop and the connections; must never know requests. `admission` decides who may connect, and `Clients`
-makes the sessions. Invariants:
-- a connection is closed if its client sends nothing, or takes no answers, for too long;
-- memory is bounded: if the unsent bytes of clients that take no data exceed a limit, the connection with most of them
-  is closed;
-- a stop closes the listeners, then gives clients a moment to take their answers.
+Memory is bounded: if the unsent bytes of clients that take no data exceed a limit, the connection with most of them is
+closed. A stop closes the listeners, then gives clients a moment to take their answers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A histogram of the request durations of one listening process. An update takes a microsecond.
 
-The process sends the counts to the supervisor, so one scrape of the metrics has the counts of all processes. Invariant:
-counts only rise while the process runs.
+The process sends the counts to the supervisor, so one scrape of the metrics has the counts of all processes.
 """
 
 from __future__ import annotations

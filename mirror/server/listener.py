@@ -1,12 +1,9 @@
 """Listeners' addresses as the operator writes them, and the sockets that several processes share.
 
-Knows addresses and sockets; must never know protocols. An address is `PORT`, `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`,
-with `tls://` before it for TLS; commas separate several. Invariants:
-- an address that other machines can reach needs TLS and a users file;
-- each process binds a TCP port for itself (SO_REUSEPORT: the kernel distributes new connections, and a dead process
-  loses only its own connections);
-- a Unix socket is bound once, and processes inherit its descriptor;
-- the supervisor keeps each TCP port bound, from before the first process to after the last, and never listens on it.
+An address is `PORT`, `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`, with `tls://` before it for TLS; commas separate
+several. Each process binds a TCP port for itself (SO_REUSEPORT: the kernel distributes new connections, and a dead
+process loses only its own connections). The supervisor keeps each TCP port bound, from before the first process to
+after the last, and never listens on it. A Unix socket is bound once, and processes inherit its descriptor.
 """
 
 from __future__ import annotations

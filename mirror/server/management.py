@@ -2,8 +2,8 @@
 
 The map names a node's key-value port as its management port (`cluster_config`). gocbcore reads its first map, and each
 new one, from `/pools/default/bs/BUCKET`; go-dcp also reads `/pools` and `/pools/default/buckets/BUCKET`; a ping of Go's
-SDK reads `/whoami` (docs/protocol.md 2.12). The login and the map are those of the port, by its `Session`; this module
-knows no sockets. Each other path is refused at once, because managers of clients must fail fast.
+SDK reads `/whoami` (docs/protocol.md 2.12). Each other path is refused at once, because managers of clients must fail
+fast.
 
     GET /pools/default/bs/orders HTTP/1.1        HTTP/1.1 200 OK
     Authorization: Basic ...               -->   Transfer-Encoding: chunked

@@ -1,7 +1,7 @@
 """One client's unsent answers: written in slices, as the client takes them.
 
-Knows the transport; never what is sent. Invariants: bytes leave in the order of `write`; the transport holds at most
-`HIGH_WATER_BYTES` and one slice, over TLS too, where it does not count what it has encrypted.
+The transport holds at most `HIGH_WATER_BYTES` and one slice, over TLS too, where it does not count what it has
+encrypted.
 """
 
 from __future__ import annotations

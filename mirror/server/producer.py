@@ -1,9 +1,9 @@
-"""The server's side of one DCP connection after DCP_OPEN: controls (settings), stream requests, flow control and noops.
+"""The server's side of one DCP connection after DCP_OPEN: controls (settings), stream requests, flow control and noops
+(docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10).
 
-The rules are those of docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10. The two subclasses, of the sandbox and the mirror,
-check requests, open streams and choose the order of sending (the abstract methods). Bytes leave through `ProducerPort`;
-this module does not know sockets. Invariants: a message of a stream is sent only while the window is open, so at most
-one message exceeds the window; stream ends and noops do not wait for the window.
+The two subclasses, of the sandbox and the mirror, check requests, open streams and choose the order of sending (the
+abstract methods). A message of a stream is sent only while the window is open, so at most one message exceeds the
+window; stream ends and noops do not wait for the window.
 """
 
 from __future__ import annotations

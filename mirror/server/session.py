@@ -1,8 +1,7 @@
 """A client's negotiated state and the parts of an answer, common to the sandbox's and the mirror's servers.
 
-`Session` has the state of one client, and makes the answers that depend on it. Subclasses decide on features, users and
-the bucket (the abstract methods). If the client negotiated tracing, each answer except HELLO's has its request's
-duration (recorded); if it negotiated XERROR, errors have a context in JSON. This module does not know sockets.
+Subclasses decide on features, users and the bucket (the abstract methods). If the client negotiated tracing, each
+answer except HELLO's has its request's duration (recorded); if it negotiated XERROR, errors have a context in JSON.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Bounds on large work, to protect other clients: turns of the event loop, a worker thread, and a budget for memory.
 
-Knows callbacks and numbers of bytes; never a client or its work. In a turn, the event loop runs one step of work;
-between two turns it looks at its sockets. So a fast request waits for one step at most, whatever the number of clients.
-Work that is too large for a step runs in the worker thread, one piece after the other. Invariants: steps, and requests
-for memory, are granted in order; answers together hold at most the budget's bound, except for a single larger answer.
+In a turn, the event loop runs one step of work; between two turns it looks at its sockets. So a fast request waits for
+one step at most, whatever the number of clients. Work that is too large for a step runs in the worker thread, one piece
+after the other. Steps, and requests for memory, are granted in order. A single answer may exceed the budget, if no
+other holds memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The commands of the control socket.
 
-Each client has a task on the service's event loop; `stop` and `reload` are queued as signals are. Invariants: a refused
-command changes nothing, except that a lease ends if a worker refuses its renewal; a new lease is held by all workers of
-its vbuckets, or by none.
+Each client has a task on the service's event loop; `stop` and `reload` are queued as signals are. A refused command
+changes nothing, except that a lease ends if a worker refuses its renewal. A new lease is held by all workers of its
+vbuckets, or by none.
 """
 
 from __future__ import annotations

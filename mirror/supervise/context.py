@@ -1,9 +1,7 @@
 """Values that the parts of one service share: settings, data directory, the mirror's identity, cluster maps, leases.
 
 Each value has one writer: the reload writes `settings` and `refused_settings`, the setup `identity` and `maps`, the
-supervisor `leases` and `stopping`, mirrors.py `mirror_troubles`. Invariants: `maps` is set if `identity` is; a cluster
-map's revision is written to disk before workers follow the map (a failed write is retried later); no map older than the
-record is followed.
+supervisor `leases` and `stopping`, mirrors.py `mirror_troubles`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The book of leases: each reader's positions in history, and the end of its lease.
 
-The book is written to `<data>/leases.json` before a grant is answered, and read at the start of the service, so leases
-survive a restart. Invariants: a lease ends at most `lease_max_s` after its last renewal, and `lease_age_max_s` after
-its grant; an unreadable book counts as empty: leases are lost, but no data.
+The book is written to `<data>/leases.json` before a grant is answered, so leases survive a restart. An unreadable book
+counts as empty: leases are lost, but no data.
 """
 
 from __future__ import annotations

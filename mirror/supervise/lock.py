@@ -1,7 +1,6 @@
 """The lock that allows one service per data directory. The kernel releases it when the service dies.
 
-Invariant: a second supervisor on this machine cannot take the lock. The lock file is never removed. Its content, the
-service's process id, is only for messages and `is_served`.
+The lock file is never removed. Its content, the service's process id, is only for messages and `is_served`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Compares `kv_nodes` with the mirrors that it names, over their KV ports.
 
 Logs in to each mirror as the source's user, requests its cluster map, and asks for the seqno of the first and last
-vbucket that `kv_nodes` names for it. Invariants: an unreachable mirror or a refused login is no contradiction; after a
-refused login a mirror is not asked again until `kv_nodes` changes, so that failed logins do not add up.
+vbucket that `kv_nodes` names for it. An unreachable mirror or a refused login is no contradiction.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Setup before workers start: finds the bucket at the source, and creates or checks the data directory.
 
-This process opens LMDB environments only to create them. Invariants: a directory with another bucket, selection,
-vbucket range or number of groups than requested is refused and left as it is; a cluster map older than the recorded map
-is refused; another bucket's directory is set aside only on request, by one rename, while no service runs.
+A directory with another bucket, selection, vbucket range or number of groups than requested is refused and left as it
+is. Another bucket's directory is set aside only on request, by one rename, while no service runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The rows and sums of a status in the shape of cli/JSON.md, from workers' reports or from the store alone.
 
-Invariants: an unknown figure is None, never 0; totals are made from the shown rows; the totals of documents, lag,
-rollbacks and the source's seqnos are unknown if any row's figure is unknown.
+An unknown figure is None, never 0; a total of documents, lag, rollbacks or source seqnos is unknown if any row's is.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The service's main loop: handles a queue of events, and connects the parts that own the service's state.
 
-`Setup` finds the source and creates the data directory, `Processes` runs workers and servers as `plan` decides,
-`Reports` collects and assesses their reports, `Commands` answers the control socket. Signals, ticks, and the messages
-and exits of processes are events, handled one after the other. The source look-up, reports and commands are tasks on
-the same event loop, so they interleave with events only at an `await`. Invariants: data is never deleted here; a clean
-stop waits for the last commit of every worker; processes that do not exit in time are killed and reaped before the lock
-is released.
+Signals, ticks, and the messages and exits of processes are events, handled one after the other. The source look-up,
+reports and commands are tasks on the same event loop, so they interleave with events only at an `await`. A clean stop
+waits for the last commit of every worker; processes that do not exit in time are killed and reaped before the lock is
+released.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """File permissions for readers who do not own the mirror: the members of one system group (`readers_group`).
 
-Knows modes and system groups; never the contents of the files. The members may list and enter the directories, read
-`mirror.json`, `map.json` and the data files, and write the lock files, because LMDB registers readers there.
-Invariants:
-- the system group cannot write data, and other users have no access;
-- a file's system group is set before its mode, so no other system group ever gets access.
+The members may list and enter the directories, read `mirror.json`, `map.json` and the data files, and write the lock
+files, because LMDB registers readers there. Other users have no access.
 """
 
 from __future__ import annotations

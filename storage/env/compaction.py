@@ -1,12 +1,10 @@
 """A compacted copy of an LMDB file as of one transaction, made page by page.
 
-Knows the layout of LMDB 0.9 files (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta); never the contents of the trees
-(LMDB's named databases). LMDB's own compacting copy is not used, because it follows damaged page numbers. In py-lmdb
-3.0.0, with the patch `validate-md-pad`, LMDB's copy also crashes if a key has some hundred values. Invariants:
-- pages are read from the file, never from LMDB's memory map;
-- page numbers, nodes and lengths are checked against their bounds before use;
-- the copy holds the live pages (all that the transaction can reach) in their old order, with renumbered references, and
-  no free pages.
+LMDB's own compacting copy is not used, because it follows damaged page numbers. In py-lmdb 3.0.0, with the patch
+`validate-md-pad`, LMDB's copy also crashes if a key has some hundred values. So this module reads pages of LMDB 0.9
+(mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta) from the file, never from LMDB's memory map, and checks page numbers,
+nodes and lengths against their bounds before use. The copy holds the live pages (all that the transaction can reach) in
+their old order, with renumbered references, and no free pages.
 """
 
 from __future__ import annotations

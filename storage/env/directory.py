@@ -1,7 +1,7 @@
 """A mirror's directory: `mirror.json`, `map.json`, group folders, and the lock of each group's writer.
 
-Invariants: `mirror.json` is written last, by fsync and rename. A directory without this file counts as empty, unless a
-writer has opened a group. The number of groups never changes; vbucket v belongs to group v % groups.
+`mirror.json` is written last, by fsync and rename. A directory without this file counts as empty, unless a writer has
+opened a group. The number of groups never changes; vbucket v belongs to group v % groups.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Opens and closes LMDB environments, begins their transactions, and translates LMDB's errors.
 
-Knows LMDB; never rows. Invariants:
-- a process opens an environment file at most once (LMDB's own rule);
-- a forked child neither uses, closes nor frees what it inherits (`Environment.leave_to_parent`), and opens files anew;
-- the file's memory map is large from the start (reserved address space, not disk);
-- handles of trees (LMDB's named databases) are opened in a transaction of their own, before any use.
+A process opens an environment file at most once (LMDB's own rule). A forked child neither uses, closes nor frees what
+it inherits (`Environment.leave_to_parent`), and opens files anew. The file's memory map is large from the start:
+reserved address space, not disk.
 """
 
 from __future__ import annotations

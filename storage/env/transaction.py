@@ -1,7 +1,6 @@
 """A transaction: the argument of functions that read or write an environment.
 
-Knows LMDB's transaction, the names of the trees (LMDB's named databases) and the records of `pub` and `state`. A
-transaction sees the environment as of one commit. Hot loops use `raw` with handles that they looked up once
+A transaction sees the environment as of one commit. Hot loops use `raw` with handles that they looked up once
 (`environment.db`).
 """
 

@@ -1,12 +1,7 @@
 """Looks up the selected collections in the source's manifest, because stream requests need ids.
 
-Invariants:
-- a manifest never replaces a manifest with a higher uid;
-- while the manifest lacks a selected name, the watch reports the name and polls the manifest;
-- a vbucket that was refused for an unknown collection, or lost all its collections, is notified once the selection has
-  a collection;
-- if the user may not see the server's own collections, the source silently leaves them out of streams (docs/protocol.md
-  2.2). The watch warns if the cluster map announces such collections and the manifest shows none.
+While the manifest lacks a selected name, the watch polls it. A vbucket that was refused for an unknown collection waits
+for the watch.
 """
 
 from __future__ import annotations

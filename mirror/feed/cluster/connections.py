@@ -1,12 +1,4 @@
-"""The connections to the source: one session for each needed node, and backpressure on all of them.
-
-Invariants:
-- an address has at most one `NodeKeeper`;
-- opaques are unique over all sessions;
-- while acknowledgements are held back, every session holds them back, even a new session;
-- the pause after a failure doubles up to its cap; a ready session, or another kind of failure, resets the pause;
-- a failure is shown until the next success.
-"""
+"""The connections to the source: one session for each needed node, and backpressure on all of them."""
 
 from __future__ import annotations
 

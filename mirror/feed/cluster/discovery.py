@@ -1,14 +1,7 @@
 """Finds the first cluster map: the newest map of all nodes that answer.
 
-`topology` decides which map is newer. One node's map is not enough: a node that returns after a failover still has its
-old map, and may be the first host of the connection string.
-
-Invariants:
-- every host of the source, and every node that any map names, is queried once, in parallel;
-- after the first map, or the first refusal of user or bucket, all other nodes have `SURVEY_S` to answer: silent nodes
-  must not delay a start;
-- DNS SRV records are looked up only for a single name without a port (`ConnectionString.srv_name`), again in each call;
-- if DNS fails, the name itself is the host, as in SDKs: most names have no SRV records.
+One node's map is not enough: a node that returns after a failover still has its old map, and may be the first host of
+the connection string. So every host of the source, and every node that any map names, is queried in parallel.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Follows the cluster map: finds the first map, takes newer maps from any node, and names the node of a vbucket.
 
 A node that was failed over while it was stopped still sends its old map, and may be the only node with a session. So
-`MapQueries` asks all nodes of the followed map and all hosts of the source in rounds. A query uses the node's session,
-or else a separate connection, which stays open for announcements of maps.
-
-Invariants:
-- a map older than one that was followed is never followed (`NewestMap`);
-- a member of the cluster that sends the map of another bucket is refused before any stream request (docs/protocol.md
-  2.5);
-- the `MapUser` gets each newer map, perhaps several times until it follows that map.
+`MapQueries` asks all nodes of the followed map and all hosts of the source in rounds, over the node's session or a
+separate connection.
 """
 
 from __future__ import annotations

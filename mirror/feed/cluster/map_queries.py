@@ -1,7 +1,4 @@
-"""Asks all nodes of a bucket for their cluster map, at intervals and on demand.
-
-Invariants: a slow node delays no other node; a failed node is asked after growing pauses.
-"""
+"""Asks all nodes of a bucket for their cluster map, at intervals and on demand. A slow node delays no other."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """The login to one node: HELLO (the features to use), authentication, the bucket, the cluster map.
 
-Invariants:
-- only features that HELLO granted are used;
-- each handshake reads password, certificates and key again, so they can be replaced without a restart;
-- the password itself (PLAIN) is sent only inside TLS, or if a setting allows that. It is never sent to a server that
-  failed to prove that it knows the password.
+The password itself (PLAIN) is sent only inside TLS, or if a setting allows that. It is never sent to a server that
+failed to prove that it knows the password.
 
 Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/Duplex.md; SDK RFC 36 (a server that
 knows us by certificate answers SASL with NOT_SUPPORTED), RFC 75 (maps).

@@ -1,8 +1,6 @@
 """The connection string: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, and its parts.
 
-Only reads text: opens no connection, resolves no name. An invalid string raises a `ConfigError` that names the wrong
-part. A password in the string is refused, because other users can read command lines. Invariant: `str(parse(s))` names
-the same source as `s`.
+A password in the string is refused, because other users can read command lines.
 """
 
 from __future__ import annotations

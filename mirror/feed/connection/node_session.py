@@ -1,13 +1,8 @@
 """A DCP connection to one node and all our streams over it, from login to the end.
 
-Invariants:
-- a message of no open stream is dropped, but its bytes are acked, that is acknowledged (docs/protocol.md 2.1, 2.8);
-- every byte that flow control counts is acked once, so the window never stays full;
-- a noop is answered before any other message of the same batch (`Link.on_batch`) is handled;
-- a connection that is silent for twice the noop interval is closed. If the source sends no noops in time, we send
-  noops, and their answers end the silence.
-
-We request no stream ids, but messages may carry one.
+Every byte that flow control counts is acked once, even if its message is dropped, so the window never stays full. A
+connection that is silent for twice the noop interval is closed. If the source sends no noops in time, we send noops,
+and their answers end the silence. We request no stream ids, but messages may carry one (docs/protocol.md 2.1, 2.8).
 """
 
 from __future__ import annotations

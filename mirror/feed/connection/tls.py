@@ -1,10 +1,6 @@
-"""TLS towards a node: our requirements, and the remedy for each failure of a handshake.
+"""TLS towards a node: certificate and name are always verified, and each failure of a handshake has a remedy.
 
-Invariants:
-- certificate and name are always verified;
-- each connection reads the files again, so they can be replaced without a restart;
-- a file that cannot be used raises ConfigError; a failed handshake raises TlsFailed with one remedy;
-- only failures that may pass by themselves are retryable.
+Each connection reads the files again, so they can be replaced without a restart.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """One connection to a node: opens it (TCP or TLS), turns bytes into frames, and matches answers to requests.
 
-Invariants:
-- bytes are scanned as they arrive, at linear cost even for a frame of 20 MiB in small pieces;
-- one read takes at most `read_bytes_max`, into a buffer that all connections of a thread share;
-- a connection keeps at most one incomplete frame, and checks the frame's length first;
-- every request has its own opaque on this connection, and gets exactly one answer: its response, or the error that
-  ended the connection or the wait.
+Every request gets exactly one answer: its response, or the error that ended the connection or the wait. All connections
+of a thread receive into one shared buffer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """An operator's commands: roll a vbucket back, or read it again from the beginning.
 
-After a command that changes something, a new machine starts from the stored state. Invariants: a refused command
-drops no published row; complete snapshots are committed before a rollback.
+After a command that changes something, a new machine starts from the stored state.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """A worker's consumer: requests each vbucket's stream over the session to the vbucket's node.
 
-Knows the node of each vbucket. Machines decide about streams, and sinks write. Everything runs in one event loop:
-received bytes are processed before more are read, so nothing queues.
-
-Invariants:
-- an error of one vbucket, node or group never affects another;
-- with a supervisor, workers follow a newer map only after the supervisor has recorded it;
-- a map of another bucket than the mirrored one is refused with `BucketChanged`;
-- no connection and no map ever deletes local data;
-- a mirror of some collections requests streams only once it knows ids of the collections (`collection_watch`).
+Everything runs in one event loop: received bytes are processed before more are read, so nothing queues. An error of one
+vbucket, node or group never affects another. No connection and no map ever deletes local data.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The commits of a worker's groups, and recovery when a group's store fails.
 
-Invariants:
-- waiting groups commit one after the other. The first one commits at once while commits take less than `COMMIT_SHARE`
-  of the time, otherwise at most `commit_interval_ms` after it began to wait;
-- when the uncommitted rows of all groups reach `batch_bytes_max`, the rows of the fullest group are written;
-- `Group.commit` hands Published to the vbuckets' machines before it returns;
-- a failed group drops its machines. After a pause it starts new machines from the stored state, except after a
-  permanent error. Other groups are not affected.
+Waiting groups commit one after the other. The first one commits at once while commits take less than `COMMIT_SHARE` of
+the time, otherwise at most `commit_interval_ms` after it began to wait. A failed group drops its machines; after a
+pause new machines start from the stored state, except after a permanent error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A mirrored vbucket: hands the messages of its stream to the host, and counts them for status.
 
-Knows when a commit is due, the stream's filter, and how snapshots wait to be persisted; the machine decides about the
-stream. A failure of the store stops the vbucket's group.
+A failure of the store stops the vbucket's group.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """For `publish = persisted`: asks every copy of a vbucket up to which seqno the copy is persisted, by OBSERVE_SEQNO
 (docs/protocol.md 3.4; kv_engine docs/BinaryProtocol.md).
 
-Invariants:
-- a complete snapshot is published once the active copy and all replicas in the cluster map report its end as persisted.
-  A report counts only for the open stream's history, and only if it arrives after the snapshot is complete;
-- if a copy reports a failover, only the seqnos that its old and new history share count;
-- nodes are queried only while a complete snapshot is held back.
+A complete snapshot is published once the active copy and all replicas in the cluster map report its end as persisted. A
+report counts only for the open stream's history, and only if it arrives after the snapshot is complete. If a copy
+reports a failover, only the seqnos that its old and new history share count.
 
 The source may demand a rollback although no persisted row was lost. If a replica takes over with part of a snapshot on
 its disk, its new history begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md), which

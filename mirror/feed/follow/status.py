@@ -1,7 +1,4 @@
-"""The report of a consumer: vbuckets, nodes, groups, counters, and warnings for people.
-
-Only reads the consumer. Invariants: counters only rise; a group with an unreadable store is reported without figures.
-"""
+"""The report of a consumer: vbuckets, nodes, groups, counters, and warnings for people. Only reads the consumer."""
 
 from __future__ import annotations
 

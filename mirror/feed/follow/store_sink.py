@@ -1,8 +1,7 @@
 """The sink of a mirrored vbucket: passes instructions to the writer, and holds snapshots until they are persisted.
 
-A rollback or a resync changes the staging branch, to which rows are staged. Invariants: before the staging branch
-changes, published snapshots are committed and the machines get Published; a held snapshot is forgotten when its rows
-are dropped; rows of an earlier staging branch are refused.
+A rollback or a resync changes the staging branch, to which rows are staged. Before that, published snapshots are
+committed and the machines get Published.
 """
 
 from __future__ import annotations

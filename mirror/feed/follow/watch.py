@@ -3,9 +3,7 @@
 A vbucket is stalled if it receives nothing for `stall_timeout_s` although the source is ahead. If it stalls twice in a
 row, the connection is closed: only a new one helps if the flow-control window stays full, or if the node answers but
 does not stream (docs/protocol.md 3). A stream that stops inside a snapshot is requested again, too: if the filter
-leaves out the rest of the snapshot, only a new stream gets the snapshot's end (docs/protocol.md 2.7). Invariants:
-- while a connection brings a disk snapshot of one vbucket, the connection's other vbuckets do not count as stalled;
-- if a node does not answer a poll in time, and no stream request waits for an answer, the connection is closed.
+leaves out the rest of the snapshot, only a new stream gets the snapshot's end (docs/protocol.md 2.7).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The queries of a `SourceReader`: high seqnos, failover logs, collections.
 
-Invariants: a query is repeated with growing pauses until the answer is complete or the timeout expires; a permanent
-error is raised at once.
+A query is repeated with growing pauses until the answer is complete, the timeout expires or an error is permanent.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Reads whole snapshots from a source, for processes that have no store.
 
-A separate thread runs the connections, and hands snapshots to the thread that iterates. Invariants:
-- the reader never follows a cluster map that is older than its last map, or older than `followed`;
-- connections stay open until the reader is closed; one read at a time uses them;
-- a permanent error is raised at once; any other error only after a vbucket made no progress for `timeout_s`;
-- no thread, connection or file outlives the context.
+A separate thread runs the connections, and hands snapshots to the thread that iterates. A permanent error is raised at
+once; any other error only after a vbucket made no progress for `timeout_s`.
 
     with SourceReader("couchbase://reader@db1/orders", password="...") as reader:
         until = reader.high_seqnos()

@@ -1,11 +1,10 @@
 """One read of a source, in limited memory: the vbuckets that are read, and the queue to the thread that iterates.
 
-Invariants:
-- a snapshot that was handed out is never taken back. If the source has lost part of it, or has purged deletions that
-  followed it, the vbucket's read ends with SourceRolledBack;
-- if a connection breaks inside a snapshot, the received part is kept only if the source continues exactly after it;
-- memory holds at most `memory_bytes` of rows, and one flow-control window for each connection. If open snapshots exceed
-  half of `memory_bytes`, the largest go to disk. While too many complete snapshots are queued, the source waits.
+A snapshot that was handed out is never taken back. If the source has lost part of it, or has purged deletions that
+followed it, the vbucket's read ends with SourceRolledBack.
+
+Memory holds at most `memory_bytes` of rows, and one flow-control window for each connection. If open snapshots exceed
+half of `memory_bytes`, the largest go to disk. While too many complete snapshots are queued, the source waits.
 """
 
 from __future__ import annotations

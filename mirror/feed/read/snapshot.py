@@ -1,10 +1,6 @@
 """The snapshots of a read. A vbucket's sink collects each snapshot in a spool, and hands it out when it is complete.
 
-Invariants:
-- only whole snapshots are handed out, each once, and a vbucket's snapshots in the order of seqnos;
-- no snapshot is taken back: a rollback or a resync ends the vbucket's read;
-- a run of rows out of order is refused, never stored in part;
-- a snapshot is valid until it is closed. Closing releases its memory and disk space, once.
+A snapshot is valid until it is closed. Closing releases its memory and disk space.
 """
 
 from __future__ import annotations

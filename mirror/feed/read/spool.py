@@ -1,10 +1,7 @@
 """A spool keeps the frames of a snapshot until the spool is closed: in memory or, above a limit, in a temporary file.
 
-Invariants:
-- frames are returned in the order in which they were added;
-- frames that `spill` has written are never kept in memory again;
-- blocks of a closed spool are used again, so the file never exceeds the largest sum of blocks that open spools used;
-- one thread fills a spool and hands it over; another thread may read and close it.
+Blocks of a closed spool are used again, so the file is never larger than the spools that were open together. One thread
+fills a spool and hands it over; another thread may read and close it.
 """
 
 from __future__ import annotations

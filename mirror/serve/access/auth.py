@@ -1,12 +1,12 @@
 """Users with SCRAM verifiers, and the collections that each may read.
 
-Knows names, verifiers and patterns of collections; must never know a protocol, and keeps no password of the file's
-users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {MECHANISM: {...}}}}, "anonymous":
-{"read": [PATTERN...]}, "salt_key": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. A changed file is read
-again; if it is invalid, the old users stay. Invariants:
-- without a users file, clients on this machine, and clients that log in as the mirror does at its source, read all;
-- with a users file, clients without a login read only the collections of `anonymous`, and only on this machine;
-- a challenge does not show whether the user exists: salt, iterations and work look like a known user's (`decoy`).
+The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {MECHANISM: {...}}}}, "anonymous": {"read":
+[PATTERN...]}, "salt_key": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. A changed file is read again; if
+it is invalid, the old users stay.
+
+- Without a users file, clients on this machine, and clients that log in as the mirror does at its source, read all.
+- With a users file, clients without a login read only the collections of `anonymous`, and only on this machine.
+- A challenge does not show whether the user exists: salt, iterations and work look like a known user's (`decoy`).
 """
 
 from __future__ import annotations

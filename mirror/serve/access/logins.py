@@ -1,15 +1,11 @@
 """Password checks outside of the event loop. Refusals are delayed after repeated failures, each twice as long.
 
-Knows users, peers and their recent failures; never a protocol or a socket. Invariants:
-- PBKDF2 runs in a thread of its own, so users who are logged in do not wait;
-- a peer with `PEER_FAILURES_FREE` failures is guessing. Guessing peers share a queue with one check in `PACE_S`, so a
-  peer gains no time by hanging up before the refusal;
-- a right password waits in that queue at most; only refusals are delayed, up to `DELAY_MAX_S`;
-- a password that this process has accepted is checked again only for a guessing peer, and over HTTP only until the
-  peer's connection has logged in;
-- an attempt is not checked if its connection was closed;
-- failures are log events, one line a minute at most;
-- an unknown user costs as much work as a known one (`Users.check`).
+- PBKDF2 runs in a thread of its own, so users who are logged in do not wait.
+- A peer with `PEER_FAILURES_FREE` failures is guessing. Guessing peers share a queue with one check in `PACE_S`, so a
+  peer gains no time by hanging up before the refusal.
+- A right password waits in that queue at most; only refusals are delayed, up to `DELAY_MAX_S`.
+- A password that this process has accepted is checked again only for a guessing peer, and over HTTP only until the
+  peer's connection has logged in.
 """
 
 from __future__ import annotations

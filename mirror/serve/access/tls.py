@@ -1,8 +1,7 @@
 """TLS of the listeners: a certificate that can be replaced while they run, and users by client certificate.
 
-Knows files and contexts; must never know a protocol. Each handshake checks the files for changes. Invariants: new
-connections get the new certificate, open ones continue; if the new files are unusable, the old ones stay in force; a
-client certificate from a replaced authority gives no user, even in a resumed session.
+If the new files are unusable, the old ones stay in force. A client certificate from a replaced authority gives no user,
+even in a resumed session.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The mirrored bucket for KV and DCP clients: documents, manifests and seqnos; a refusal is a status with its reason.
 
-Knows the store's view and the reasons for refusals (unpublished, resynced, no right to read); must never know frames or
-connections. Invariants:
-- an answer shows one moment of its vbucket;
-- before a vbucket's first copy is complete, and during its resync, the answer is a temporary failure, never `no such
-  document`. The operator can let readers have the old copy during a resync;
-- a reader without the right to a collection is refused, even if the document does not exist.
+Before a vbucket's first copy is complete, and during its resync, the answer is a temporary failure, never `no such
+document`. A reader without the right to a collection is refused, even if the document does not exist.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The cluster map of KV clients: this mirror as the only node, or all mirrors of the bucket.
 
-Knows the terse configuration of GET_CLUSTER_CONFIG (kv_engine docs/BinaryProtocol.md, recordings sdk_72_*); must never
-know connections or documents. All mirrors that hold a vbucket answer for it. The map names one of them as the vbucket's
-active node, in rotation, and others as replicas. Invariants: all KV processes of a service have the same map; its
-revision rises with each start of the service and each change of the list of mirrors.
+The terse configuration is that of GET_CLUSTER_CONFIG (kv_engine docs/BinaryProtocol.md, recordings sdk_72_*). All
+mirrors that hold a vbucket answer for it. The map names one of them as the vbucket's active node, in rotation, and
+others as replicas. All KV processes of a service have the same map; its revision rises with each start of the service
+and each change of the list of mirrors.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `mirror.server` has the protocol, this module the policy of a mirror. A KV client gets the published seqno both as a
 vbucket's current and as its persisted seqno. How much of the data below it a crash can undo depends on the setting
-`sync`. This module does not know sockets.
+`sync`.
 """
 
 from __future__ import annotations

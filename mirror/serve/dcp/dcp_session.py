@@ -1,10 +1,8 @@
 """The session of a DCP client: a mirror's session to which DCP_OPEN adds a producer, which sends streams.
 
-Knows the names of connections, and what a client may read; not the operations. Invariants:
-- a new connection closes the user's older connection of the same name, never another user's (kv_engine
-  docs/dcp/documentation/commands/open-connection.md);
-- a client that has streams, and did not enable noops, may stay silent;
-- if a changed users file forbids a stream, the stream ends within a second.
+A new connection closes the user's older connection of the same name, never another user's (kv_engine
+docs/dcp/documentation/commands/open-connection.md). If a changed users file forbids a stream, the stream ends within a
+second.
 """
 
 from __future__ import annotations

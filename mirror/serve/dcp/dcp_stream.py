@@ -1,14 +1,12 @@
 """One DCP stream of one vbucket: its next messages, snapshot by snapshot, and its end.
 
-Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md 2.6, 2.7) and the store's
-rows. Must never know sockets, windows or tasks. All snapshots are complete, as in the stream of a replica vbucket.
-Invariants:
-- a snapshot ends at a published boundary, and has all rows up to there that pass the filter. For a client without
-  collections it ends at the last document up to the boundary;
-- seqnos rise; a snapshot has each key once, in the version that is newest at the snapshot's end;
-- everything sent belongs to the history of the client's failover log. The stream ends if that log changes, if sent data
-  is retracted, or if a tombstone that the client needs was purged; the client then requests the stream again;
-- only positions are held between two calls of `take`; a call does bounded work.
+All snapshots are complete, as in the stream of a replica vbucket (kv_engine docs/dcp/documentation/concepts.md,
+docs/protocol.md 2.6, 2.7).
+- A snapshot ends at a published boundary, and has all rows up to there that pass the filter. For a client without
+  collections it ends at the last document up to the boundary.
+- Everything sent belongs to the history of the client's failover log. The stream ends if that log changes, if sent data
+  is retracted, or if a tombstone that the client needs was purged; the client then requests the stream again.
+- Only positions are held between two calls of `take`; a call does bounded work.
 """
 
 from __future__ import annotations

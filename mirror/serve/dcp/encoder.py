@@ -1,10 +1,8 @@
-"""Conversion of stored rows to messages for one DCP client, as its features and settings require.
+"""Conversion of stored rows to messages for one DCP client, as its features and settings require (docs/protocol.md 2.2,
+2.3, 2.11; the recordings 72_h* and 605_h*).
 
-Knows rows (`storage/FORMAT.md`) and the effect of each feature (docs/protocol.md 2.2, 2.3, 2.11; the recordings 72_h*
-and 605_h*); must never know streams or flow control. Invariants:
-- a row that needs no change is returned as stored. In every message the stream sets vbucket and opaque;
-- a value with invalid compression or xattrs is sent as stored, with its datatype, and logged;
-- any other invalid row raises ValueError or ProtocolError.
+A value with invalid compression or xattrs is sent as stored, with its datatype, and logged. In every message the stream
+sets vbucket and opaque.
 """
 
 from __future__ import annotations

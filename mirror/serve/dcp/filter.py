@@ -1,7 +1,7 @@
 """The filter of a DCP stream, which selects changes of a vbucket.
 
-Knows manifests and rights; must never know streams or connections. Invariants: a filter by scope selects the
-collections that the scope has in the manifest at the snapshot's end; only collections that the reader may read pass.
+A filter by scope selects the collections that the scope has in the manifest at the snapshot's end; only collections
+that the reader may read pass.
 """
 
 from __future__ import annotations

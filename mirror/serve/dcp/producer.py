@@ -1,11 +1,9 @@
 """The mirror's DCP producer: checks stream requests against published data, and sends its streams in turns.
 
-`mirror.server.producer` has the rules of requests, flow control and noops. This module adds:
-- requests are checked against the source's failover log, cut at the published seqno, so a client cannot resume at a
-  seqno that the mirror does not have yet;
-- in its turn, a stream sends messages of bounded size; between its turns it holds no rows. First snapshots are sent one
-  after the other, between turns of the other (live) streams, so clients can use the first vbucket early. If the client
-  negotiated round-robin, all streams take turns.
+Requests are checked against the source's failover log, cut at the published seqno, so a client cannot resume at a seqno
+that the mirror does not have yet. First snapshots are sent one after the other, between turns of the other (live)
+streams, so clients can use the first vbucket early. If the client negotiated round-robin, all streams take turns.
+Between its turns a stream holds no rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The HTTP application: its routes, and the guard around each of them.
 
-Knows paths and their functions, and turns errors into problems; never a document or a socket. Invariants: every request
-is counted once, by its route's name, never by its path; an unexpected error is logged here with its traceback, and the
-client gets only "internal".
+A request is counted by its route's name, never by its path. An unexpected error is logged here with its traceback, and
+the client gets only "internal".
 """
 
 from __future__ import annotations

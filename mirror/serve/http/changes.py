@@ -1,14 +1,14 @@
-"""Changes as server-sent events: everything published after a position, in order, until the client leaves.
+"""Changes as server-sent events (WHATWG HTML, "Server-sent events"): everything published after a position, in order,
+until the client leaves.
 
-Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. A stream of one vbucket sends an id
-with each change, and can be resumed exactly after that change. A stream of several vbuckets sends an id after each
-batch, so a client that resumes may get changes twice. A rollback comes as `rollback`, `retraction` and `restoration`
-events. Invariants:
-- a stream that cannot go on without a gap sends `reset` and ends;
-- after an error a stream sends `problem` (browsers have an `error` of their own) and ends; the client can resume it;
-- memory is bounded for any number of streams, even if clients do not read them: one thread reads one batch at a time; a
-  batch above `BUDGETED_BYTES` is counted in the budget for answers; a stream that waits for budget holds only its
-  position and less than `PIECE_BYTES` of text.
+A stream of one vbucket sends an id with each change, and can be resumed exactly after that change. A stream of several
+vbuckets sends an id after each batch, so a client that resumes may get changes twice. A rollback comes as `rollback`,
+`retraction` and `restoration` events. A stream that cannot go on without a gap sends `reset` and ends. After an error
+it sends `problem` (browsers have an `error` of their own) and ends; the client can resume it.
+
+Memory is bounded for any number of streams, even if clients do not read them: one thread reads one batch at a time; a
+batch above `BUDGETED_BYTES` is counted in the budget for answers; a stream that waits for budget holds only its
+position and less than `PIECE_BYTES` of text.
 """
 
 from __future__ import annotations

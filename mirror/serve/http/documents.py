@@ -1,9 +1,7 @@
 """A document by key, several by keys, and many by prefix or range in pages.
 
-Knows the routes' parameters and headers; never a socket or a status. Invariants:
-- a single document, or a multi-get's documents of one group, are read in one transaction;
-- an ETag has the CAS and the requested form (body or stored), so answers with the same ETag have the same bytes;
-- all pages of a vbucket show the moment of its first page. If that moment is lost, the next page is a problem.
+An ETag has the CAS and the requested form (body or stored), so answers with the same ETag have the same bytes. All
+pages of a vbucket show the moment of its first page. If that moment is lost, the next page is a problem.
 """
 
 from __future__ import annotations

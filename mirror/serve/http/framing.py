@@ -1,8 +1,8 @@
 """Cuts what an HTTP client sends into heads and parts of bodies, so that the server gets one request at a time.
 
-Knows where requests end (RFC 9112, sections 6 and 7); never what they mean. The server's parser judges the bytes, which
-pass unchanged, except for offers of another protocol: httptools would take the body of such a request for the other
-protocol's (RFC 9110, 7.8). Invariant: heads, lines of chunks and trailers are bounded, each chunk's data is not kept.
+The module finds where requests end (RFC 9112, sections 6 and 7). The server's parser judges the bytes, which pass
+unchanged, except for offers of another protocol: httptools would take the body of such a request for the other
+protocol's (RFC 9110, 7.8).
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""RFC 9457 problem details: one shape for every error over HTTP.
-
-Knows status codes, the store's errors and hints; never a request. Invariants: every error is `application/problem+json`
-with `type`, `title`, `status`, `detail` and perhaps a `hint` for a remedy; paths and tracebacks are never sent; every
-503 has `Retry-After`.
-"""
+"""RFC 9457 problem details: one shape for every error over HTTP. Paths and tracebacks are never sent."""
 
 from __future__ import annotations
 

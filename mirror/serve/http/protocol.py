@@ -1,12 +1,9 @@
 """Connections of HTTP readers: a protocol in front of uvicorn's, which bounds time and memory.
 
-Knows asyncio's transports, and of uvicorn its public names: `Config` (its option `http`: a protocol's class, made with
-the arguments `config`, `server_state` and `app_state`) and `Server`. `HttpConnection` is the socket's protocol, and the
-transport of uvicorn's protocol. `admission` decides who may connect. Invariants:
-- uvicorn's protocol gets one request at a time, its head once it is complete, and its body as the application reads it;
-- a connection that is silent, sends an incomplete request, or takes no answer is closed after a time limit;
-- what is not read is left to the kernel, except for `READ_BYTES`;
-- requests that come ahead of their answers take turns.
+`HttpConnection` is the socket's protocol, and the transport of uvicorn's protocol. Of uvicorn it uses public names:
+`Config` (its option `http`: a protocol's class, made with the arguments `config`, `server_state` and `app_state`) and
+`Server`. uvicorn's protocol gets one request at a time, its head once it is complete, and its body as the application
+reads it. What is not read is left to the kernel, except for `READ_BYTES`.
 """
 
 from __future__ import annotations

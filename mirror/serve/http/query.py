@@ -1,7 +1,6 @@
 """SQL: `POST /v1/query`.
 
-Knows the request and its bounds; never DuckDB. Invariants: a query runs in a separate process and sees only
-collections that its reader may read; an answer is sent once it is complete, so it is whole or a problem; a query ends
+A query runs in a separate process. An answer is sent once it is complete, so it is whole or a problem. A query ends
 when its client hangs up or its time is over.
 """
 

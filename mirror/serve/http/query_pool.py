@@ -1,7 +1,6 @@
 """The processes that answer SQL for an HTTP process: started when needed, and kept for further queries.
 
-Knows processes and sockets; never a query. Invariants: there are at most `sql_processes` processes, ending ones
-included; a process whose query was abandoned releases its lease, and ends.
+A process whose query was abandoned releases its lease, and ends. Ending processes count in `sql_processes`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A process that answers one query after the other for an HTTP process. Its stdin is a socket for both directions.
 
-The HTTP process sends a line of JSON for a query, and gets a line of JSON for its answer, then the answer's bytes.
-Invariants: an answer is sent once it is complete; when the HTTP process hangs up or ends, this process releases its
-lease, or lets it expire, and ends; the kernel, too, limits the memory of this process; a process that keeps much memory
-after a query ends with that query's answer.
+The HTTP process sends a line of JSON for a query, and gets a line of JSON for its answer, then the answer's bytes. When
+it hangs up or ends, this process releases its lease, or lets it expire, and ends. The kernel, too, limits the memory of
+this process. A process that keeps much memory after a query ends with that query's answer.
 """
 
 from __future__ import annotations

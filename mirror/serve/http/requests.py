@@ -1,8 +1,6 @@
 """Conversion of request texts to values of the store. Invalid texts raise Problem with the reason.
 
-Knows the API's parameters and bounds; never their use. Numbers from readers become `Branch` and `Seqno` here.
-Invariants: only checked values leave this module; an unknown parameter is an error, so a misspelt one is never ignored;
-a body is read up to its limit in bytes and time.
+An unknown parameter is an error, so a misspelt one is never ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One HTTP process: the application on its sockets, from its start to its end.
 
-Knows settings, sockets and connections; `api` has the answers. The supervisor starts the process, gives it
-sockets, reads its status and replaces it. Invariants: at a stop, requests in progress have `DRAIN_S` to be answered;
-streams end at once, so that their clients connect to another process.
+At a stop, requests in progress have `DRAIN_S` to be answered; streams end at once, so that their clients connect to
+another process.
 """
 
 from __future__ import annotations

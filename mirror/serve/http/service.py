@@ -1,9 +1,7 @@
 """Common parts of the HTTP routes: the mirror, readers and rights, waiting, limits.
 
-Knows the open view, users, budgets and problems; never a route's own parameters. Invariants:
-- a collection is read only after the reader's right to its name was checked;
-- a read with mutation tokens is answered only if the tokens' writes are still published after it, so a rollback during
-  the read cannot give an older value.
+A read with mutation tokens is answered only if the tokens' writes are still published after it, so a rollback during
+the read cannot give an older value.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The mirror's status for HTTP readers: the service's report, recent samples, disk and history, readiness.
 
-Knows the control socket and the shape that `cli/JSON.md` promises. The report comes from the running service, or from
-the store if no service runs. It has the reasons against readiness (`reasons`). Invariants: the service is queried once
-a second at most, for any number of readers; the number of kept samples is bounded.
+The report comes from the running service, or from the store if no service runs. It has the reasons against readiness
+(`reasons`). The service is queried once a second at most, for any number of readers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One HTTP process's view of the mirror.
 
-Knows the data directory and the store's `View`; never a request. Invariants: the view is opened when first needed,
-never before; after a group was recreated, `refresh` closes the view, and the next use opens another.
+The view is opened when first needed. After a group was recreated, `refresh` closes it, and the next use opens another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Requests that wait for writes: one look at a vbucket for all of them, each time it changes.
 
-Knows mutation tokens, and which vbuckets change (`watch`); never requests. Each waiter looked at all its tokens every
-25 ms once: 200 of one user kept other users waiting for seconds.
+Each waiter looked at all its tokens every 25 ms once: 200 of one user kept other users waiting for seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""A client's range scan or sample: its request, and its state between requests.
-
-Knows the JSON of RANGE_SCAN_CREATE (kv_engine docs/range_scans/range_scan_create.md); must never know sessions or how
-documents are read. Invariants: a request without a required field, or with a mistyped one, is refused; a scan
-keeps a few numbers and keys, never documents.
+"""A client's range scan or sample: its request (kv_engine docs/range_scans/range_scan_create.md), and its state between
+requests: a few numbers and keys, never documents.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Range scans and samples of one vbucket: create, continue and cancel.
 
-Knows these requests as kv_engine describes them (docs/range_scans/*) and SDKs send them (couchbase-cxx-client
-core/crud_component.cxx); must never know sockets or the storage of documents. Invariants:
-- all answers to a scan show one moment of its vbucket. If that moment is gone, as after a rollback or resync, the scan
-  is cancelled;
-- a scan keeps a few numbers and keys, but no documents, and no lease of history;
-- only the user who made a scan can continue it, on the same connection, for `LIFETIME_S` at most;
-- one answer is one page of bounded size.
+The requests are those that kv_engine describes (docs/range_scans/*) and SDKs send (couchbase-cxx-client
+core/crud_component.cxx). All answers to a scan show one moment of its vbucket. If that moment is gone, as after a
+rollback or resync, the scan is cancelled: a scan has no lease of history.
 """
 
 from __future__ import annotations

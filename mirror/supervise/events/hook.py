@@ -1,10 +1,6 @@
 """The operator's command `on_event`: runs for each event, with the event as JSON on its stdin.
 
-Invariants:
-- only a stopping service waits for the command, at most `TIMEOUT_S`;
-- at most `RUNNING_MAX` commands run at once, each for at most `TIMEOUT_S`, and `WAITING_MAX` events wait;
-- a failure is logged unless the previous run failed too; dropped events are logged once until the queue is empty;
-- the command gets no password of the service.
+Only a stopping service waits for the command, at most `TIMEOUT_S`. The command gets no password of the service.
 """
 
 from __future__ import annotations

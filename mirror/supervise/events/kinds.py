@@ -1,8 +1,7 @@
 """The kinds of events: each is a class with a name, level and sentence.
 
-The log, `dcp-mirror events`, the status page, the hook `on_event` and docs/operations.md show these names. Invariants:
-vbuckets with the same news are one event, which counts all vbuckets and names the first; an event has no content of a
-document.
+The log, `dcp-mirror events`, the status page, the hook `on_event` and docs/operations.md show these names. Vbuckets
+with the same news are one event, which counts all vbuckets and names the first. An event has no content of a document.
 """
 
 from __future__ import annotations

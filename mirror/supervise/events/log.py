@@ -1,8 +1,7 @@
 """The events of the service: logged, appended to one of two files in the data directory, and read back.
 
-Invariants: each event is one line in the log, at its level; the events' numbers rise, even across restarts, and a slow
-reader finds a gap in them; the two files together have at most about twice `FILE_BYTES_MAX`; an event that cannot be
-written is still logged.
+The events' numbers rise, even across restarts, and a slow reader finds a gap in them. An event that cannot be written
+is still logged.
 """
 
 from __future__ import annotations

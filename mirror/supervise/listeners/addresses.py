@@ -1,8 +1,8 @@
 """The readers' addresses, and the slots of the processes that serve them.
 
-A server has a slot like a worker (see `plan`), but without groups, and with a higher number. Invariants: an address is
-opened before its servers start, and closed after they end or a reload drops the address; a reload changes all addresses
-or none; settings with `Effect.SERVERS` restart no worker, and settings with `Effect.WORKERS` no server.
+A server has a slot like a worker (see `plan`), but without groups, and with a higher number. An address is opened
+before its servers start, and closed after they end or a reload drops the address. A reload changes all addresses or
+none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The control socket `<data>/control.sock`: a command is a line with a JSON object, and so is its answer.
 
 The socket has mode 0600, so only the service's user and root may send commands; `mirror.client` is the other end.
-Invariants: every line gets exactly one line back, even if it is no command; a client that sends garbage or too much
-affects no other client; a client that does not take an answer is disconnected.
 """
 
 from __future__ import annotations

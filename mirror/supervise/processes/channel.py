@@ -1,8 +1,7 @@
 """The pipe between the supervisor and one process: whole messages, in order, in both directions.
 
 A frame is a length (u32) and a message of `mirror.messages` in msgpack. The end of the pipe means that the other side
-is gone. Invariants: a message arrives whole or not at all; a message above the limit is an error, and is neither sent
-nor read.
+is gone.
 """
 
 from __future__ import annotations

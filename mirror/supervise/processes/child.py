@@ -1,8 +1,7 @@
 """A child process from the supervisor's side: spawns it, sends it messages, kills and reaps it.
 
-The child opens the store itself, because an LMDB environment must not cross a fork. Invariants: the child's messages,
-and then its exit, become events in one queue; the child's command line contains no secrets; no decision uses the
-figures of `Gauge`, which are None after the exit or without /proc.
+The child opens the store itself, because an LMDB environment must not cross a fork. The child's messages, and then its
+exit, become events in one queue.
 """
 
 from __future__ import annotations

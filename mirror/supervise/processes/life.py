@@ -1,7 +1,6 @@
 """The life of a worker or server process, from its first message to its last.
 
-Invariants: this process exits when its supervisor is gone; the supervisor alone handles a terminal's Ctrl-C; this
-module imports neither workers nor servers, so that a server starts without a worker's modules.
+This module imports neither workers nor servers, so that a server starts without a worker's modules.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 LMDB reuses a page only if no reader can see it, so during a long read transaction the file grows with every commit.
 This program's read transactions last milliseconds. A long transaction belongs to a process that was stopped during a
 read, or to another program. LMDB does not record when a transaction began, so the age counts from the first `look` that
-found it. Invariant: this module changes nothing in the file; the writer removes dead readers.
+found it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Decides which processes to start, stop or kill now. Pure.
 
 Compares desired and actual processes by slot, the numbered place of a process. The service calls `plan` after every
-event and executes the result. A process without a heartbeat is killed.
-
-Invariants:
-- A process starts only if no living process holds one of its groups; a killed process lives until it is reaped.
-- Every group of the directory belongs to exactly one slot of the desired set.
-- Nothing is started while the service stops.
+event and executes the result. A process starts only if no living process holds one of its groups; a killed process
+lives until it is reaped.
 """
 
 from __future__ import annotations

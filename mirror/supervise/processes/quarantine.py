@@ -1,9 +1,8 @@
-"""Groups in which workers died repeatedly: no worker opens them any more.
+"""Groups in which workers died repeatedly: no worker opens them until the service starts again.
 
 A damaged page can kill a worker by a signal inside LMDB, which no exception handler can catch. The next worker would
 die in the same way, and none of its groups would be written. So a worker notes its current group in shared memory, and
-the supervisor reads the group after the worker's death. Invariants: only deaths by `SIGNALS` count; a quarantine lasts
-until the service starts again; nothing is deleted.
+the supervisor reads the group after the worker's death.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A server process: opens the mirror for reading, listens, and answers the supervisor.
 
-Invariants: the process opens the mirror after it was spawned; it opens its own TCP sockets, but inherits Unix sockets;
-its death breaks no connections of other processes.
+It opens its own TCP sockets, but inherits Unix sockets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The table of the worker and server processes of one service: desired, running and ended.
 
-Executes the actions of `plan`. A slot keeps its record when its process ends. Invariants: at most one living process
-owns a group; an unexpected exit is one event and leads to a restart after a growing pause; every process is reaped
-before `reap_all` returns.
+Executes the actions of `plan`. A slot keeps its record when its process ends. An unexpected exit leads to a restart
+after a growing pause.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A worker process: the stores of its groups, and the consumer that writes the source's changes to them.
 
 It has one Python thread, because a second busy thread slows LMDB writes to a fraction. Heartbeats, commands and the
-consumer share one event loop, so a stuck loop sends no heartbeat. Invariant: stores are opened after the process was
-spawned.
+consumer share one event loop, so a stuck loop sends no heartbeat.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Collects the reports of all processes, at intervals or on a command, and makes the status from them.
 
-Owns the rows of all vbuckets and the state of the service. Invariants: if a worker does not answer, its vbuckets' rows
-stay, except for age and lag; the lag in seqnos of a vbucket without a worker is unknown.
+If a worker does not answer, its vbuckets' rows stay, except for age and lag.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Finds events by comparing each report with the previous one. Pure.
+"""Finds events by comparing each report with the previous one. Pure: the caller passes rows and times.
 
-The caller passes rows and times. News of vbuckets is collected for a second, so that a node's failover is one event.
-Invariants: in a vbucket's first report only troubles are news; what a new worker reports again is no news; neither is
-contact lost for less than a second, or for less than ten by a vbucket that moves to another node; each state of the
-service that needs attention has an event, also if it is there from the start.
+News of vbuckets is collected for a second, so that a node's failover is one event. In a vbucket's first report only
+troubles are news; what a new worker reports again is no news. Neither is contact lost for less than a second, or for
+less than ten by a vbucket that moves to another node.
 """
 
 from __future__ import annotations

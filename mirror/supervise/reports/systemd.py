@@ -1,7 +1,7 @@
 """Notifications to systemd: READY, STATUS, WATCHDOG, RELOADING, STOPPING.
 
 Protocol: sd_notify(3), a datagram to the socket in NOTIFY_SOCKET for each message; without that variable every call
-does nothing. Invariant: a failed notification never harms the service.
+does nothing.
 """
 
 from __future__ import annotations
