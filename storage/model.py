@@ -235,11 +235,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A rollback that readers saw: from (`from_branch`, `from_seqno`) to a new branch that begins at `to_seqno`.
-
-    A deferred rollback (`publish = persisted`) moved readers to `reached_seqno` of the new branch in one step. Such a
-    rollback retracts a version above `to_seqno` only if the new branch has no version of the key up to `reached_seqno`.
-    """
+    """A rollback that readers saw: from (`from_branch`, `from_seqno`) to a new branch that begins at `to_seqno`."""
 
     vbid: int
     from_branch: Branch
@@ -249,7 +245,6 @@ class Rollback:
     from_vbuuid: Vbuuid
     to_vbuuid: Vbuuid
     time_ms: int
-    reached_seqno: Seqno | None = None
 
 
 def purge_seqno_of(local_purge_seqno: int, missing_seqno: int, floor_seqno: int) -> int:

@@ -484,9 +484,9 @@ def manifest_uid(data: bytes | None) -> int:
 
 
 def encode_rollback(rollback: Rollback) -> bytes:
-    return _pack(*[field for field in astuple(rollback)[1:] if field is not None])
+    return _pack(*astuple(rollback)[1:])
 
 
 @_reads("rollback")
 def decode_rollback(vbid: int, data: bytes | None) -> Rollback:
-    return Rollback(vbid, *_unpack(data, "rollback", 7, 8))
+    return Rollback(vbid, *_unpack(data, "rollback", 7))

@@ -233,7 +233,7 @@ def put_published(
         row = get_branch(txn, vbid, branch)
         put_branch(txn, vbid, branch, row._replace(time_ms=now.wall_ms, history_ms=now.history_ms))
         if before.rollback_deferred:
-            _put_rollback(txn, before, branch, row.base_seqno, row.vbuuid, now.wall_ms, reached_seqno=seqno)
+            _put_rollback(txn, before, branch, row.base_seqno, row.vbuuid, now.wall_ms)
         else:
             change_purge_row(txn, vbid, purged_seqno=0, local_purge_seqno=0)
     txn.put_pub(vbid, records.Pub(branch, seqno, after.history_floor_seqno, manifest_key))
@@ -343,12 +343,11 @@ def _put_rollback(
     to_seqno: int,
     to_vbuuid: int,
     now_ms: int,
-    reached_seqno: Seqno | None = None,
 ) -> None:
     left = state.vbid, state.branch, state.published_seqno
     newest = chain.boundary_at(txn, *left)
     vbuuids = Vbuuid(0) if newest is None else newest.vbuuid, Vbuuid(to_vbuuid)
-    rollback = Rollback(*left, branch, Seqno(to_seqno), *vbuuids, now_ms, reached_seqno)
+    rollback = Rollback(*left, branch, Seqno(to_seqno), *vbuuids, now_ms)
     key = keys.ROLLBACK_KEY.pack(state.vbid, state.rollback_count + 1)
     txn.put(keys.DB_ROLLBACK, key, records.encode_rollback(rollback))
 

@@ -10,13 +10,12 @@ rollback takes back, and `validity` checks each transaction. Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import NamedTuple
 
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError, ViewInvalidated
+from storage.errors import ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.tokens import Token
 from storage.history import branches, chain
@@ -132,82 +131,21 @@ def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) ->
     return Seqno(after)
 
 
-def legs(reader: VbucketReader, start: Token | None) -> list[tuple[Token | None, Range]]:
-    """Return the ranges that lead from `start` to the state served now, each with its start. Raises Unavailable, and
-    ViewInvalidated if a range is not kept.
-
-    If readers left the history of `start` by a deferred rollback, the ranges lead over the seqno that readers reached
-    by this rollback, even if a later rollback went below that seqno. So a reader that stopped on the way there gets the
-    same events again.
-    """
-    found: list[tuple[Token | None, Range]] = []
-    while True:
-        way = resolve_range(reader, start, None)
-        left_by = None if start is None or not way.lost else _deferred_rollback(reader, start)
-        if left_by is None or chain.sees(way.served.links, left_by.to_branch, _reached(left_by)):
-            return [*found, (start, way)]
-        links = _reached_chain(reader, left_by)
-        if not links:
-            raise retractions.rows_gone(reader.vbid)
-        stop = _token_at(reader.vbid, links, _reached(left_by))
-        found.append((start, resolve_range(reader, start, stop)))
-        start = stop
-
-
 def since(reader: VbucketReader, token: Token | None, raw: bool, pieces: Pieces | None = None) -> Iterator[Change]:
     """Yield the changes from `token` (None: the beginning) to now. A reader may go on from any event's token."""
-    for start, way in legs(reader, token):
-        yield from between(reader, start, way, raw, pieces)
+    yield from between(reader, token, resolve_range(reader, token, None), raw, pieces)
 
 
 def between(
     reader: VbucketReader, start: Token | None, way: Range, raw: bool, pieces: Pieces | None = None
 ) -> Iterator[Change]:
     """Yield the changes of a range, for a reader that takes all of them or none."""
-    if start is None or not way.lost:
-        yield from _published(reader, way, raw, pieces)
-        return
-    left_by = _deferred_rollback(reader, start)
-    shared = None if left_by is None else chain.common_seqno(way.served.links, _reached_chain(reader, left_by))
-    if left_by is None or shared is None or shared <= way.after_seqno:
-        yield from _after_rollback(reader, way, start, raw, pieces)
-    else:
-        replacing = chain.recut(way.served.links, shared)
-        yield from _after_deferred_rollback(reader, way, start, left_by, replacing, raw, pieces)
+    if start is not None and way.lost:
+        yield from _taken_back(reader, start, way, raw, pieces)
+    yield from _published(reader, way, raw, pieces)
 
 
-def _deferred_rollback(reader: VbucketReader, token: Token) -> Rollback | None:
-    """Return the rollback by which readers left the token's history; None if that rollback was not deferred."""
-    later = (each for each in rollbacks(reader) if each.to_branch > token.branch and each.to_seqno < token.seqno)
-    first = next(later, None)
-    return None if first is None or first.reached_seqno is None else first
-
-
-def _reached(rollback: Rollback) -> Seqno:
-    assert rollback.reached_seqno is not None, "it was deferred"
-    return rollback.reached_seqno
-
-
-def _reached_chain(reader: VbucketReader, rollback: Rollback) -> chain.Chain:
-    with reader.environment.read() as txn:
-        try:
-            return reader.chain_at(txn, rollback.to_branch, _reached(rollback))
-        except CorruptedError:  # the purger has removed the branch
-            return ()
-
-
-def _token_at(vbid: int, links: chain.Chain, seqno: int) -> Token:
-    link = next(link for link in reversed(links) if seqno <= link.cut)
-    return Token(vbid, Branch(link.branch), Seqno(seqno), link.history_id(seqno))
-
-
-def _published(
-    reader: VbucketReader,
-    way: Range,
-    raw: bool,
-    pieces: Pieces | None,
-    is_new: Callable[[Document], bool] | None = None,
-) -> Iterator[Change]:
+def _published(reader: VbucketReader, way: Range, raw: bool, pieces: Pieces | None) -> Iterator[Change]:
     links = {link.branch: link for link in way.served.links}
 
     def change(document: Document) -> Change:
@@ -215,15 +153,12 @@ def _published(
         at = Token(reader.vbid, branch, seqno, links[branch].history_id(seqno))
         return Change(document.kind.name.lower(), at, document)
 
-    documents = rows(reader, way, raw, pieces)
-    yield from map(change, filter(is_new, documents) if is_new else documents)  # a loop would keep the last document
+    yield from map(change, rows(reader, way, raw, pieces))  # a loop would keep the last document
 
 
-def _after_rollback(
-    reader: VbucketReader, way: Range, token: Token, raw: bool, pieces: Pieces | None
-) -> Iterator[Change]:
-    """Yield a rollback, its retractions and restorations, then the rows of the served chain above `way.after_seqno`. A
-    reader that stopped within the events of the rollback gets all of them again, also after further rollbacks.
+def _taken_back(reader: VbucketReader, token: Token, way: Range, raw: bool, pieces: Pieces | None) -> Iterator[Change]:
+    """Yield a rollback, its retractions and restorations. A reader that stopped within these events gets all of them
+    again, also after further rollbacks.
     """
     common_seqno = way.after_seqno
     rising = (link for link in reversed(way.served.links) if link.branch > token.branch)
@@ -231,70 +166,15 @@ def _after_rollback(
     begin = Branch(child.branch)
     unknown = Rollback(reader.vbid, token.branch, token.seqno, begin, common_seqno, Vbuuid(0), Vbuuid(0), 0)
     record = next((each for each in rollbacks(reader) if each.to_branch == begin), unknown)
-    bytes_max = None if pieces is None else pieces.bytes_max
-    undone = retractions.undone(reader, way.served, way.lost, common_seqno, (), bytes_max)
-    end = Token(reader.vbid, begin, common_seqno, child.history_id(common_seqno))
-    yield from _taken_back(reader, replace(record, reached_seqno=None), undone, token, end, raw, pieces)
-    yield from _published(reader, way, raw, pieces)
-
-
-def _after_deferred_rollback(
-    reader: VbucketReader,
-    way: Range,
-    token: Token,
-    record: Rollback,
-    replacing: chain.Chain,
-    raw: bool,
-    pieces: Pieces | None,
-) -> Iterator[Change]:
-    """Yield the events of one step to the end of `replacing`, then the rows above that end. Versions that both
-    histories have are left out of the step, so the step is valid only as a whole. Only its last event has a token of
-    the served chain; the events before have the reader's token.
-    """
-    bytes_max = None if pieces is None else pieces.bytes_max
-
-    def filtered() -> retractions.NewToReader:
-        return retractions.NewToReader(reader, way.lost, replacing, raw)
-
-    step_end = _token_at(reader.vbid, way.served.links, replacing[0].cut)
-    in_step = takewhile(
-        lambda each: each.seqno <= step_end.seqno,
-        rows(reader, way, raw, None if bytes_max is None else Pieces(bytes_max)),
+    undone = retractions.undone(
+        reader, way.served, way.lost, common_seqno, None if pieces is None else pieces.bytes_max
     )
-    last = max((each.seqno for each in filter(filtered(), in_step)), default=None)
-    undone = retractions.undone(reader, way.served, way.lost, way.after_seqno, replacing, bytes_max)
-    end = step_end if last is None else token
-    yield from _taken_back(reader, record, undone, token, end, raw, pieces, always=False)
-
-    def at_step(change: Change) -> Change:
-        if change.token.seqno > step_end.seqno:
-            return change
-        return replace(change, token=step_end if change.token.seqno == last else token)
-
-    yield from map(at_step, _published(reader, way, raw, pieces, filtered()))
-
-
-def _taken_back(
-    reader: VbucketReader,
-    record: Rollback,
-    undone: Iterator[retractions.Undone],
-    token: Token,
-    end: Token,
-    raw: bool,
-    pieces: Pieces | None,
-    *,
-    always: bool = True,
-) -> Iterator[Change]:
-    """Yield the rollback, its retractions and restorations: the last event with token `end`, the others with `token`.
-    Without `always`, yield nothing if `undone` is empty.
-    """
+    end = Token(reader.vbid, begin, common_seqno, child.history_id(common_seqno))
 
     def change(each: retractions.Undone, at: Token) -> Change:
         return Change(each.kind, at, retractions.document_of(reader, each, raw))
 
     following = next(undone, None)  # look one position ahead, to know which event is the last
-    if following is None and not always:
-        return
     yield from _repeated(lambda: Change("rollback", token if following else end, rollback=record), pieces)
     while following is not None:
         each, following = following, next(undone, None)

@@ -299,7 +299,7 @@ class View(PointReads):
 
     def check_since(self, token: Token) -> None:
         """Raise ViewInvalidated if `changes` would refuse this token."""
-        events.legs(self.reader(token.vbid), token)
+        events.resolve_range(self.reader(token.vbid), token, None)
 
     def retracted_by(
         self, vbid: int, to_seqno: int, *, raw: bool = False

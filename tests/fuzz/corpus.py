@@ -78,9 +78,7 @@ SAMPLES: dict[str, list[bytes]] = {
             records.StateRow(1, 2, 1, 1, SnapshotRange(Seqno(1), Seqno(9)), _LOG, 0, 0, None, "collections 8")
         ),
         records.encode_manifest(ManifestChange.between(Manifest(ManifestUid(1)), Manifest.initial())),
-        records.encode_rollback(
-            Rollback(1, Branch(2), Seqno(3), Branch(4), Seqno(5), Vbuuid(6), Vbuuid(7), 8, Seqno(9))
-        ),
+        records.encode_rollback(Rollback(1, Branch(2), Seqno(3), Branch(4), Seqno(5), Vbuuid(6), Vbuuid(7), 8)),
         keys.PUB.pack(1, 2, 0, 0, 0, 0),
         _WIRE[6],
     ],

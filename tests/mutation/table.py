@@ -29,7 +29,7 @@ _OWNER, _LEAVING = "storage/write/owner.py", "storage/write/vbucket_writer.py"
 _RETRACTIONS, _OF_RETRACTIONS = "storage/read/retractions.py", "tests/storage/test_retractions.py"
 
 _OF_WATCH_END = "tests/feed/test_watch.py -k snapshot_without"
-_SPARK_CHANGES, _OF_SPARK_CHANGES = "mirror/spark/source/changes.py", "tests/spark/source/test_changes.py -k deferred"
+_SPARK_CHANGES, _OF_SPARK_CHANGES = "mirror/spark/source/changes.py", "tests/spark/source/test_changes.py -k flushed"
 
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
 _OF_ROLLBACK, _OF_OFFSET = "tests/server/test_rollback.py", "tests/ingest/test_offset.py"
@@ -472,15 +472,6 @@ MUTATIONS = (
     Mutation("mirror/feed/follow/watch.py", " and not machine.waits_for_end:", ":", _OF_WATCH_END),
     Mutation("mirror/feed/follow/watch.py", "if is_behind and progress.stalled", "if progress.stalled", _OF_WATCH_END),
     # --- what readers of changes and of their own writes hear
-    Mutation(
-        _RETRACTIONS,
-        "if key not in self._overridden and self._was_given(document) and self._keeps_newest(document):",
-        "if False:",
-        _OF_GATE,
-    ),
-    Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(", "if self._was_given(", _OF_GATE),
-    Mutation(_RETRACTIONS, " and self._keeps_newest(document):", ":", "tests/storage/test_followers.py"),
-    Mutation(_RETRACTIONS, "min(lost[0].cut, replacing[0].cut)", "lost[0].cut", "tests/storage/test_followers.py"),
     Mutation(_RETRACTIONS, ".kept_seqno < link.cut > position:", ".kept_seqno < 0:", _OF_RETRACTIONS),
     Mutation(
         "storage/write/commit.py",
@@ -488,16 +479,7 @@ MUTATIONS = (
         "if True:",
         "tests/storage/test_commit.py",
     ),
-    Mutation(_RETRACTIONS, "if seqno > self.restored_links[0].cut and ", "if ", _OF_GATE),
-    Mutation(_RETRACTIONS, " and manifest.has(collection_id, seqno):", ":", "tests/storage/test_followers.py"),
-    Mutation(_RETRACTIONS, "if not held.has(", "if not manifest.has(", "tests/storage/test_followers.py"),
-    Mutation(_RETRACTIONS, "self.lost, self.replacing or self", "self.lost, self", _OF_RETRACTIONS),
-    Mutation(_RETRACTIONS, "if document.collection_id in self._back:", "if False:", _OF_RETRACTIONS),
-    Mutation(_RETRACTIONS, "= document.seqno in self._back.values()", "= False", _OF_RETRACTIONS),
-    Mutation(_RETRACTIONS, "if not self._manifest.has(document.", "if False and (document.", _OF_RETRACTIONS),
-    Mutation(_RETRACTIONS, " and self._lasts(document.seqno))", ")", _OF_RETRACTIONS),
-    Mutation(_SPARK_CHANGES, "if document.collection_id not in names:", "if False:", _OF_SPARK_CHANGES),
-    Mutation(_SPARK_CHANGES, "end.branch, document.seqno - 1)", "end.branch, base_seqno)", _OF_SPARK_CHANGES),
+    Mutation(_SPARK_CHANGES, "before, manifest = manifest, ", "before, _ = manifest, ", _OF_SPARK_CHANGES),
     Mutation(
         "storage/read/wait.py",
         "return here if token.seqno <= end_seqno else WriteStatus.LOST",

@@ -319,7 +319,8 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
     boundaries = states.boundaries_between(reader, end.branch, base_seqno, end.seqno)
     ahead = iter(boundaries)
     until = next(ahead, None)
-    names = manifest_at(reader, passed, end.branch, base_seqno).names()
+    manifest = manifest_at(reader, passed, end.branch, base_seqno)
+    names = manifest.names()
     names_lost: dict[int, str] = {}
     at = (end.branch, base_seqno)
     vbuuids = (way.start.vbuuid, end.vbuuid)
@@ -344,15 +345,11 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             ends, vbuuid = (until.seqno, until.vbuuid) if until is not None else (end.seqno, end.vbuuid)
             here = (int(document.branch), int(document.seqno))
             if change.kind == "system_event":
-                # Compare with the manifest just before this event, so each drop or flush yields one row.
-                before = manifest_at(reader, passed, end.branch, document.seqno - 1)
-                after = manifest_at(reader, passed, *here)
-                for kind, name in gone_collections(before, after):
+                before, manifest = manifest, manifest_at(reader, passed, *here)
+                for kind, name in gone_collections(before, manifest):
                     yield control_row(kind, vbid, name, *here, vbuuid, ends)
-                names = after.names()
+                names = manifest.names()
             else:
-                if document.collection_id not in names:
-                    names = manifest_at(reader, passed, *here).names()
                 name = name_of(names, document.collection_id)
                 yield change_row(document, name, change.kind, vbuuid, ends, here)
 

@@ -287,35 +287,6 @@ def test_a_collection_recreated_in_lost_history_is_restored(small: SmallMirror) 
     follower.driver.close()
 
 
-def test_events_of_both_histories_are_not_reported_again_after_a_deferred_rollback(small: SmallMirror) -> None:
-    """A flush that both histories have was reported at the next event, and took away what had come after it."""
-    default, scopes = Collection(0, 0, "_default", Seqno(0)), {0: "_default", 8: "shop"}
-    flushed, carts = Collection(8, 8, "orders", Seqno(3)), Collection(9, 8, "carts", Seqno(4))
-    writer = small.writers[0]
-    follower = Follower(options(small, vbuckets="0"))
-    system_event(writer, 1, default, Collection(8, 8, "orders", Seqno(1)), scopes=scopes)
-    commit(writer, 1)
-
-    def common() -> None:
-        system_event(writer, 3, default, flushed, scopes=scopes)
-        system_event(writer, 4, default, flushed, carts, scopes=scopes)
-        put(writer, b"o", 5, cid=8)
-
-    common()
-    commit(writer, 5)
-    end, reported = follower.next_rows()
-    writer.vbuckets[0].rollback(1, deferred=True)
-    put(writer, b"left out", 2, cid=8)
-    common()
-    put(writer, b"c", 6, cid=9)
-    system_event(writer, 7, default, flushed, carts, Collection(10, 8, "more", Seqno(7)), scopes=scopes)
-    commit(writer, 7)
-    _, further = follower.next_rows(end)
-    assert [(row["kind"], row["collection"], row["key"]) for row in further] == [("mutation", "shop.carts", b"c")]
-    assert list(applied([*reported, *further])) == [("shop.orders", b"o"), ("shop.carts", b"c")]
-    follower.driver.close()
-
-
 def lease_all(small: SmallMirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, tuple[int, int]]]:
     """Leases are granted by the writers themselves, as a service has them do; returns what was requested."""
     leased: list[dict[int, tuple[int, int]]] = []
