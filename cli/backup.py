@@ -1,7 +1,6 @@
 """`backup`: a consistent copy of a mirror as a folder or a tar, also while its service runs; `restore`: the reverse.
 
-Invariants: with `--to -` stdout holds only the tar; an unfinished backup has no `backup.json`; if the reader of stdout
-closes it early, the command fails.
+An unfinished backup has no `backup.json`. If the reader of stdout closes it early, the command fails.
 """
 
 from __future__ import annotations

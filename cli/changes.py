@@ -1,10 +1,8 @@
 """`changes`: prints the published events after a position, and with `--follow` also new events; cursor files.
 
-A cursor file has a token for each vbucket, one a line. Invariants:
-- the token of the last printed line resumes after that line;
-- with --follow each event is printed once, rollbacks included;
-- the reader of a pipe has taken the events before a cursor file with their tokens replaces the old one (fsync, rename),
-  so a kill, or a reader that hangs up, may repeat events but loses none.
+A cursor file has a token for each vbucket, one a line. The reader of a pipe has taken the events before a cursor file
+with their tokens replaces the old one (fsync, rename), so a kill, or a reader that hangs up, may repeat events but
+loses none.
 """
 
 from __future__ import annotations

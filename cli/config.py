@@ -1,6 +1,6 @@
 """`config show` and `config explain`: the values of the settings, and the meaning of each.
 
-Invariant: docs/settings.md is the output of `config explain --markdown`.
+docs/settings.md is the output of `config explain --markdown`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`demo`: starts a source, a mirror and a live view, kills a worker, fails a node over, and compares.
 
-Invariants: every printed claim was measured in this run; if a claim is false, the exit code is 1; all processes that
-the demo started end with it.
+Every printed claim was measured in this run; if a claim is false, the exit code is 1.
 """
 
 from __future__ import annotations

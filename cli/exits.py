@@ -1,9 +1,9 @@
 """Turns an error into one clear line and an exit code, for all commands.
 
 Exit codes: 0 done; 1 failed while running; 2 wrong usage or configuration; 3 the mirror's data is damaged or belongs to
-another bucket; 4 the source refused; 5 the requested document or user does not exist; 130 interrupted. Invariants: each
-error, even a bug, is one line on stderr; `DCP_MIRROR_LOG_LEVEL=debug` adds a traceback, and the line of a bug says so;
-no command runs without asserts (`python -O`), because they guard the data.
+another bucket; 4 the source refused; 5 the requested document or user does not exist; 130 interrupted.
+`DCP_MIRROR_LOG_LEVEL=debug` adds a traceback. No command runs without asserts (`python -O`), because they guard the
+data.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""`export`: every document as JSON lines, CSV, Parquet files or a Delta table.
+"""`export`: every document as JSON lines, CSV, Parquet files or a Delta table, as of its vbucket's position at the
+start.
 
-JSON lines need no package beyond the program's own. Invariants:
-- each vbucket is read as of its position at the start (or at `--as-of`), despite later writes and rollbacks;
-- memory does not grow with the mirror;
-- a new file gets its name once it is complete; the cursor file is written last;
-- a pipe, device or link is never replaced.
+JSON lines need no package beyond the program's own. A new file gets its name once it is complete; the cursor file is
+written last. A pipe, device or link is never replaced.
 """
 
 from __future__ import annotations

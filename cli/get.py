@@ -1,7 +1,6 @@
 """`get`: one document; `scan`: those of a vbucket, collection or key prefix; both at the newest or an older boundary.
 
-Invariants: without --json and --meta, stdout of `get` holds only the value, byte for byte if it is no terminal; the
-boundary goes to stderr; `scan` prints documents as it reads them, so memory does not grow with the bucket.
+Without --json and --meta, stdout of `get` holds only the value, byte for byte if it is no terminal.
 """
 
 from __future__ import annotations

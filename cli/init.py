@@ -1,7 +1,6 @@
 """`init`: tries a source and writes a settings file; with `--systemd`, also the files of a systemd unit.
 
-Invariants: without --no-check, the source is tried before anything is written; an existing file is overwritten only on
-request; the password is not in the settings file, but in a file of its own with mode 0600.
+The password goes into a file of its own with mode 0600.
 """
 
 from __future__ import annotations

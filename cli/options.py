@@ -1,7 +1,4 @@
-"""Options that several commands share, and the settings from options, environment and file.
-
-Invariant: a setting comes from its option, else the environment, else the file, else the default.
-"""
+"""Options that several commands share, and the settings from option, environment, file or default, in this order."""
 
 from __future__ import annotations
 

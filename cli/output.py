@@ -1,6 +1,6 @@
 """JSON objects on stdout (shapes: cli/JSON.md), one a line, and readable text for bytes, figures and times.
 
-Invariants: an unknown figure is shown as a dash, or in words; lines of text have no control characters from data.
+An unknown figure is a dash, or words. Lines of text have no control characters from data.
 """
 
 from __future__ import annotations

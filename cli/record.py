@@ -1,8 +1,4 @@
-"""`record`: writes the frames of a DCP session into a file.
-
-Invariants: a recording can be read even if it ended abruptly; an existing file is never overwritten; after an error, a
-file without frames is removed.
-"""
+"""`record`: writes the frames of a DCP session into a file. An existing file is never overwritten."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Tables, the live view, and plain lines for output that is no terminal. The only module that uses rich.
 
-Colours only repeat the words. Invariants: everything fits a terminal of 80 columns; control characters from data never
-reach the terminal.
+Everything fits a terminal of 80 columns, and colours only repeat the words.
 """
 
 from __future__ import annotations

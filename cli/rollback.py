@@ -1,7 +1,6 @@
 """`rollback`: rolls a vbucket back to a kept boundary, through the running service or without a service.
 
-Invariants: --dry-run changes nothing; retractions are read from the store after the rollback, not predicted; a seqno
-below the floor changes nothing, and the error names the floor.
+Retractions are read from the store after the rollback, not predicted.
 """
 
 from __future__ import annotations

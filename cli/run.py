@@ -1,8 +1,6 @@
 """`run`: the service in the foreground.
 
 Logs and progress go to stderr. The listeners' addresses are the first lines of stdout; with --json, stderr has them.
-Invariants: every setting is checked before anything starts; with --until-caught-up, a signal before the end gives exit
-code 130.
 """
 
 from __future__ import annotations

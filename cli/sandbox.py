@@ -1,6 +1,6 @@
 """`sandbox`: runs the embedded source; `sandbox fault`: makes it fail on request.
 
-Invariants: the first line on stdout is the connection string; `sandbox fault` prints the sandbox's answer as JSON.
+The first line on stdout is the connection string.
 """
 
 from __future__ import annotations

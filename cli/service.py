@@ -1,7 +1,6 @@
 """`stop`, `reload`: act on a service as SIGTERM and SIGHUP do, without its process id; `assets`: files to monitor it.
 
-Invariants: `stop` exits with 0 only if no service runs on the directory any more; `assets` never overwrites a file with
-other content.
+`stop` exits with 0 only if no service runs on the directory any more.
 """
 
 from __future__ import annotations

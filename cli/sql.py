@@ -1,8 +1,7 @@
 """`sql`: queries of a mirror, one as an argument or many in a shell; `schema`: the columns of its documents.
 
-Knows the terminal, threads and files; `mirror.sql` answers. Invariants: a query runs in a thread of its own, so in the
-shell Ctrl-C cancels only the query; outside the shell stdout has only the answer; errors and progress go to stderr; a
-new file gets its name once it is complete.
+A query runs in a thread of its own, so in the shell Ctrl-C cancels only the query. Outside the shell stdout has only
+the answer.
 """
 
 from __future__ import annotations

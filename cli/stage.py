@@ -1,7 +1,6 @@
 """The processes of the demo: a sandbox and a service, started by the commands that a person would type.
 
 Each process has a session of its own, so Ctrl-C reaches only the demo. If the demo is killed, the kernel ends them.
-Invariant: no process is left after `__exit__`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`status`, `top`: the state of a mirror, from its service or else from the store; `events`: its past and new events.
 
-Invariants: the JSON has the same shape with and without a service; unknown values are null; with `--follow` each event
-is printed once, even if the service is replaced.
+The JSON has the same shape with and without a service; unknown values are null.
 """
 
 from __future__ import annotations

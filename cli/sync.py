@@ -1,8 +1,4 @@
-"""`sync`: keeps Delta tables current.
-
-Invariants: everything that can be refused is refused before a task starts; progress goes to stderr; Ctrl-C and SIGTERM
-end after the current work.
-"""
+"""`sync`: keeps Delta tables current. Everything that can be refused is refused before a task starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tasks of `export`, `sync` and `verify`, on this machine's cores or on Spark, and options that commands share.
 
 Under `spark-submit cli/main.py COMMAND ...` tasks run on Spark's executors, otherwise in processes of this machine.
-Invariant: packages of the extra `spark` are imported only when a command needs them; a missing one has a remedy.
+Packages of the extra `spark` are imported only when a command needs them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`user`: edits the file of network readers, with their names, SCRAM verifiers and collections.
 
-Invariants: a password is typed twice or comes as one line on stdin, never on the command line, and is not stored; only
-the owner can read the file; a change replaces the whole file, and running services notice it.
+A password is typed twice or comes as one line on stdin, never on the command line, and is not stored. A change replaces
+the whole file, and running services notice it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Without a service `ask` returns None and raises no error, because most callers also work without a service. The kernel
 limits a socket's path to 107 bytes, so `socket_address` makes a short path from a descriptor of the directory.
-Invariant: every wait has a limit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Time and random numbers behind one interface.
-
-A test passes its own `Clock`, with simulated time and seeded random numbers. Invariant: `monotonic` never goes back;
-`wall_ms` may.
-"""
+"""Time and random numbers behind one interface: a test passes its own `Clock`, with simulated time and a seed."""
 
 from __future__ import annotations
 

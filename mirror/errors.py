@@ -1,7 +1,6 @@
 """The tree of errors outside of the store and the protocol. Some modules derive more errors.
 
-An error has a text (`what`), a remedy (`hint`), an exit code, and `retryable`. This module must never import another
-package of the project.
+An error has a text (`what`, one sentence without a secret), a remedy (`hint`), an exit code, and `retryable`.
 
     MirrorError
     ├── ConfigError                  a setting is wrong (exit 2)
@@ -19,8 +18,6 @@ package of the project.
     ├── QueryFailed                  SQL that cannot be answered (exit 2)
     │   └── QueryCancelled           the query was cancelled (exit 130)
     └── SupervisionError             the service's processes, pipes, locks, sockets (exit 1)
-
-Invariants: `what` is one sentence without a trailing newline and never holds a secret; `hint` says what to do.
 """
 
 from __future__ import annotations

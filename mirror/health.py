@@ -1,9 +1,7 @@
-"""Compute a mirror's state, troubles and readiness from the rows of its status. Pure.
+"""Compute a mirror's state, troubles and readiness from the rows of its status (table: docs/troubleshooting.md). Pure.
 
-`status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show the result (table:
-docs/troubleshooting.md). Invariants: an unknown lag is a trouble, in seqnos or in seconds; a ready mirror is
-`following`: every vbucket is published, has contact with the source, and lags by at most `lag_limit_s`; a vbucket has
-at most one trouble, its worst.
+An unknown lag is a trouble, in seqnos or in seconds. A ready mirror is `following`: every vbucket is published, has
+contact with the source, and lags by at most `lag_limit_s`. A vbucket has at most one trouble, its worst.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Leases: the service keeps a mirror's history from a reader's positions on, until the reader releases the lease.
 
 The service grants a lease for some seconds, and a thread of this module renews it. Without a service nothing is purged;
-if a service starts later, the thread requests the lease then. Invariant: the positions are held until `release`, or
-`lost` has the reason why they are not.
+if a service starts later, the thread requests the lease then. If the positions are not held any more, `lost` has the
+reason.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The messages of one service: a class for each command of the control socket and each message between processes.
 
 A message travels as an object with `op` and a key for each field: a line of JSON on the control socket, msgpack on a
-pipe. Invariants:
-- an unknown `op`, a missing field, or a field of the wrong type is an error that names it;
-- unknown keys are ignored, because client and service may have different versions;
-- values inside a report are not checked, because both ends of a pipe run the same program.
+pipe. Unknown keys are ignored, because client and service may have different versions. Values inside a report are not
+checked, because both ends of a pipe run the same program.
 """
 
 from __future__ import annotations

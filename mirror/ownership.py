@@ -1,7 +1,7 @@
 """Owners and modes of files: refuse files that other users can change, and create private files.
 
-Invariants: a service trusts no file or directory that another user owns or may write (sshd's rule; root is trusted); a
-new file with documents has mode 0600, or the mode of the file that it replaces.
+A service trusts no file or directory that another user owns or may write (sshd's rule; root is trusted). A new file
+with documents has mode 0600, or the mode of the file that it replaces.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The value types of the store: identifiers, documents, boundaries and the state of a vbucket.
 
-Knows plain values only: no LMDB, no sockets, no clock. All types but `SourceFacts` are immutable. `mirror.ingest`
-imports no other module of `storage`.
+All types but `SourceFacts` are immutable. `mirror.ingest` imports no other module of `storage`.
 """
 
 from __future__ import annotations

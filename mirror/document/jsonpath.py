@@ -1,8 +1,8 @@
-"""Paths into JSON text: find a value, and return the text with a value added, changed or removed.
+"""Paths into JSON text (kv_engine docs/SubDocument.md): find a value, and return the text with a value added, changed
+or removed.
 
-Knows path syntax (kv_engine docs/SubDocument.md) and JSON text; must never know documents or requests. Invariants: a
-change keeps every other byte of the text, but a removal also takes the comma and the blanks between the member and its
-neighbour, as in kv_engine (tests/recordings, sdk_72_conn2). A failure raises `PathError` with the client's status.
+A change keeps every other byte of the text, but a removal also takes the comma and the blanks between the member and
+its neighbour, as in kv_engine (tests/recordings, sdk_72_conn2). A failure raises `PathError` with the client's status.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check that bytes are one JSON value (RFC 8259, UTF-8), without holding the interpreter's lock for long.
 
 `json.loads` reads 20 MiB in one call that holds the lock for 0.9 s. `is_json` lets other threads run after every
-`STEP_BYTES`, and builds no values. Invariant: `is_json(data)` accepts what `json.loads(data.decode())` accepts, but
-refuses NaN, Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` bytes or more.
+`STEP_BYTES`, and builds no values. It accepts what `json.loads(data.decode())` accepts, but refuses NaN, Infinity,
+containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` bytes or more.
 """
 
 from __future__ import annotations

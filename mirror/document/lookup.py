@@ -1,10 +1,6 @@
-"""Look up paths in one document: in its body, its xattrs and its metadata.
+"""Look up paths in one document: in its body, its xattrs and its metadata (kv_engine docs/SubDocument.md).
 
-Knows lookup operations and path flags (kv_engine docs/SubDocument.md) and the virtual attributes; must never know
-requests, vbuckets or how documents are kept. Invariants:
-- a path sees the xattrs as the members of one JSON object;
-- a lookup of many paths checks the body's JSON at most once;
-- a document that is nested too deeply raises no error except `PathError`.
+A path sees the xattrs as the members of one JSON object. A lookup of many paths checks the body's JSON at most once.
 """
 
 from __future__ import annotations

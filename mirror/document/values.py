@@ -1,8 +1,7 @@
-"""Split and join values: compression, xattrs, body, and the datatype bits for them.
+"""Split and join values: compression, xattrs, body, and the datatype bits for them (kv_engine docs/Document.md).
 
-Knows the datatype bits, snappy and the xattr blob (kv_engine docs/Document.md); must never know documents or
-connections. Invariant: datatype and value change together, so a function that alters one of them returns both. Snappy
-covers the whole value, xattrs included. The name of a system xattr begins with an underscore.
+Datatype and value change together, so a function that alters one of them returns both. Snappy covers the whole value,
+xattrs included. The name of a system xattr begins with an underscore.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Find the value at a path in the bytes of a JSON document.
 
-Knows JSON text and the parts of paths; must never know documents or requests. Only names with escapes are decoded, so a
-lookup in 20 MiB takes no memory. This module only reads; `jsonpath.py` makes changed texts. Invariants: in skipped
-values only the ends of strings and the number of open brackets are checked; a text that is not JSON raises no error
-except `PathError`, often SUBDOC_DOC_NOT_JSON; one call of a regular expression, which holds the interpreter's lock,
-reads `STEP_BYTES` at most.
+Only names with escapes are decoded, so a lookup in 20 MiB takes no memory. In skipped values only the ends of strings
+and the number of open brackets are checked; a text that is not JSON raises no error except `PathError`, often
+SUBDOC_DOC_NOT_JSON. One call of a regular expression, which holds the interpreter's lock, reads `STEP_BYTES` at most.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Examines a source, and a mirror's connections to the source: a list of checks (CHECKS), each yields findings.
 
 It fetches no document: it requests streams that end at their start seqno, so the source only says if it would resume
-there. Invariants: nothing is changed; each finding is one line with a verdict and, unless `ok`, a remedy; checks that
-depend on a failed check are left out; every connection is closed at the end.
+there. Checks that depend on a failed check are left out.
 """
 
 from __future__ import annotations

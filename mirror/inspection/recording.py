@@ -9,9 +9,8 @@ The format, version 1: JSON lines in order of time.
 
 `t` counts from the start of the recording. SASL requests and answers are recorded without their values. Documents are
 recorded unchanged, so the file is as secret as the bucket (mode 0600). A crash may cut off the last line. The tests'
-recordings of real servers have only `hex` lines, and frames may continue on the next line.
-
-Invariants: the file holds whole frames; a full disk, or `bytes_max`, ends the recording, not the tapped session.
+recordings of real servers have only `hex` lines, and frames may continue on the next line. A full disk, or `bytes_max`,
+ends the recording, not the tapped session.
 """
 
 from __future__ import annotations

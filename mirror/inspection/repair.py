@@ -1,8 +1,7 @@
 """Resyncs vbuckets of a mirror. A running service does the work, or else this process.
 
-Invariants: the old copy stays until the new one is complete (`resync_reads` decides if readers get the old copy); this
-process opens no group of a running service; if it ends early, each vbucket is unchanged, or has a resync that a service
-continues.
+The old copy stays until the new one is complete (`resync_reads` decides if readers get the old copy). If this process
+ends early, each vbucket is unchanged, or has a resync that a service continues.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """A cluster of n nodes in memory, for DCP clients and Couchbase SDKs.
 
-The cluster answers as real servers did in tests/recordings. Invariants:
-- a node that is down answers no client, even if the cluster map names the node;
-- a changed cluster map has a higher revision;
-- after `split_off` a node has its own data and map;
-- the same seed and calls give the same ids, histories and snapshots.
+The cluster answers as real servers did in tests/recordings. The same seed and calls give the same ids, histories and
+snapshots. After `split_off` a node has its own data and map.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A request is a line with one JSON object, `{"command": NAME, ...}`. The answer is `{"ok": true, "result": ...}` or
 `{"ok": false, "error": "..."}`. `dcp-mirror sandbox fault --help` lists the commands and their arguments; the first
-node has number 0. Invariants: a bad command has no effect; each line has an answer, unless it is too long.
+node has number 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The sandbox in a thread, for programs without asyncio.
-
-Invariants: `call` and `run` use the cluster in the thread's event loop; leaving the context ends the thread.
-"""
+"""The sandbox in a thread, for programs without asyncio. `call` and `run` use the cluster in its event loop."""
 
 from __future__ import annotations
 

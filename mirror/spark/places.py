@@ -1,13 +1,12 @@
 """Destinations of a pipeline: a folder on a disk or a prefix in an object store.
 
-Knows URLs, files and object stores; never the content of files. `folder_at` is the only parser of destinations: a plain
-path, `file:///path`, `s3://bucket/prefix`, `gs://bucket/prefix`,
-`abfss://container@account.dfs.core.windows.net/prefix`. Any other URL is refused, because as a path it would be a local
-folder. delta-rs accesses object stores, for tables and for single files. So the same environment variables (AWS_*,
-GOOGLE_*, AZURE_*) count for both.
+`folder_at` is the only parser of destinations: a plain path, `file:///path`, `s3://bucket/prefix`,
+`gs://bucket/prefix`, `abfss://container@account.dfs.core.windows.net/prefix`. Any other URL is refused, because as a
+path it would be a local folder. delta-rs accesses object stores, for tables and for single files. So the same
+environment variables (AWS_*, GOOGLE_*, AZURE_*) count for both.
 
-Invariants: a new object appears only when `close` of its file returns; a new local file is synced then; no file is
-renamed, because object stores cannot rename.
+A new object appears only when `close` of its file returns; a new local file is synced then. No file is renamed, because
+object stores cannot rename.
 """
 
 from __future__ import annotations

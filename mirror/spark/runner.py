@@ -1,9 +1,7 @@
 """Call a function for each task of a list, on this machine's cores or on a Spark cluster, and return the results.
 
-Knows processes and Spark's job API; must never know the work of a task. A task gets its input as an argument, opens its
-own files and connections, and returns little. Invariants: each task has one result, even if Spark runs it twice because
-an executor was lost; results are in the order of the tasks; the first error that no retry fixes is raised as the task
-raised it, without Spark's traceback. On Spark this happens after the last task.
+Each task has one result, even if Spark runs it twice because an executor was lost. The first error that no retry fixes
+is raised as the task raised it, without Spark's traceback. On Spark this happens after the last task.
 """
 
 from __future__ import annotations

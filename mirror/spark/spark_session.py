@@ -1,8 +1,6 @@
 """Start a Spark session with nothing but pip's packages: find Java, and set defaults for Python workers.
 
-Knows settings of Spark; must never know jobs. An existing session is used unchanged. Settings of spark-submit and of
-the caller override the defaults. Invariant, unless settings say otherwise: the workers of a new session run this Python
-with this package, and talk to Spark over Unix sockets.
+An existing session is used unchanged. Settings of spark-submit and of the caller override the defaults.
 """
 
 from __future__ import annotations

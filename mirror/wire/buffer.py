@@ -1,8 +1,7 @@
 """A queue that takes received bytes and returns whole frames.
 
-The owner calls `next_frame` until it returns None, and only then feeds again, so the queue stays small. Invariants:
-bytes leave in the order they came, each exactly once; a byte is copied a bounded number of times, even if bytes arrive
-one by one; an impossible length is an error as soon as the header is complete.
+The owner calls `next_frame` until it returns None, and only then feeds again, so the queue stays small. A byte is
+copied a bounded number of times, even if bytes arrive one by one.
 """
 
 from __future__ import annotations

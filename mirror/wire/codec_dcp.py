@@ -1,9 +1,7 @@
 """Converts frames to DCP events and back. A table has one row per opcode.
 
-Invariants: a frame with a wrong shape or an unknown opcode raises RemoteProtocolError; for every event but an answer
-`decode(to_frame(e)) == e`; if a message has no cas and datatype, these header fields are sent as 0 and ignored when
-read. Sources: kv_engine docs/dcp/documentation/commands/* (one file per opcode); if they contradict each other,
-recordings of real servers decide (see the table in tests/wire/goldens.py).
+Sources: kv_engine docs/dcp/documentation/commands/* (one file per opcode); if they contradict each other, recordings of
+real servers decide (see the table in tests/wire/goldens.py).
 """
 
 from __future__ import annotations

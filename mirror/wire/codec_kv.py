@@ -1,9 +1,8 @@
 """Encodes and decodes the key-value messages of mirrors, readers and the sandbox.
 
-Invariants: a request that passes `check_request` has extras, key and value of the lengths its opcode allows; the length
-of a body is checked before its fields are read. Sources: kv_engine docs/BinaryProtocol.md, docs/SubDocument.md,
-docs/Collections.md, docs/range_scans/*, engines/ep/docs/protocol/*_with_meta.md, and the recordings of the official
-SDK.
+A request that passes `check_request` has extras, key and value of the lengths its opcode allows. Sources: kv_engine
+docs/BinaryProtocol.md, docs/SubDocument.md, docs/Collections.md, docs/range_scans/*,
+engines/ep/docs/protocol/*_with_meta.md, and the recordings of the official SDK.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Named numbers of the memcached binary protocol and of DCP, and bounds on lengths.
 
-Knows numbers only; imports nothing of the project. Invariants: every value is the number on the wire; a number without
-a name here is no error, because frames hold plain ints. Sources: kv_engine docs/BinaryProtocol.md,
+A number without a name here is no error, because frames hold plain ints. Sources: kv_engine docs/BinaryProtocol.md,
 docs/dcp/documentation/commands/*, docs/Collections.md.
 """
 

@@ -1,7 +1,6 @@
-"""The error map: tells clients the meaning of each status and the possible reactions.
+"""The error map: tells clients the meaning of each status and the possible reactions (kv_engine docs/ErrorMap.md).
 
-Invariant: the map has every status of this program's answers, except the statuses of range scans. Source:
-kv_engine docs/ErrorMap.md.
+The map has every status of this program's answers, except the statuses of range scans.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     |-- LocalProtocolError    our message or action would break the rules; it was not sent
     `-- RemoteProtocolError   the peer broke the rules; close the connection
 
-Invariant: `detail` names the fault, `op` and `vbid` the message if known. Decoding a peer's bytes raises only
-RemoteProtocolError (SaslError in `sasl`); any other exception is a defect of this package.
+Decoding a peer's bytes raises only RemoteProtocolError (SaslError in `sasl`); any other exception is a defect of this
+package.
 """
 
 from __future__ import annotations

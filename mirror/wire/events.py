@@ -1,8 +1,8 @@
 """The messages of DCP in both directions, as frozen dataclasses.
 
-Invariants: events compare by their fields; `opaque` and `stream_id` name a message's stream; a document's `key` begins
-with the LEB128 collection id if the connection has collections. Fields that a message lacks are 0 (seqnos of older
-snapshot markers), empty or None. Sources: kv_engine docs/dcp/documentation/commands/* and docs/protocol.md 2.4-2.11.
+A document's `key` begins with the LEB128 collection id if the connection has collections. Fields that a message lacks
+are 0 (seqnos of older snapshot markers), empty or None. Sources: kv_engine docs/dcp/documentation/commands/* and
+docs/protocol.md 2.4-2.11.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Flow control of DCP: the consumer's ledger of received bytes, and the producer's window.
 
-The consumer's timer calls `take_ack(force=True)`. Invariants: every counted byte is acknowledged exactly once, even if
-the consumer drops the message; acknowledgements never exceed the received bytes. Sources: kv_engine
+Every counted byte is acknowledged exactly once, even if the consumer drops the message. Sources: kv_engine
 docs/dcp/documentation/flow-control.md, commands/buffer-ack.md, commands/prepare.md (MB-46634: a prepare counts two
 bytes more than are sent); docs/protocol.md 2.8.
 """

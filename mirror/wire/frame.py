@@ -1,8 +1,7 @@
 """Encodes and decodes one frame of the memcached binary protocol: a 24-byte header, plain or flexible framing.
 
-Invariants: `decode(encode(f)) == (f, f.wire_size)`; no length is used before it is checked against its bound and the
-other lengths; an opcode without a name is no error. Sources: kv_engine docs/BinaryProtocol.md (packet structure,
-flexible framing extras), include/memcached/dcp_stream_id.h; docs/protocol.md 2.1.
+Sources: kv_engine docs/BinaryProtocol.md (packet structure, flexible framing extras),
+include/memcached/dcp_stream_id.h; docs/protocol.md 2.1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Document keys on the wire: a collection id in unsigned LEB128 (32 bits), then the document's key.
 
-Invariant: each id has exactly one encoding. An encoding with trailing zero groups, or of more than 32 bits, is refused
+Each id has exactly one encoding. An encoding with trailing zero groups, or of more than 32 bits, is refused
 (kv_engine docs/Collections.md; docs/protocol.md 2.1). Range scans encode lengths in the same way.
 """
 

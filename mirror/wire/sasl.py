@@ -1,8 +1,8 @@
-"""Authentication over SASL, both sides: SCRAM-SHA512, -SHA256, -SHA1 and PLAIN.
+"""Authentication over SASL, both sides: SCRAM-SHA512, -SHA256, -SHA1 and PLAIN (RFC 5802).
 
-Knows the messages of RFC 5802, not sockets or opcodes. A `ScramClient` or `ScramServer` serves one exchange: two
-messages of the client and two answers. A message of wrong order or form raises `SaslError`, which never quotes a
-secret. Like Couchbase Server, this module hashes passwords as UTF-8 bytes without normalisation.
+A `ScramClient` or `ScramServer` serves one exchange: two messages of the client and two answers. A message of wrong
+order or form raises `SaslError`, which never quotes a secret. Like Couchbase Server, this module hashes passwords as
+UTF-8 bytes without normalisation.
 
 Why not the library `scramp`: since 1.5 it refuses nonces with a blank, and fewer than 4096 iterations. But the official
 SDKs send blanks (recording sdk_72_conn2), and some clusters use 4000 iterations. The tests use `scramp` as an

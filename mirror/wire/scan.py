@@ -1,14 +1,11 @@
 """The hot loop: turns a buffer of received bytes into rows for the store. A `Run` has rows of one stream.
 
 The sink checks the order of seqnos. A source sends one message of each stream in turn (docs/protocol.md 2.8), so the
-rows of a run come from the whole buffer. Invariants:
-- each frame is returned exactly once. Frames with the same opaque keep their order; frames of different streams may
-  change places;
-- an answer is returned after all messages that came before it, and before all that came after it;
-- a row has the bytes that were received;
-- an impossible header is a RemoteProtocolError before the rest of its frame arrives;
-- the same bytes, cut into other buffers, give the same result, except that a run ends at the end of a buffer;
-- a run holds only storable keys (`keys.key_problem`). A data message with another key is returned as a Frame.
+rows of a run come from the whole buffer:
+- Frames with the same opaque keep their order; frames of different streams may change places. But an answer is returned
+  after all messages that came before it, and before all that came after it.
+- The same bytes, cut into other buffers, give the same result, except that a run ends at the end of a buffer.
+- A run holds only storable keys (`keys.key_problem`). A data message with another key is returned as a Frame.
 
 For speed the loop has one `unpack` per frame, local names only, and no object per row except its tuple. Sources:
 docs/protocol.md 2.1 and 2.11; kv_engine docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.

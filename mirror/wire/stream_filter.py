@@ -1,8 +1,7 @@
 """The JSON value of a DCP stream request: the requested collections, stream id and purge seqno.
 
-Invariants: a value is parsed completely, or refused with a RemoteProtocolError that has the answer's status; ids are
-hexadecimal strings, a purge seqno is a decimal string; a value has a stream id if and only if the connection uses
-stream ids. Sources: docs/protocol.md 2.4; kv_engine docs/dcp/documentation/commands/stream-request.md.
+Ids are hexadecimal strings, a purge seqno is a decimal string; a value has a stream id if and only if the connection
+uses stream ids. Sources: docs/protocol.md 2.4; kv_engine docs/dcp/documentation/commands/stream-request.md.
 """
 
 from __future__ import annotations

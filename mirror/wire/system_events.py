@@ -1,11 +1,9 @@
 """The content of system events: changes of scopes and collections.
 
-Key and value have three forms: versions 0 and 1 (fixed fields) and 2 (FlatBuffers). Invariants:
-`decode_system_event(encode_system_event(c, ...)) == c` for the fields that the version has; an offset in a FlatBuffers
-value is checked before it is used. A CollectionCreated of a known collection is a flush; versions 0 and 1 do not say
-so, but the owner of the manifest knows the collection. Sources: kv_engine
-docs/dcp/documentation/commands/system_event.md (its example has scope and collection swapped; the field lists and real
-servers have the scope first) and engines/ep/src/collections/events.fbs.
+Key and value have three forms: versions 0 and 1 (fixed fields) and 2 (FlatBuffers). A CollectionCreated of a known
+collection is a flush; versions 0 and 1 do not say so, but the owner of the manifest knows the collection. Sources:
+kv_engine docs/dcp/documentation/commands/system_event.md (its example has scope and collection swapped; the field lists
+and real servers have the scope first) and engines/ep/src/collections/events.fbs.
 """
 
 from __future__ import annotations

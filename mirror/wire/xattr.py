@@ -1,8 +1,5 @@
-"""A value with extended attributes: a blob with the attributes, then the body.
-
-The owner decompresses the value first. Invariants: `split(join(x, b), XATTR) == (x, b)`; no length is used before it is
-checked against the bytes left; each attribute occurs once. Source: kv_engine docs/Document.md (XATTR encoding);
-docs/protocol.md 2.1.
+"""A value with extended attributes: a blob with the attributes, then the body (kv_engine docs/Document.md, XATTR
+encoding; docs/protocol.md 2.1). The owner decompresses the value first. Each attribute occurs once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Storage of a backup's parts: files of a folder, or members of a tar stream.
 
-Knows files and tar; never the content of a part. Invariants: parts are read and written one by one, so memory does not
-grow with the mirror's size; the name of a tar's member is never used as a path.
+The name of a tar's member is never used as a path.
 """
 
 from __future__ import annotations

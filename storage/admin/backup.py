@@ -1,11 +1,8 @@
 """Makes backups of a mirror, also while its service runs, and restores a mirror from a backup.
 
-A backup (FORMAT.md, "Backups") is a series of parts, which `storage.admin.archive` stores. Invariants:
-- each group is copied in one read transaction, so rows and state of a vbucket match;
-- `backup.json`, the list of parts and checksums, is the last part, so an unfinished backup lacks this file;
-- a restore compares every checksum before it puts a file in place, and writes `mirror.json` last;
-- in a restored mirror, positions above the published seqnos have a new history id, so the mirror refuses tokens that
-  the original issued for later changes.
+A backup (FORMAT.md, "Backups") is a series of parts, which `storage.admin.archive` stores. `backup.json`, the list of
+parts and checksums, is the last part, so an unfinished backup lacks this file. In a restored mirror, positions above
+the published seqnos have a new history id, so the mirror refuses tokens that the original issued for later changes.
 """
 
 from __future__ import annotations

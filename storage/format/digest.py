@@ -1,10 +1,8 @@
 """Fingerprints of document versions, to compare two copies of a bucket without moving values.
 
-Knows documents that were read `raw`; never the origin of the copies. A fingerprint has: the key, prefixed by its
-collection id; seqno; rev_seqno; cas; a tombstone flag; and a digest of the rest: value and xattrs (decompressed),
-flags, expiry, datatype without the Snappy bit. Two facts of a tombstone are left out: its delete time, which sources
-send only for rows from disk, and its kind (deletion or expiration). Invariant: two copies of one version have equal
-fingerprints.
+A fingerprint has: the key, prefixed by its collection id; seqno; rev_seqno; cas; a tombstone flag; and a digest of the
+rest: value and xattrs (decompressed), flags, expiry, datatype without the Snappy bit. Two facts of a tombstone are left
+out: its delete time, which sources send only for rows from disk, and its kind (deletion or expiration).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Keys and fixed structs (FORMAT.md, "Keyspaces"). Numbers are big-endian, so LMDB sorts them by value.
 
-Invariant: a row key has 12 bytes. A boundary key is the row key of its seqno and one byte 0x01, so a boundary sorts
-directly after the row of its seqno.
+A boundary key is the row key of its seqno and one byte 0x01, so a boundary sorts directly after the row of its seqno.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Values of the store: rows, states and small records as bytes (FORMAT.md, "Keyspaces").
 
-Knows byte layouts and the model; never LMDB. A row is the DCP message from the wire (24-byte header, extras, prefixed
-key, value); the header's vbucket and opaque have no meaning here. A `pub` record is a fixed struct. The other records
-are msgpack arrays that begin with the record's version.
+A row is the DCP message from the wire (24-byte header, extras, prefixed key, value); the header's vbucket and opaque
+have no meaning here. A `pub` record is a fixed struct. The other records are msgpack arrays that begin with the
+record's version.
 """
 
 from __future__ import annotations

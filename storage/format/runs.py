@@ -1,7 +1,6 @@
 """Sorts more rows than memory holds: spills sorted runs (parts of the rows) to unnamed files, and merges the runs.
 
-Knows tuples and files; never the meaning of a row. Memory holds one run and a chunk of each file. The files vanish with
-the process.
+Memory holds one run and a chunk of each file. The files vanish with the process.
 """
 
 from __future__ import annotations

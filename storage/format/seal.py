@@ -1,7 +1,7 @@
 """Checksums of rows: a stored row is a message followed by its CRC-32C. LMDB itself has no checksums.
 
-Knows bytes; never LMDB. The checksum is little-endian, because then the CRC-32C over message and checksum is the same
-number for every intact row (`RESIDUE`). So one call verifies a row as LMDB returns the row.
+The checksum is little-endian, because then the CRC-32C over message and checksum is the same number for every intact
+row (`RESIDUE`). So one call verifies a row as LMDB returns the row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Positions, times and collections as readers name them: `Token`, `Pin`, `Time`, `CollectionName`.
-
-Knows values only: no LMDB, no clock. Invariants: `Token.parse` reads every text that `str` writes, and accepts leading
-zeros; a collection name without a scope is in the scope `_default`; the name None is `_default._default`.
-"""
+"""Positions, times and collections as readers name them: `Token`, `Pin`, `Time`, `CollectionName`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Published events of a vbucket in seqno order, from any position on, also across a rollback.
 
-Knows the row tree (a named database of LMDB), chains and rollback records; `retractions` finds the versions that a
-rollback takes back, and `validity` checks each transaction. Invariants:
-- every piece of rows is read in one checked transaction and holds at most `CHUNK_ROWS` rows;
-- as long as the events between two positions are kept, every read of them yields the same events;
-- if part of a range is already gone, the read raises before the first event.
+As long as the events between two positions are kept, every read of them yields the same events. If part of a range is
+already gone, the read raises before the first event.
 """
 
 from __future__ import annotations

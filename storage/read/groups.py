@@ -1,9 +1,7 @@
-"""The open environments of one view, and a `VbucketReader` for each vbucket that was read.
+"""The open environments of one view, and a `VbucketReader` for each vbucket that was read. Many threads may use them.
 
-Knows the data directory and the mirror's identity; never a row. Many threads may use a `Groups`. Invariants:
-- every environment belongs to the mirror that was opened at first (`identity`);
-- if a group's file is replaced, reads use the new file after at most a second; the old file is closed once no read uses
-  it.
+Every environment belongs to the mirror that was opened at first (`identity`). If a group's file is replaced, reads use
+the new file after at most a second; the old file is closed once no read uses it.
 """
 
 from __future__ import annotations

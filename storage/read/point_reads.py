@@ -1,8 +1,6 @@
 """Reads documents by key, or by wire key (collection id and key).
 
-Knows a vbucket's key tree and row tree (LMDB's named databases) through the `VbucketReader`. Invariants:
-- an answer about one vbucket shows one commit, even if a second transaction reads the row;
-- a vbucket's remembered state is used only in transactions of the same commit.
+An answer about one vbucket shows one commit, even if a second transaction reads the row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """One read of any size: the boundaries that it sees, and every rule that holds for it.
 
-Commands, SQL, Spark, HTTP pages and `verify` read through a `BoundaryRead`. It knows chains, manifests and the store's
-ways to read documents; never the service: the caller hands in the lease. Invariants:
-- a `BoundaryRead` chooses the boundary of a vbucket once, at the vbucket's first read; later reads use this boundary;
-- it refuses a vbucket that is not filled yet or that a resync withholds (`VbucketReader.readable`);
-- after `hold`, a lease keeps the boundaries until `close`;
-- if a boundary is gone all the same, every read raises the same error (`lost`).
+Commands, SQL, Spark, HTTP pages and `verify` read through a `BoundaryRead`. It chooses the boundary of a vbucket once,
+at the vbucket's first read, and refuses a vbucket that is not filled yet or that a resync withholds
+(`VbucketReader.readable`). After `hold`, a lease keeps the boundaries until `close`; the caller hands in the lease. If
+a boundary is gone all the same, every read raises the same error (`lost`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Finds a rollback's retractions (the newest lost version of each key) and restorations (the older version that is
 visible again).
 
-Knows the vbucket's row and key trees (LMDB's named databases), the lost chain and the served chain. Invariants:
-- memory holds positions of documents (`Undone`), never documents;
-- each key is retracted once, by its newest lost version;
-- if the lost history dropped or flushed a collection, all documents of the collection are restored.
+Memory holds positions of documents (`Undone`), never documents. If the lost history dropped or flushed a collection,
+all documents of the collection are restored.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Scans one vbucket by collection and key, in chunks of documents.
 
-Knows the key tree (a named database of LMDB) and the visible rows. Invariants:
-- a scan reads one boundary from beginning to end;
-- a scan holds no transaction between chunks, so it does not make the file grow;
-- a scan raises ViewInvalidated once a rollback, a resync or the purger has passed the scan's boundary.
+A scan holds no transaction between chunks, so it does not make the file grow. It raises ViewInvalidated once a
+rollback, a resync or the purger has passed the scan's boundary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Positions of vbuckets: published positions, kept boundaries, and the newest seqnos of collections.
 
-Knows position records and boundary rows. Only `newest_of` reads other rows, a bounded number in each call. Invariants:
-an answer about one group shows one commit; a returned Boundary is kept, and is on the served chain or the requested
-chain.
+An answer about one group shows one commit. Only `newest_of` reads other rows, a bounded number in each call.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Stored rows of a vbucket in seqno order, for followers (DCP clients of this mirror): one version of each key up to a
 boundary.
 
-Knows a vbucket's row and key trees (LMDB's named databases), chain and state; never the follower. Invariants:
-- up to a boundary, a follower gets every system event and each key's newest version that is visible at the boundary;
-- seqnos rise;
-- if a row would contradict the rows sent before, ViewInvalidated is raised instead.
-
-Tombstones at or below `ServedState.purge_seqno` may be missing (docs/protocol.md 4.6).
+Up to a boundary, a follower gets every system event and each key's newest version that is visible at the boundary. If a
+row would contradict the rows sent before, ViewInvalidated is raised instead. Tombstones at or below
+`ServedState.purge_seqno` may be missing (docs/protocol.md 4.6).
 """
 
 from __future__ import annotations

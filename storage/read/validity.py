@@ -3,9 +3,7 @@
 The promises: a read of documents sees one boundary; a reader that applied all changes of a read has the documents of
 the boundary at which the read ended. The checks raise ViewInvalidated if a rollback, resync, purge or merge of branches
 between two transactions breaks a promise. Every transaction of a read begins with `check`; a read of changes then calls
-`check_tombstones`. Knows chains, boundaries, the floor and the purge seqno; never the documents. Invariants:
-- if the check of a transaction passes, the transaction sees the documents that the read's first transaction saw;
-- a reader of changes gets the tombstones of all deleted documents that it holds, or ViewInvalidated.
+`check_tombstones`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One vbucket as a reader sees it: its trees (LMDB's named databases), served state, chains, manifests and rows.
 
-Never knows another vbucket. The methods work in the caller's transaction. Invariant: remembered chains and manifests
-are used only until the vbucket gets another chain id (`branches.PurgeRow`).
+The methods work in the caller's transaction. Remembered chains and manifests are used only until the vbucket gets
+another chain id (`branches.PurgeRow`).
 """
 
 from __future__ import annotations

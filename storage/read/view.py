@@ -1,11 +1,8 @@
 """The reader's API: `open_view` and `View`. Any process may use it at any time.
 
-Knows the storage format; never the service. Invariant: an answer about one vbucket shows one commit. `validity` states
-the promises to reads that take several transactions.
-
-The modules `point_reads` (documents by key), `scan` (documents in order), `changes` and `retractions` (events in order)
-and `states` (positions) do the work. Functions for one component of the service, such as the DCP listener, are not
-methods of `View`: they take the result of `View.reader(vbid)`.
+An answer about one vbucket shows one commit. `validity` states the promises to reads that take several transactions.
+Functions for one component of the service, such as the DCP listener, are not methods of `View`: they take the result of
+`View.reader(vbid)`.
 """
 
 from __future__ import annotations

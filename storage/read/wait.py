@@ -1,15 +1,13 @@
 """Decides if a write at the source is visible, not yet visible or lost, so that readers can wait for their writes.
 
-Knows mutation tokens of SDKs, failover logs and published seqnos; never its callers. The rules for a write with the
-token (vbid, vbuuid, seqno):
+The rules for a write with the token (vbid, vbuuid, seqno):
 - if the failover log has the vbuuid, a write above the seqno at which the next newer history began is lost; any other
   write is visible once published_seqno has reached the seqno of the write;
 - if this mirror rolled back from the history of the vbuuid, and a newer failover log lacks the vbuuid, the write is
   lost;
 - otherwise the mirror may not have heard of a failover yet, so the reader waits.
 
-During a resync or a deferred rollback no write counts as published. Invariant: a write that is reported as `LOST` was
-never published in the history that is served now.
+During a resync or a deferred rollback no write counts as published.
 """
 
 from __future__ import annotations

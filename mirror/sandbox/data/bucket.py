@@ -1,7 +1,6 @@
 """The bucket: its vbuckets, manifest, users and map, with methods that change its data.
 
-Invariants: a cluster has one bucket; replicas share the data of the active vbucket, so they never lag; after each
-change of the map, a running cluster calls `map_changed`.
+Replicas share the data of the active vbucket, so they never lag.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The cluster map of the sandbox; `mirror.server.cluster_config` makes its JSON.
-
-Invariants: every change raises the revision; the epoch stays; a vbucket without a node has node -1; `thisNode` marks
-only the node that answers.
-"""
+"""The cluster map of the sandbox; `mirror.server.cluster_config` makes its JSON. Every change raises the revision."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The rules of document operations: CAS, revision numbers, expiry, locks and durable writes (kv_engine
 docs/BinaryProtocol.md, docs/protocol.md 2.11).
 
-Invariants: a version takes the next seqno; a new CAS is above every earlier CAS in the vbucket; a refused operation
-raises `DocumentError` with the status that Couchbase Server answers; the next operation on an expired document first
-writes its expiration.
+A new CAS is above every earlier CAS in the vbucket. The next operation on an expired document first writes its
+expiration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One version of one key, as a complete DCP frame.
 
-Invariants: `frame` has opaque 0 and all parts that a client can negotiate (collection id before the key, true datatype,
-xattrs, delete time), and `ItemEncoder` adapts it to a client; no attribute but `next_seqno` changes.
+`frame` has opaque 0 and all parts that a client can negotiate (collection id before the key, true datatype, xattrs,
+delete time), and `ItemEncoder` adapts it to a client. No attribute but `next_seqno` changes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scopes and collections of the bucket, and the system events of their changes (kv_engine docs/Collections.md).
 
-Invariants: ids and the manifest uid only grow; new ids begin at 8; if a change causes several system events, all but
-the last have the uid from before the change (recording 72_k1_collections_live).
+New ids begin at 8. If a change causes several system events, all but the last have the uid from before the change
+(recording 72_k1_collections_live).
 """
 
 from __future__ import annotations

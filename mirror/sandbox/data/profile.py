@@ -1,8 +1,6 @@
 """The differences between server releases, as tables: features, DCP_CONTROL settings and capabilities.
 
 Sources: docs/protocol.md 2.2 to 2.11, and recordings of servers 6.0.5 and 7.2.0; if they differ, the recordings decide.
-Invariants: a node grants only features that its profile names; the profiles "6.0" and "7.2" answer the recorded
-requests as recorded.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """One vbucket of the sandbox: all versions, the newest version of each key, and the failover log.
 
-Invariants:
-- `log` has the versions of the current history in the order of seqnos, without a gap above `forgotten_seqno`;
-- of the versions up to a seqno E, those with a `next_seqno` of 0 or above E are a deduplicated snapshot that ends at E
-  (kv_engine docs/dcp/documentation/concepts.md);
-- no snapshot ends inside a `group` of writes;
-- only a `bounded` vbucket forgets superseded versions.
+`log` has the versions of the current history in the order of seqnos, without a gap above `forgotten_seqno`. Of the
+versions up to a seqno E, those with a `next_seqno` of 0 or above E are a deduplicated snapshot that ends at E
+(kv_engine docs/dcp/documentation/concepts.md). Only a `bounded` vbucket forgets superseded versions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Faults, settings and counters of streams, for tests and the control socket.
-
-Invariants: a refusal with `times` ends after that many requests; once the fault is cleared, a muted stream continues
-where it stopped.
-"""
+"""Faults, settings and counters of streams, for tests and the control socket."""
 
 from __future__ import annotations
 

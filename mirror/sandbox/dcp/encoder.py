@@ -1,7 +1,5 @@
 """Encodes versions in the form that a DCP client negotiated (docs/protocol.md 2.2, 2.3, 2.11; recordings 72_h*,
-605_h*).
-
-Invariant: if a mutation's frame needs no change, it is returned as it is. The caller sets the opaque.
+605_h*). The caller sets the opaque.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The filter of a DCP stream of the sandbox; `mirror.server.producer` checks the stream request.
-
-Invariant: an accepted filter changes only if a collection of it is dropped, or a collection is created in the requested
-scope.
-"""
+"""The filter of a DCP stream of the sandbox; `mirror.server.producer` checks the stream request."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """One DCP stream of the sandbox: makes the next message, from disk or memory (kv_engine
 docs/dcp/documentation/concepts.md, docs/protocol.md 2.4, 2.6, 2.7).
-
-Invariants: the seqnos of a stream rise; a complete snapshot has the newest version of each key that the filter passes;
-an ended stream sends no messages.
 """
 
 from __future__ import annotations

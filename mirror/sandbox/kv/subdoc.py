@@ -1,7 +1,6 @@
 """Sub-document changes of one document in memory (kv_engine docs/SubDocument.md); `mirror.document.lookup` has reads.
 
-Invariants: xattrs are changed as members of one JSON object; a virtual attribute (`$...`) never changes; the caller
-discards the draft after a failed change.
+Xattrs are changed as members of one JSON object. The caller discards the draft after a failed change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Faults of connections and streams, for tests.
 
-Invariants: a fault affects open connections, and with `future` also new connections until `clear`; `clear` does not
-repair affected connections; by default a fault affects only DCP connections.
+A fault affects open connections, and with `future` also new connections until `clear`, which does not repair affected
+connections. By default a fault affects only DCP connections.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The link from a node's connection to its socket. Faults can slow, corrupt, silence or truncate it.
 
-Invariants: without a fault bytes go to the transport at once; a silent link neither sends nor receives, and stays open;
-a slow link keeps the order of bytes; a truncated link closes after a part of the next message.
+A silent link neither sends nor receives, and stays open. A truncated link closes after a part of the next message.
 """
 
 from __future__ import annotations

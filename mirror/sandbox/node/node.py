@@ -1,8 +1,7 @@
 """A node: its listeners, certificate and connections, and the dispatch of requests.
 
-Invariants: answers come in the order of the requests; bytes that are no frame close only their connection; a request
-that cannot be decoded is refused, and the connection stays open (servers up to 6.0 hang up after a bad DCP request); a
-new certificate is for new connections only.
+A request that cannot be decoded is refused, and the connection stays open (servers up to 6.0 hang up after a bad DCP
+request). A new certificate is for new connections only.
 """
 
 from __future__ import annotations

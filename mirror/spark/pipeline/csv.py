@@ -1,7 +1,7 @@
 """Documents as CSV, a vbucket at a time.
 
-Knows Arrow's CSV writer; never a file. Null is an empty field. A body, or a key, that is not UTF-8 is written as text
-with U+FFFD. Lists, structs and maps have no spelling in CSV: a `string` column has their JSON.
+Null is an empty field. A body, or a key, that is not UTF-8 is written as text with U+FFFD. Lists, structs and maps have
+no spelling in CSV: a `string` column has their JSON.
 """
 
 from __future__ import annotations

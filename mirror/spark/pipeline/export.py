@@ -1,11 +1,9 @@
 """`export`: the documents of a mirror as Parquet files or a Delta table, every vbucket at one boundary.
 
-Knows the tasks and files of an export; must never know a command line or Spark: a Runner runs the tasks. Each task
-reads some vbuckets and writes their documents into files of its own. At the end the driver makes these files visible as
-one export. Invariants:
+Each task reads some vbuckets and writes their documents into files of its own. At the end the driver makes these files
+visible as one export. The boundaries are leased before the first task, so the service may publish, roll back and purge
+during a long export.
 
-- The boundaries are chosen and leased before the first task, so the service may publish, roll back and purge during a
-  long export.
 - Delta: one commit makes the table's next version. The commit's metadata has the boundaries as tokens. Parquet: tasks
   write to the folder `<target>.incomplete`; its file `_SUCCESS` has the metadata as JSON. One rename moves an older
   target away, and a second rename makes the folder the target. A killed export leaves no version and no incomplete

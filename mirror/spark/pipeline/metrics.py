@@ -1,8 +1,4 @@
-"""Figures of `sync` for Prometheus: counters of its batches and merges, and the lag of the tables.
-
-Knows figures and prometheus_client; never a table or a stream. Invariant: an unknown figure is left out,
-never 0.
-"""
+"""Figures of `sync` for Prometheus: counters of its batches and merges, and the lag of the tables."""
 
 from __future__ import annotations
 

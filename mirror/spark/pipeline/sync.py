@@ -1,9 +1,7 @@
 """`sync`: read the changes since the tables' position, batch by batch, into Delta tables (lake.py).
 
-Knows offsets, tasks and the tables; a Runner runs the tasks, so never Spark. A batch ends where the source's limits end
-it (`ChangesDriver.latest`). Tasks write its events to the folder of `changes`, and merge them into `documents`. The
-driver gets names, sizes and statistics of files, and commits them. Invariant: no stop loses or repeats an event, even
-within a batch: the tables have the position (lake.py).
+A batch ends where the source's limits end it (`ChangesDriver.latest`). Tasks write its events to the folder of
+`changes`, and merge them into `documents`. The driver gets names, sizes and statistics of files, and commits them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Changes of a mirror's directory, for Spark: the end of each batch, and the rows between two offsets.
 
-Knows views, positions and leases; must never know Spark. Invariant: the rows of a vbucket between two offsets depend on
-these two alone. An offset names a published boundary by (branch, seqno). Branches are never renumbered. Above the
-floor, neither rows nor the starts of branches change. So the way from one offset to the other is always the same: back
-to the history that both share, with retractions and restorations, then forward. A later rollback does not change the
-way, even if it takes the end offset off the served chain.
+The rows of a vbucket between two offsets depend on these two alone. An offset names a published boundary by (branch,
+seqno). Branches are never renumbered. Above the floor, neither rows nor the starts of branches change. So the way from
+one offset to the other is always the same: back to the history that both share, with retractions and restorations, then
+forward. A later rollback does not change the way, even if it takes the end offset off the served chain.
 
 Only the purger removes versions, and none while a lease holds the start offset. `View.check_way` finds lost history:
 the floor is above the end offset, or the purger has removed a retracted row, or a tombstone above the start offset. Any

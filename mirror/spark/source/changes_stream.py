@@ -1,9 +1,8 @@
 """PySpark's readers of changes, as a stream and as a batch.
 
-Knows PySpark's interface. The modules `changes` (for a path) and `remote` (for a connection) choose offsets, and read
-the rows between two of them. A reader has its own process beside Spark's driver until the query ends; tasks get pickled
-copies. Invariants: a batch is about as large as its limit (`admit`), unless Spark requests all changes; with
-AvailableNow a vbucket ends at the seqno that was published when the query began, or at the next kept boundary.
+A reader has its own process beside Spark's driver until the query ends; tasks get pickled copies. A batch is about as
+large as its limit (`admit`), unless Spark requests all changes. With AvailableNow a vbucket ends at the seqno that was
+published when the query began, or at the next kept boundary.
 """
 
 from __future__ import annotations

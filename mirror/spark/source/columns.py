@@ -1,8 +1,7 @@
 """The columns of the data source, as Arrow schemas of documents and of changes. Makes rows and batches of changes.
 
-Knows names and types; never the origin of a change. `mirror.typed.rows` makes batches of documents. Invariants: the
-columns of `DOCUMENTS` stand first in `CHANGES`, in the same order and with the same meaning; 64-bit numbers are signed,
-because Spark has no unsigned ones (a cas or vbuuid above 2^63-1 becomes negative, with the same bits).
+`mirror.typed.rows` makes batches of documents. The columns of `DOCUMENTS` stand first in `CHANGES`. 64-bit numbers are
+signed, because Spark has no unsigned ones (a cas or vbuuid above 2^63-1 becomes negative, with the same bits).
 
 `storage.model.DOCUMENT_FIELDS` explains the numbers of documents. The other columns of documents are:
 

@@ -1,9 +1,8 @@
 """The data source `mirror` of PySpark: chooses the reader for the options.
 
-Knows only PySpark's interface; the modules `local` and `stream` read. Spark pickles readers and sends them to
-the tasks. So readers hold options and plans, and open stores and connections only inside `read`. Invariants: planning
-reports every mistake that it can find, in one line (`failures`); only PushdownDocumentsReader has `pushFilters`: if the
-session's setting for filters is off, every query with such a reader fails.
+Spark pickles readers and sends them to the tasks. So readers hold options and plans, and open stores and connections
+only inside `read`. Only PushdownDocumentsReader has `pushFilters`: if the session's setting for filters is off, every
+query with such a reader fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Report a user's mistake in one line, instead of a worker process's traceback.
 
-Knows how PySpark's worker processes pass exceptions on; must never hide the traceback of a programming error. An
-executor without this package fails when it unpickles its task, before it can run code of the package. So cloudpickle
+An executor without this package fails when it unpickles its task, before it can run code of the package. So cloudpickle
 sends the functions of this module as code, and `restore` needs only Python.
 """
 

@@ -1,9 +1,8 @@
 """Filters on key, collection and vbucket that a read of documents applies instead of Spark.
 
-Knows PySpark's filters and the order of keys; never a store. Spark does not apply accepted filters again, so only
-filters that the read applies exactly are accepted. Comparisons of keys are exact: Spark compares strings by their
-bytes, as the store does. IsNotNull is always true, because the three columns are never null. Invariant: `Restriction`
-admits exactly the rows that pass every accepted filter.
+Spark does not apply accepted filters again, so only filters that the read applies exactly are accepted. Comparisons of
+keys are exact: Spark compares strings by their bytes, as the store does. IsNotNull is always true, because the three
+columns are never null.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Documents of a mirror's directory, for Spark: `plan` chooses a job's boundaries, and tasks `read` the documents.
 
-Knows views, leases and pins (a pin: the position at which a vbucket is read); must never know Spark. Planning and tasks
-run on the same machine. Invariants: a job reads one boundary of each vbucket, despite later writes, rollbacks and
-purges. `plan` takes a lease on these boundaries, and each running task renews it. The lease ends `lease_seconds` after
-the last renewal. If the history is gone all the same, the job fails with an error.
+Planning and tasks run on the same machine. `plan` takes a lease on the boundaries, and each running task renews it. The
+lease ends `lease_seconds` after the last renewal. If the history is gone all the same, the job fails with an error.
 """
 
 from __future__ import annotations

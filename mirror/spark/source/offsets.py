@@ -1,9 +1,7 @@
 """Offsets of a stream: a position in each vbucket. `admit` chooses the end of the next batch.
 
-Spark keeps offsets in a checkpoint, `sync` beside its tables. Knows numbers only: no store, no connection, no Spark.
-Invariants: an offset names published boundaries (over a connection: seqnos) with branch and vbuuid. So two offsets
-alone decide which changes are between them. `admit` returns no position above the published one. If a boundary is
-ahead, `admit` advances even with the smallest limit.
+Spark keeps offsets in a checkpoint, `sync` beside its tables. An offset names published boundaries (over a connection:
+seqnos) with branch and vbuuid. So two offsets alone decide which changes are between them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The options of the data source: names, meanings and bounds, as a user gives them to Spark.
+"""The options of the data source: names, meanings and bounds, as a user gives them to Spark (docs/spark.md, "Options").
 
-Knows text; never a store, a connection or a session. A password is no option, because Spark's UI and log show options.
-Invariant: `parse` returns complete and valid options, or raises ConfigError with one line that names option and remedy.
-docs/spark.md, "Options", describes them.
+A password is no option, because Spark's UI and log show options.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Changes of a mirror's directory (`path`) or over the network (`connection`): choose the reader for the options.
 
-Must never know Spark: `sync` reads without it. `remote` is imported only if it is needed, because Spark imports this
-module in a new process for each step of planning.
+`remote` is imported only if it is needed, because Spark imports this module in a new process for each step of planning.
 """
 
 from __future__ import annotations

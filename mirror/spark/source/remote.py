@@ -1,13 +1,12 @@
 """Changes of a source over the network, for Spark: executors consume DCP themselves.
 
-Knows the source reader (`mirror.feed.read.reader`) and offsets; must never know Spark, nor a store. Invariants:
-- rows come only from whole snapshots, in order within a vbucket, with bounded memory;
-- a batch of changes ends at the high seqno E that its offset names. Rows above E come with the next batch, so each
-event comes once. A snapshot that ends above E has only the newest version of a key. If that version is above E, this
-batch has no version of the key, and the next batch brings it. If the source's history changes before the next batch
-(another vbuuid), an older version that this batch left out may be valid again. So the next batch then begins where this
-batch began (`At.since_seqno`). Some events come twice, which does not affect upserts by (at_branch, at_seqno);
-- history is lost if the source rolled a delivered version back (without a store, the version that is valid again is
+A batch of changes ends at the high seqno E that its offset names. Rows above E come with the next batch, so each event
+comes once. A snapshot that ends above E has only the newest version of a key. If that version is above E, this batch
+has no version of the key, and the next batch brings it. If the source's history changes before the next batch (another
+vbuuid), an older version that this batch left out may be valid again. So the next batch then begins where this batch
+began (`At.since_seqno`). Some events come twice, which does not affect upserts by (at_branch, at_seqno).
+
+History is lost if the source rolled a delivered version back (without a store, the version that is valid again is
 unknown), or purged a tombstone before a batch had it. Lost history is an error, or the vbucket is sent again
 (onLostHistory).
 """

@@ -1,12 +1,13 @@
 """Delta tables: many processes write a table's files, and one process commits them, each commit once.
 
-Knows the log of a table through delta-rs; must never know the meaning of rows. A commit may carry marks (Delta's
-transaction actions: a name and a number), which show later that it was made. delta-rs records marks, but accepts the
-same mark twice. So the caller looks a mark up in one version of the table, and its commit may only become the next
-version (no retries). If another commit comes first, this commit raises `CommitConflict` and has no effect. Invariant: a
-file is part of a table if and only if a commit names it. Other files are orphans of killed runs. On a disk the next run
-takes the folder's lock and removes orphans. In an object store, which has no lock, a file without a commit may belong
-to a running job: only `vacuum` removes it, by its age.
+A commit may carry marks (Delta's transaction actions: a name and a number), which show later that it was made. delta-rs
+records marks, but accepts the same mark twice. So the caller looks a mark up in one version of the table, and its
+commit may only become the next version (no retries). If another commit comes first, this commit raises `CommitConflict`
+and has no effect.
+
+Files that no commit names are orphans of killed runs. On a disk the next run takes the folder's lock and removes
+orphans. In an object store, which has no lock, a file without a commit may belong to a running job: only `vacuum`
+removes it, by its age.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """The Delta table of current documents: its columns, its parts, and merges of waiting events into them.
 
 The table is partitioned by `_part`, a range of vbuckets. A merge is a task for each part that has waiting events
-(merge.py); a Runner runs the tasks, and one commit makes their files the next version. Never knows the origin of
-events: lake.py explains why each event counts exactly once. With a schema (`Layout.fields`) the metadata columns begin
-with an underscore, and columns for fields of the JSON body follow. `_value` keeps the body: when a column is added, one
-commit writes all rows again.
+(merge.py); one commit makes their files the next version. lake.py explains why each event counts exactly once. With a
+schema (`Layout.fields`) the metadata columns begin with an underscore, and columns for fields of the JSON body follow.
+`_value` keeps the body: when a column is added, one commit writes all rows again.
 
-Invariants: rows are documents that exist, each once; the mark of a commit (delta.py) is the number of the newest batch
-in it; all bodies were read with one schema and one `Reading` (`READING_MARK`); the number of vbuckets in a part never
-changes (`PART_MARK`).
+The mark of a commit (delta.py) is the number of the newest batch in it. All bodies were read with one schema and one
+`Reading` (`READING_MARK`). The number of vbuckets in a part never changes (`PART_MARK`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 current documents. The table `quarantine` has documents that do not fit the schema.
 
 A batch's events come as files in the folder of `changes`. A merge applies the events of one or more batches to
-`documents` (documents.py). Never knows the origin of events, nor Spark. Delta has no transaction over two tables. But
-each event counts exactly once in every table, for these reasons:
+`documents` (documents.py). Delta has no transaction over two tables. But each event counts exactly once in every table,
+for these reasons:
 
 1. One commit makes a batch's files part of `changes` and moves the position behind the batch. The commit may only
    become the version after the one whose position the batch began at (delta.py). So a batch counts with its position,
@@ -20,8 +20,6 @@ each event counts exactly once in every table, for these reasons:
 
 A merge writes each file again in which it changes a row. So batches wait for a merge until the oldest has waited for
 `max_age_s`. Replaced files go after `keep_hours`.
-
-Invariant: at any moment every table can be read, and shows the state after some batch.
 """
 
 from __future__ import annotations

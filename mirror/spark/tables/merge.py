@@ -1,17 +1,16 @@
 """Merge waiting events into one part of a table of documents: the task of an executor.
 
 A part is the rows of a range of vbuckets. The task reads the part's files and the events of its vbuckets, which are
-files of `changes`, and writes the part's new files. The driver commits them (documents.py). Of each key only the last
-event counts: a mutation or restoration puts the document's row into the table, any other kind removes the row. The drop
-or flush of a collection removes the collection's earlier rows in the event's vbucket; a resync removes all earlier rows
-of its vbucket.
+files of `changes`, and writes the part's new files. Of each key only the last event counts: a mutation or restoration
+puts the document's row into the table, any other kind removes the row. The drop or flush of a collection removes the
+collection's earlier rows in the event's vbucket; a resync removes all earlier rows of its vbucket.
 
 A row changes only if the event's position (at_branch, at_seqno) is above the row's. The position rises for each key,
 even across rollbacks, where seqno falls. After the resync of a vbucket positions may be lower, so there the order of
 events decides.
 
-Invariants: the part has each key at most once; a file whose rows all stay is not written again, unless small files are
-joined; besides one row group, memory holds the keys of the waiting events, and a bit for each row of one file.
+A file whose rows all stay is not written again, unless small files are joined. Besides one row group, memory holds the
+keys of the waiting events, and a bit for each row of one file.
 """
 
 from __future__ import annotations

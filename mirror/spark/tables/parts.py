@@ -1,9 +1,7 @@
 """Write rows into parts: Parquet files that a commit can add to a Delta table.
 
-The process that reads the data writes the parts, and reports a `Part` for each. Knows Arrow batches and one folder
-(places.py); never tables, commits or Spark. Invariants: a reported part is complete and synced. An error removes all
-files of the writer. If the process is killed, its files stay, and their names tell which run wrote them. Memory is
-bounded by one row group.
+The process that reads the data writes the parts, and reports a `Part` for each, complete and synced. An error removes
+all files of the writer. If the process is killed, its files stay, and their names tell which run wrote them.
 """
 
 from __future__ import annotations
