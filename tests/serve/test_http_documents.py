@@ -148,17 +148,6 @@ def test_a_vbucket_without_a_complete_snapshot_is_unavailable_not_empty(site: Si
     assert site.get(site.document(key.decode())).content == b"{}"
 
 
-def test_a_vbucket_that_is_resynced_is_unavailable(site: Site) -> None:
-    key = site.source.key_of(2)
-    site.source.put(key)
-    site.stands(service_report(site.data))
-    site.source.writer(2).vbuckets[2].begin_resync()
-    site.source.writer(2).commit()
-    assert site.get(site.document(key.decode()), 503).json()["type"] == "urn:dcp-mirror:unavailable"
-    assert site.scan(503, limit=1000)["vbid"] == 2
-    assert site.get("/v1/changes", 503).json()["vbid"] == 2
-
-
 def test_collections_are_read_by_name_and_number(site: Site) -> None:
     orders = Collection(9, 8, "orders", Seqno(0), 60)
     for vbid in range(VBUCKETS):

@@ -241,25 +241,6 @@ async def test_a_key_of_an_impossible_length_is_refused(endpoint: Endpoint) -> N
     assert (await plain.get(b"x" * 250)).status == Status.KEY_ENOENT
 
 
-@pytest.mark.parametrize("resync_reads", ["unavailable", "stale"])
-async def test_a_vbucket_under_resync_is_unavailable_or_stale_by_setting(tmp_path: Path, resync_reads: str) -> None:
-    store = Store(tmp_path, resync_reads=resync_reads)
-    store.logs()
-    vbid = store.put(b"a", b"old", 2)
-    async with serving(store.path) as endpoint:
-        client = await endpoint.sdk()
-        store.writer.vbuckets[vbid].begin_resync()
-        store.log(vbid, (88, 0))
-        got = await client.ask(at(endpoint, b"a"))
-        if resync_reads == "stale":
-            assert (got.status, got.value) == (Status.SUCCESS, b"old")
-        else:
-            assert got.status == Status.ETMPFAIL
-        store.put(b"a", b"new", 1)
-        assert (await client.ask(at(endpoint, b"a"))).value == b"new"
-    store.close()
-
-
 async def test_a_reader_gets_only_collections_that_it_may_read(store: Store, users_file: Path) -> None:
     store.put(b"a", b"default", 2)
     store.put(b"a", b"item", 3, cid=8)

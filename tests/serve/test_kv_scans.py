@@ -132,15 +132,6 @@ async def test_a_scan_shows_one_moment_while_the_vbucket_is_written(store: Store
     assert await keys(client, between(b"k29", b"k99")) == [*KEYS[29:30], *KEYS[31:], b"k99"]
 
 
-async def test_a_rollback_cancels_a_scan_of_a_retracted_moment(store: Store, client: Client) -> None:
-    name = await begin(client, between())
-    assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_MORE
-    store.writer.vbuckets[0].rollback(20)
-    assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_CANCELLED
-    assert (await client.ask(go_on(name, 3))).status == Status.KEY_ENOENT
-    assert len(await keys(client, between())) == 20
-
-
 async def test_a_resync_cancels_scans_and_new_ones_wait_for_its_end(store: Store, client: Client) -> None:
     name = await begin(client, between())
     store.writer.vbuckets[0].begin_resync()
@@ -400,14 +391,6 @@ def test_a_malformed_scan_body_is_refused(body: object) -> None:
         parse(as_bytes(body), takes_xattrs=True)
     assert caught.value.status == Status.EINVAL
     assert caught.value.context
-
-
-def test_xattrs_are_refused_for_clients_without_the_feature() -> None:
-    body = as_bytes(between(include_xattrs=True))
-    assert parse(body, takes_xattrs=True).xattrs
-    with pytest.raises(Refused) as caught:
-        parse(body, takes_xattrs=False)
-    assert caught.value.status == Status.NOT_SUPPORTED
 
 
 def test_a_range_with_every_field_is_parsed() -> None:
