@@ -34,7 +34,7 @@ from tests.feed.recorded_source import (
 
 COMPARABLE: dict[str, dict[str, dict[str, Any]]] = recordings.notes("comparable")
 REFUSED = ("72_k14_oso_collection", "72_k19_two_stream_ids", "72_k22_marker_v2_replica")
-"""A mirror requests no such streams; tests/ingest/test_recordings.py plays their messages."""
+"""A mirror requests no such streams."""
 DISK = int(SnapshotFlag.DISK)
 UNKNOWN_VBUUID = 0x1122334455667788
 
