@@ -95,9 +95,7 @@ def test_the_status_begins_with_the_problems_and_fits_eighty_columns() -> None:
         assert shown in text
 
 
-def test_top_shows_only_the_troubled_rows_on_a_small_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_top_shows_only_the_troubled_rows_on_a_small_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 80x24 the processes filled the screen, and the vbuckets that lag were cut off."""
     rows = [
         reported_row({"vbid": vbid, "state": "refused", "source_high_seqno": None, "text": "no privilege"}, 0)

@@ -81,12 +81,7 @@ def test_a_service_runs_until_stopped_and_answers_meanwhile(source: SandboxThrea
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("nonsense", "scheme"),
-        ("couchbase://demo:secret@localhost/demo", "password"),
-        ("", "empty"),
-    ],
+    ("url", "words"), [("nonsense", "scheme"), ("couchbase://demo:secret@localhost/demo", "password"), ("", "empty")]
 )
 def test_an_invalid_connection_string_is_refused(tmp_path: Path, url: str, words: str) -> None:
     result = call_here("run", "--source", url, "--data", tmp_path / "data")

@@ -100,11 +100,7 @@ class GatedVbucket:
         self.writer = GroupWriter(
             directory.group_path(self.path, 0),
             WriterOptions(
-                group=0,
-                identity=self.identity,
-                sync="unsafe",
-                clock_ms=lambda: self.now_ms,
-                window=self.window,
+                group=0, identity=self.identity, sync="unsafe", clock_ms=lambda: self.now_ms, window=self.window
             ),
         )
         self.session = ScriptedSession()

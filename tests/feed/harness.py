@@ -83,12 +83,7 @@ class Mirror:
         self.writers = [
             GroupWriter(
                 directory.group_path(self.path, group),
-                WriterOptions(
-                    group=group,
-                    identity=self.identity,
-                    sync="unsafe",
-                    clock_ms=clock.wall_ms,
-                ),
+                WriterOptions(group=group, identity=self.identity, sync="unsafe", clock_ms=clock.wall_ms),
             )
             for group in self.own_groups
         ]

@@ -117,10 +117,7 @@ async def test_repeated_requests_for_a_newer_map_are_served_with_growing_pauses(
 
 
 async def test_a_node_that_refuses_the_login_is_reported_and_retried_with_pauses(tmp_path: Path) -> None:
-    async with (
-        ScriptedNode({Opcode.SASL_STEP: refuse(Status.AUTH_ERROR)}) as node,
-        Polling(tmp_path, node) as polling,
-    ):
+    async with ScriptedNode({Opcode.SASL_STEP: refuse(Status.AUTH_ERROR)}) as node, Polling(tmp_path, node) as polling:
         await polling.until(lambda: polling.error is not None)
         for _ in range(3):
             polling.queries.wake()

@@ -335,9 +335,7 @@ def test_a_snapshot_released_late_keeps_the_purge_seqno_of_a_newer_one(gated: Ga
     assert gated.writer.vbuckets[0].state.source_purge_seqno == 90
 
 
-def test_a_source_upgraded_to_purge_seqnos_does_not_change_the_first_snapshot(
-    gated: GatedVbucket,
-) -> None:
+def test_a_source_upgraded_to_purge_seqnos_does_not_change_the_first_snapshot(gated: GatedVbucket) -> None:
     """The first marker with a purge seqno saved that all tombstones may be missing, not those of the first snapshot."""
     gated.accept((0xA, 0))
     gated.snapshot(0, 100, {100: (b"a", b"1")})

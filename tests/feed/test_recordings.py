@@ -23,14 +23,7 @@ from storage.model import Document, Kind
 from storage.read.view import open_view
 from tests import recordings
 from tests.feed.harness import Mirror
-from tests.feed.recorded_source import (
-    RecordedSource,
-    Script,
-    fresh_exchange,
-    mirror_at,
-    read_script,
-    stored_events,
-)
+from tests.feed.recorded_source import RecordedSource, Script, fresh_exchange, mirror_at, read_script, stored_events
 
 COMPARABLE: dict[str, dict[str, dict[str, Any]]] = recordings.notes("comparable")
 REFUSED = ("72_k14_oso_collection", "72_k19_two_stream_ids", "72_k22_marker_v2_replica")

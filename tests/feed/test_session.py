@@ -438,9 +438,7 @@ async def test_a_noop_is_answered_before_earlier_data_is_processed(tmp_path: Pat
             link_send(data)
 
         session.link.send = watched  # type: ignore[method-assign]
-        node.send(
-            encode_event(mutation(1), opaque=opaque) + encode_event(ev.DcpNoop(), opaque=4321),
-        )
+        node.send(encode_event(mutation(1), opaque=opaque) + encode_event(ev.DcpNoop(), opaque=4321))
         await owner.until(lambda: bool(node.answered))
         assert (node.answered[0].opcode, node.answered[0].opaque) == (Opcode.DCP_NOOP, 4321)
         assert answered_at[0] == 0

@@ -102,9 +102,7 @@ async def test_a_stream_is_requested_again_after_every_refusal_that_can_be_retri
     assert stored(mirror) == ([] if action is Action.STOP else [1, 2, 3])
 
 
-async def test_staged_changes_above_the_known_high_seqno_count_as_lag(
-    tmp_path: Path,
-) -> None:
+async def test_staged_changes_above_the_known_high_seqno_count_as_lag(tmp_path: Path) -> None:
     """Found by the simulation: the high seqno of a filtered mirror knows nothing of the end of a collection, so such a
     mirror was "caught up" while it served what the collection had held.
     """

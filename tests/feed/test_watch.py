@@ -313,9 +313,7 @@ def test_a_vbucket_that_is_not_behind_or_has_no_stream_is_not_stalled(
     assert (stand.done, stand.stalls) == ([], 0)
 
 
-def test_a_stream_that_waits_behind_a_backfill_is_not_stalled(
-    watched: tuple[ManualClock, Stand, SourceWatch],
-) -> None:
+def test_a_stream_that_waits_behind_a_backfill_is_not_stalled(watched: tuple[ManualClock, Stand, SourceWatch]) -> None:
     clock, stand, watch = watched
     for _ in range(10):
         stand.backfill_at = clock.monotonic()

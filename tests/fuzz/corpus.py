@@ -49,11 +49,7 @@ _MAP = {
     "name": "b",
     "uuid": "u",
     "nodesExt": [{"services": {"kv": 11210, "kvSSL": 11207}, "hostname": "a", "thisNode": True}],
-    "vBucketServerMap": {
-        "numReplicas": 1,
-        "serverList": ["a:11210", "$HOST:11211"],
-        "vBucketMap": [[0, -1], [1, 0]],
-    },
+    "vBucketServerMap": {"numReplicas": 1, "serverList": ["a:11210", "$HOST:11211"], "vBucketMap": [[0, -1], [1, 0]]},
 }
 _PAGE = Page(Pin(1, Branch(2), Seqno(3), 4, 5), b"start", 0, b"prefix", None, False, False, None, 5)
 

@@ -11,13 +11,7 @@ import pytest
 
 from mirror.ingest.assembler import Assembler, Violation
 from mirror.ingest.collections import NAMES_MAX
-from mirror.ingest.instructions import (
-    Advance,
-    Instruction,
-    PublishSnapshot,
-    StageRows,
-    StageSystemEvent,
-)
+from mirror.ingest.instructions import Advance, Instruction, PublishSnapshot, StageRows, StageSystemEvent
 from mirror.ingest.selection import StreamFilter
 from mirror.wire.constants import MarkerVersion
 from mirror.wire.events import (
@@ -80,11 +74,7 @@ def ended() -> Message:
 
 
 def assembler_at(
-    boundary: int = 0,
-    staged: int = 0,
-    open_snapshot: tuple[int, int] | None = None,
-    *,
-    collections: bool = True,
+    boundary: int = 0, staged: int = 0, open_snapshot: tuple[int, int] | None = None, *, collections: bool = True
 ) -> Assembler:
     assembler = Assembler(lambda _out: None)
     assembler.load(ToyStore().holding(boundary, FailoverLog(), staged, open_snapshot).state())

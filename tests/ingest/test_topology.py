@@ -159,9 +159,7 @@ def test_a_restarted_mirror_follows_the_same_map_and_no_older_one() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.sampled_from(["0123", "another"])), max_size=20))
-def test_the_followed_revision_only_rises_in_any_order_of_maps(
-    revisions: list[tuple[int, int, str]],
-) -> None:
+def test_the_followed_revision_only_rises_in_any_order_of_maps(revisions: list[tuple[int, int, str]]) -> None:
     newest = NewestMap("0123", (1, 2))
     followed = [(1, 2)]
     for epoch, rev, uuid in revisions:
@@ -268,8 +266,7 @@ BUCKET_FIELDS = ["serverList", "vBucketMap"]
 
 @settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(
-    st.dictionaries(st.sampled_from(FIELDS), JSON),
-    st.none() | st.dictionaries(st.sampled_from(BUCKET_FIELDS), JSON),
+    st.dictionaries(st.sampled_from(FIELDS), JSON), st.none() | st.dictionaries(st.sampled_from(BUCKET_FIELDS), JSON)
 )
 def test_any_json_is_a_map_with_valid_indices_or_a_malformed_one(
     whole: dict[str, Any], server_map: dict[str, Any] | None

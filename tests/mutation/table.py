@@ -244,10 +244,7 @@ MUTATIONS = (
     Mutation(_STORE_SINK, "if held[0] <= persisted_seqno]", "]", _OF_GATE),
     Mutation(_STORE_SINK, "if not ready or ready[-1][0] < at_least:", "if not ready:", _OF_GATE),
     Mutation(
-        _PERSISTENCE,
-        "if self._copies.copies_of(vbucket.vbid) == slowest.copies:",
-        "if slowest.copies:",
-        _OF_GATE,
+        _PERSISTENCE, "if self._copies.copies_of(vbucket.vbid) == slowest.copies:", "if slowest.copies:", _OF_GATE
     ),
     Mutation(
         _PERSISTENCE, "min(seen.persisted_seqno, seen.last_seqno_received or 0)", "seen.persisted_seqno", _OF_GATE
@@ -351,12 +348,7 @@ MUTATIONS = (
     ),
     Mutation(_MERGE, "    branches.draw_chain_id(txn, vbid)", "    pass", _OF_MERGE),
     Mutation(_MERGE, "if known[pair.parent].base_seqno > pair.base_seqno:", "if False:", _OF_MERGE),
-    Mutation(
-        _MERGE,
-        "chain.has_rows(txn, vbid, pair.parent, above_seqno) or chain",
-        "chain",
-        _OF_MERGE,
-    ),
+    Mutation(_MERGE, "chain.has_rows(txn, vbid, pair.parent, above_seqno) or chain", "chain", _OF_MERGE),
     Mutation(_MERGE, "if number and link.cut < floor_seqno]", "if number and link.cut <= floor_seqno]", _OF_MERGE),
     Mutation(
         _PURGE,
@@ -473,12 +465,7 @@ MUTATIONS = (
     Mutation("mirror/feed/follow/watch.py", "if is_behind and progress.stalled", "if progress.stalled", _OF_WATCH_END),
     # --- what readers of changes and of their own writes hear
     Mutation(_RETRACTIONS, ".kept_seqno < link.cut > position:", ".kept_seqno < 0:", _OF_RETRACTIONS),
-    Mutation(
-        "storage/write/commit.py",
-        "if flush_open or at <= seqno:",
-        "if True:",
-        "tests/storage/test_commit.py",
-    ),
+    Mutation("storage/write/commit.py", "if flush_open or at <= seqno:", "if True:", "tests/storage/test_commit.py"),
     Mutation(_SPARK_CHANGES, "before, manifest = manifest, ", "before, _ = manifest, ", _OF_SPARK_CHANGES),
     Mutation(
         "storage/read/wait.py",

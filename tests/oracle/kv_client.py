@@ -11,16 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from mirror.wire.codec_kv import (
-    Counter,
-    LookupSpec,
-    Meta,
-    MutationResult,
-    MutationSpec,
-    ScanItem,
-    ScanLimits,
-    Store,
-)
+from mirror.wire.codec_kv import Counter, LookupSpec, Meta, MutationResult, MutationSpec, ScanItem, ScanLimits, Store
 from mirror.wire.constants import Datatype, Opcode, Status
 from mirror.wire.events import Response
 from mirror.wire.frame import Frame, frame_infos, request
@@ -42,14 +33,7 @@ class LookupResult(NamedTuple):
 def response(frame: Frame) -> Response:
     """The plain answer that a response frame is."""
     return Response(
-        frame.opcode,
-        frame.status,
-        frame.value,
-        frame.extras,
-        frame.key,
-        frame.datatype,
-        frame.cas,
-        opaque=frame.opaque,
+        frame.opcode, frame.status, frame.value, frame.extras, frame.key, frame.datatype, frame.cas, opaque=frame.opaque
     )
 
 

@@ -11,13 +11,7 @@ from mirror.wire.constants import Opcode
 from mirror.wire.frame import Frame
 
 DATA = (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION)
-STREAM = (
-    *DATA,
-    Opcode.DCP_SNAPSHOT_MARKER,
-    Opcode.DCP_SYSTEM_EVENT,
-    Opcode.DCP_SEQNO_ADVANCED,
-    Opcode.DCP_STREAM_END,
-)
+STREAM = (*DATA, Opcode.DCP_SNAPSHOT_MARKER, Opcode.DCP_SYSTEM_EVENT, Opcode.DCP_SEQNO_ADVANCED, Opcode.DCP_STREAM_END)
 
 
 def answers(recording: list[tuple[str, Frame]]) -> list[tuple[Frame, Frame]]:

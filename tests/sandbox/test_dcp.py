@@ -129,9 +129,7 @@ async def test_a_stream_silently_leaves_out_system_collections_that_its_user_may
     await client.until_seqno(0, 10)
 
 
-async def test_a_filtered_stream_is_not_rolled_back_by_a_purge_in_other_collections(
-    cluster: SandboxCluster,
-) -> None:
+async def test_a_filtered_stream_is_not_rolled_back_by_a_purge_in_other_collections(cluster: SandboxCluster) -> None:
     cluster.bucket.create_scope("s")
     cluster.bucket.create_collection("s", "c")
     cluster.set("mine", {}, collection="s.c")

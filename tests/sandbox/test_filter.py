@@ -10,13 +10,7 @@ from mirror.sandbox.data.sandbox_vbucket import system_key
 from mirror.sandbox.dcp.filter import parse
 from mirror.server.errors import Refused
 from mirror.wire import codec_dcp
-from mirror.wire.events import (
-    CollectionCreated,
-    CollectionDropped,
-    ScopeCreated,
-    ScopeDropped,
-    SystemEventContent,
-)
+from mirror.wire.events import CollectionCreated, CollectionDropped, ScopeCreated, ScopeDropped, SystemEventContent
 from mirror.wire.system_events import encode_system_event
 
 

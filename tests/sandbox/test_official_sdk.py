@@ -11,17 +11,9 @@ import pytest
 from couchbase import subdocument as sd
 from couchbase.cluster import Cluster
 from couchbase.durability import Durability, ServerDurability
-from couchbase.exceptions import (
-    CouchbaseException,
-)
+from couchbase.exceptions import CouchbaseException
 from couchbase.kv_range_scan import RangeScan
-from couchbase.options import (
-    GetOptions,
-    IncrementOptions,
-    RemoveOptions,
-    SignedInt64,
-    UpsertOptions,
-)
+from couchbase.options import GetOptions, IncrementOptions, RemoveOptions, SignedInt64, UpsertOptions
 from couchbase.transcoder import RawBinaryTranscoder
 
 from mirror.sandbox import SandboxCluster, SandboxThread

@@ -86,9 +86,7 @@ async def test_a_stream_with_an_end_is_sent_to_the_end_of_the_snapshot_around_it
     assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.OK
 
 
-async def test_a_resumed_stream_marks_from_its_start_and_later_from_the_next_seqno(
-    cluster: SandboxCluster,
-) -> None:
+async def test_a_resumed_stream_marks_from_its_start_and_later_from_the_next_seqno(cluster: SandboxCluster) -> None:
     for index in range(10):
         cluster.set(f"k{index}", {})
     uuid = cluster.vbucket(0).vbuuid
@@ -168,9 +166,7 @@ async def test_writes_outside_the_filter_are_not_sent_live(cluster: SandboxClust
     assert data(client) == [13]
 
 
-async def test_a_resumed_client_reaches_the_end_of_its_snapshot_even_if_filtered(
-    cluster: SandboxCluster,
-) -> None:
+async def test_a_resumed_client_reaches_the_end_of_its_snapshot_even_if_filtered(cluster: SandboxCluster) -> None:
     """MB-47009: it would hold part of a snapshot until something is shown again."""
     cluster.bucket.create_scope("s")
     cluster.bucket.create_collection("s", "c")
@@ -259,13 +255,7 @@ HOTELS = [f"hotel-00{n}" for n in range(4)]
 @pytest.mark.parametrize(
     ("name", "high", "completed", "counts", "steps"),
     [
-        (
-            "72_k20_durable_writes_plain_client",
-            285,
-            [],
-            (1, 2, 2, 2, 1, 1, 1, 1, 1, 1),
-            [*DURABLE, "dur-5 delete"],
-        ),
+        ("72_k20_durable_writes_plain_client", 285, [], (1, 2, 2, 2, 1, 1, 1, 1, 1, 1), [*DURABLE, "dur-5 delete"]),
         ("72_k23_pending_prepare_timeout", 302, [], (1, 4), ["pend prepare", "pend abort", *HOTELS[:3]]),
         (
             "72_k22_marker_v2_replica",
@@ -338,9 +328,7 @@ async def test_pending_prepares_and_the_last_abort_of_a_key_are_in_a_disk_snapsh
     assert plain.state(0) == {}
 
 
-async def test_disk_markers_v2_2_have_seqnos_of_durable_writes_only_for_replicas(
-    cluster: SandboxCluster,
-) -> None:
+async def test_disk_markers_v2_2_have_seqnos_of_durable_writes_only_for_replicas(cluster: SandboxCluster) -> None:
     cluster.set("k", {})
     cluster.bucket.set("k", {}, durable=True)
     cluster.bucket.prepare("l", {})

@@ -16,11 +16,7 @@ from typing import Any
 
 import pytest
 from couchbase.cluster import Cluster
-from couchbase.exceptions import (
-    CouchbaseException,
-    DocumentNotFoundException,
-    UnAmbiguousTimeoutException,
-)
+from couchbase.exceptions import CouchbaseException, DocumentNotFoundException, UnAmbiguousTimeoutException
 from couchbase.kv_range_scan import PrefixScan, RangeScan, SamplingScan, ScanTerm
 from couchbase.mutation_state import MutationState
 from couchbase.options import GetOptions, ScanOptions

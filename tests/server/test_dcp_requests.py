@@ -337,11 +337,7 @@ def request(start: int, vbuuid: int, flags: int = 0, end: int = SEQNO_MAX) -> ev
 
 @pytest.mark.parametrize(
     ("profile", "flags", "status"),
-    [
-        ("8.x", 0x200, Status.EINVAL),
-        ("7.0", 0x08, Status.SUCCESS),
-        ("7.0", 0x80, Status.SUCCESS),
-    ],
+    [("8.x", 0x200, Status.EINVAL), ("7.0", 0x08, Status.SUCCESS), ("7.0", 0x80, Status.SUCCESS)],
 )
 async def test_flags_that_a_server_does_not_know_are_refused_from_7_2_on(profile: str, flags: int, status: int) -> None:
     """kv_engine, daemon/mcbp_validators.cc of 7.0.0 and 7.2.4."""

@@ -32,12 +32,7 @@ class SmallMirror:
         self.writers = [
             GroupWriter(
                 directory.group_path(str(self.path), group),
-                WriterOptions(
-                    group=group,
-                    identity=IDENTITY,
-                    clock_ms=lambda: self.now_ms,
-                    map_size=1 << 30,
-                ),
+                WriterOptions(group=group, identity=IDENTITY, clock_ms=lambda: self.now_ms, map_size=1 << 30),
             )
             for group in range(GROUPS)
         ]

@@ -63,12 +63,7 @@ def java_environment() -> dict[str, str]:
     from mirror.spark import java
 
     python = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {
-        "JAVA_HOME": java.home(),
-        "JDK_JAVA_OPTIONS": QUICK,
-        "PYTHONPATH": python,
-        "PYSPARK_PYTHON": sys.executable,
-    }
+    return {"JAVA_HOME": java.home(), "JDK_JAVA_OPTIONS": QUICK, "PYTHONPATH": python, "PYSPARK_PYTHON": sys.executable}
 
 
 @pytest.fixture(scope="session")

@@ -132,10 +132,7 @@ def small(tmp_path: Path) -> SmallMirror:
 
 
 def test_an_export_to_s3_is_written_to_s3(
-    small: SmallMirror,
-    s3: ObjectStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    small: SmallMirror, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once `./s3:/lake/...` was made, and called a success."""
     url = f"s3://lake/{tmp_path.name}"

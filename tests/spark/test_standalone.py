@@ -108,11 +108,7 @@ VICTIMS = ("worker", "workers", "mirror", "driver", "driver and workers")
     [
         pytest.param(["worker", "driver and workers", "worker"], 2_000, 150, id="3"),
         pytest.param(
-            Random(42).choices(VICTIMS, k=15),
-            60_000,
-            400,
-            id="15",
-            marks=[pytest.mark.long, pytest.mark.timeout(7200)],
+            Random(42).choices(VICTIMS, k=15), 60_000, 400, id="15", marks=[pytest.mark.long, pytest.mark.timeout(7200)]
         ),
     ],
 )

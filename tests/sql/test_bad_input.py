@@ -65,10 +65,7 @@ def test_a_number_that_its_column_cannot_hold_ends_the_query(
         ]
 
 
-@pytest.mark.parametrize(
-    ("values", "total"),
-    [([1, 2.5], 3.5), ([2**62, 2**62], 2**63), ([0.1, 2**53], 0.1 + 2**53)],
-)
+@pytest.mark.parametrize(("values", "total"), [([1, 2.5], 3.5), ([2**62, 2**62], 2**63), ([0.1, 2**53], 0.1 + 2**53)])
 def test_a_sum_covers_integers_and_doubles_in_one_column(
     mirror: SmallMirror, view: View, values: list[float], total: float
 ) -> None:

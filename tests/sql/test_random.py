@@ -233,10 +233,7 @@ QUERIES = st.one_of(
     st.builds("SELECT _key, _seqno FROM documents WHERE {}".format, CONDITIONS),
     st.builds("SELECT count(*), sum(n), min(_key), max(_seqno) FROM documents WHERE {}".format, CONDITIONS),
     st.builds("SELECT g, count(*) FROM documents WHERE {} GROUP BY g".format, CONDITIONS),
-    st.builds(
-        "SELECT a._key, b._seqno FROM documents a JOIN documents b USING (_key) WHERE {}".format,
-        KEY_CONDITIONS,
-    ),
+    st.builds("SELECT a._key, b._seqno FROM documents a JOIN documents b USING (_key) WHERE {}".format, KEY_CONDITIONS),
     st.builds("SELECT n FROM (SELECT * FROM documents WHERE {}) WHERE {}".format, CONDITIONS, CONDITIONS),
 )
 

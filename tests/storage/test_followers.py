@@ -96,8 +96,7 @@ def served(view: View) -> Copy:
     [("deferred rollback", 2, 1, [(C, "value", False)]), ("rollback", 2, 0, [(A, "value", False)])],
 )
 @example(  # a lost version that the new history has above its reached seqno
-    [(A, "value", True), (B, "value", True), (C, "value", False)],
-    [("deferred rollback", 1, 2, [(A, "value", False)])],
+    [(A, "value", True), (B, "value", True), (C, "value", False)], [("deferred rollback", 1, 2, [(A, "value", False)])]
 )
 @example(  # a reader that stops in the middle of the first deferred rollback's events
     [(A, None, True), (B, "value", False), (B, "value", False)],

@@ -7,14 +7,7 @@ import pytest
 from storage import errors
 from storage.errors import UnknownCollection
 from storage.format.tokens import collection_id_of
-from storage.model import (
-    Branch,
-    Collection,
-    FailoverLog,
-    Manifest,
-    ManifestUid,
-    Seqno,
-)
+from storage.model import Branch, Collection, FailoverLog, Manifest, ManifestUid, Seqno
 from storage.read.view import Token
 from tests.storage.model import DEFAULT, ID, SCOPES
 

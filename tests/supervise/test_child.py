@@ -14,17 +14,7 @@ import pytest
 import pytest_asyncio
 
 from mirror.config import to_wire
-from mirror.messages import (
-    Answer,
-    Beat,
-    GetStatus,
-    PipeMessage,
-    Ready,
-    Request,
-    Resync,
-    StartWorker,
-    StopWork,
-)
+from mirror.messages import Answer, Beat, GetStatus, PipeMessage, Ready, Request, Resync, StartWorker, StopWork
 from mirror.supervise.processes.channel import Channel
 from mirror.supervise.processes.child import worker_command
 from tests.supervise.scripted import settings_for

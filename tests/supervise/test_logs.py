@@ -47,9 +47,7 @@ def test_a_line_leaves_out_unknown_values_and_json_has_null(capsys: pytest.Captu
     assert json.loads(capsys.readouterr().err)["from_seqno"] is None
 
 
-def test_control_characters_of_a_client_are_escaped_in_the_log(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_control_characters_of_a_client_are_escaped_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     """A failed login logged the user's name as it came, and cleared the screen of the reader of the log."""
     logs.set_up_logs("info")
     get_logger("test").info("logins\x1b[2J", user="a\n2026-01-01 [info] all is well\x1b[2J", peer="::1")

@@ -49,12 +49,7 @@ def data(tmp_path: Path) -> Path:
     vbid = keys.vbid_of(KEY, 8)
     writer = GroupWriter(
         directory.group_path(str(path), vbid % 4),
-        WriterOptions(
-            group=vbid % 4,
-            identity=IDENTITY,
-            sync="unsafe",
-            clock_ms=SystemClock().wall_ms,
-        ),
+        WriterOptions(group=vbid % 4, identity=IDENTITY, sync="unsafe", clock_ms=SystemClock().wall_ms),
     )
     writer.vbuckets[vbid].save(failover_log=FailoverLog.of([(5, 0)]))
     row = (writer.vbuckets[vbid].prefix + (1).to_bytes(8), records.encode_mutation(KEY, b"value", 1))

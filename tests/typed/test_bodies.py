@@ -89,9 +89,7 @@ def test_the_record_of_a_misfit_is_kept_whole_and_its_other_fields_are_read() ->
         Bodies(pa.schema([("_corrupt_record", pa.int64())]))
 
 
-def test_one_misfit_among_many_costs_a_few_parses_not_one_for_each_document(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_misfit_among_many_costs_a_few_parses_not_one_for_each_document(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"arrow": 0, "one by one": 0}
     parse, object_of = bodies_module._ArrowReader.parse, values.object_of
 

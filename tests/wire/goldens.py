@@ -239,13 +239,7 @@ GOLDENS = (
         + b"mycollection".hex()
         + "0000000000000002 00000000 00000008 00011940",
         ev.SystemEvent(
-            0x210,
-            4,
-            0,
-            1,
-            b"mycollection",
-            bytes.fromhex("0000000000000002 00000000 00000008 00011940"),
-            opaque=0x1210,
+            0x210, 4, 0, 1, b"mycollection", bytes.fromhex("0000000000000002 00000000 00000008 00011940"), opaque=0x1210
         ),
         ("collection id before scope id: the structures below it, and real servers, have the scope first",),
     ),

@@ -37,10 +37,7 @@ def test_failover_logs_and_rollback_seqnos_are_read_as_they_were_written(
     body = codec_dcp.encode_failover_log(log)
     assert codec_dcp.decode_failover_log(body) == log
     assert codec_dcp.decode_rollback_seqno(codec_dcp.encode_rollback_seqno(seqno)) == seqno
-    for kind, op in (
-        (ev.StreamResponse, Opcode.DCP_STREAM_REQ),
-        (ev.FailoverLogResponse, Opcode.DCP_GET_FAILOVER_LOG),
-    ):
+    for kind, op in ((ev.StreamResponse, Opcode.DCP_STREAM_REQ), (ev.FailoverLogResponse, Opcode.DCP_GET_FAILOVER_LOG)):
         said = kind(op, Status.SUCCESS, failover_log=tuple(log), opaque=4)
         decoded = codec_dcp.decode(codec_dcp.to_frame(said))
         assert isinstance(decoded, kind)

@@ -267,8 +267,5 @@ def test_a_rollback_restores_the_columns_too(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("n int")) as lake:
         apply(lake, [[put("a", 1, n=1), put("a", 2, n=2), put("b", 3, n=3)]])
         back = event("restoration", "a", (2, 1), seqno=1, value=body(n=1))
-        apply(
-            lake,
-            [[event("retraction", "a", (2, 1), seqno=2), back, event("retraction", "b", (2, 1), seqno=3)]],
-        )
+        apply(lake, [[event("retraction", "a", (2, 1), seqno=2), back, event("retraction", "b", (2, 1), seqno=3)]])
         assert rows(lake, "n", "_seqno") == {"a": (1, 1)}
