@@ -54,14 +54,9 @@ def test_each_setting_is_explained_with_its_bounds_and_its_reload_policy() -> No
     assert rows["sync"]["values"] == "`safe`, `full`, `unsafe`"
     effects = ("source", "groups", "workers", "history_s", "reader_idle_timeout_s", "http", "log_level")
     assert [rows[name]["takes_effect"] for name in effects] == [
-        "restart",
-        "new data directory",
-        "reload",
-        "reload, restarts workers",
-        "reload, restarts servers",
-        "reload, restarts its servers",
-        "reload, restarts workers and servers",
-    ]
+        "restart", "new data directory", "reload", "reload, restarts workers", "reload, restarts servers",
+        "reload, restarts its servers", "reload, restarts workers and servers",
+    ]  # fmt: skip
 
 
 def test_a_setting_is_explained_to_people() -> None:

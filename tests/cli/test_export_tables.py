@@ -58,15 +58,8 @@ def test_an_export_to_csv_has_the_documents_and_their_columns(mirrored: Path, tm
     assert len({(row["collection"], row["key"], row["seqno"]) for row in rows}) == 183
     assert '{"number":7' in next(row for row in rows if row["key"] == "order::007")["value"].replace(" ", "")
     typed = [
-        "--format",
-        "csv",
-        "--schema",
-        "number int, missing string",
-        "--mode",
-        "permissive",
-        "--max-misfits",
-        "0.5",
-    ]
+        "--format", "csv", "--schema", "number int, missing string", "--mode", "permissive", "--max-misfits", "0.5",
+    ]  # fmt: skip
     call("export", "--data", mirrored, *typed[:4]).assert_complains(3, "the body is not a JSON object")
     call("export", "--data", mirrored, *typed[:6], "--to", tmp_path / "a").assert_complains(3, "do not fit the schema")
     assert list(tmp_path.iterdir()) == []

@@ -409,24 +409,12 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
 
 
 SHORT = (
-    "GET of all vbuckets",
-    "GET_ALL_VB_SEQNOS of a collection",
-    "STAT failovers",
-    "a scan of a key with many versions",
-    "a sample of many versions",
-    "SCRAM challenges",
-    "a changed users file",
-    "DCP streams",
-    "/v1/status",
-    "/v1/collections",
-    "a page of documents",
-    "changes after a position",
-    "a multi-get of objects",
-    "pipelined requests",
-    "a body of chunks of one byte",
-    "DCP of large documents",
+    "GET of all vbuckets", "GET_ALL_VB_SEQNOS of a collection", "STAT failovers",
+    "a scan of a key with many versions", "a sample of many versions", "SCRAM challenges", "a changed users file",
+    "DCP streams", "/v1/status", "/v1/collections", "a page of documents", "changes after a position",
+    "a multi-get of objects", "pipelined requests", "a body of chunks of one byte", "DCP of large documents",
     "a multi-get of large documents",
-)
+)  # fmt: skip
 """One request for each mechanism that bounds a step. The others are of the long tests."""
 
 

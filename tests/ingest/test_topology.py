@@ -251,16 +251,9 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = [
-    "rev",
-    "revEpoch",
-    "name",
-    "uuid",
-    "nodesExt",
-    "vBucketServerMap",
-    "bucketCapabilities",
-    "bucketType",
+    "rev", "revEpoch", "name", "uuid", "nodesExt", "vBucketServerMap", "bucketCapabilities", "bucketType",
     "nodeLocator",
-]
+]  # fmt: skip
 BUCKET_FIELDS = ["serverList", "vBucketMap"]
 
 

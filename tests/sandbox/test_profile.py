@@ -61,15 +61,11 @@ async def test_each_release_has_its_features(
 
 
 CONTROLS_REQUESTED = {
-    "enable_expiry_opcode=true": "6.5",
-    "backfill_order=sequential": "6.6",
-    "enable_out_of_order_snapshots=true": "7.0",
-    "enable_out_of_order_snapshots=true_with_seqno_advanced": "7.1",
-    "v7_dcp_status_codes=true": "7.0",
-    "flatbuffers_system_events=true": "7.2",
-    "set_noop_interval=0.5": "7.6",
+    "enable_expiry_opcode=true": "6.5", "backfill_order=sequential": "6.6",
+    "enable_out_of_order_snapshots=true": "7.0", "enable_out_of_order_snapshots=true_with_seqno_advanced": "7.1",
+    "v7_dcp_status_codes=true": "7.0", "flatbuffers_system_events=true": "7.2", "set_noop_interval=0.5": "7.6",
     "max_marker_version=2.2": "8.0",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("profile", EXACT)

@@ -40,14 +40,9 @@ def never_an_internal_error(context: Any, response: Any, case: Any) -> None:
 
 
 CHECKS = (
-    never_an_internal_error,
-    content_type_conformance,
-    negative_data_rejection,
-    response_headers_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-    unsupported_method,
-)
+    never_an_internal_error, content_type_conformance, negative_data_rejection, response_headers_conformance,
+    response_schema_conformance, status_code_conformance, unsupported_method,
+)  # fmt: skip
 KEY_LENGTH_IN_BASE64 = len(http_requests.to_base64url(bytes(http_requests.KEY_LENGTH_MAX)))
 DESCRIPTION = json.loads(description())
 COMPONENTS = DESCRIPTION["components"]

@@ -125,14 +125,9 @@ def test_a_rollback_has_its_start_and_its_target() -> None:
     change = Change("rollback", Token(3, Branch(2), Seqno(5), 255), rollback=rollback)
     shown = json.loads(b"".join(objects.change_parts(change)))
     assert shown["rollback"] == {
-        "from_branch": 1,
-        "from_seqno": 9,
-        "to_branch": 2,
-        "to_seqno": 5,
-        "from_vbuuid": "00000000000a",
-        "to_vbuuid": "00000000000b",
-        "time_ms": 77,
-    }
+        "from_branch": 1, "from_seqno": 9, "to_branch": 2, "to_seqno": 5, "from_vbuuid": "00000000000a",
+        "to_vbuuid": "00000000000b", "time_ms": 77,
+    }  # fmt: skip
     assert "document" not in shown
 
 

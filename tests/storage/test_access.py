@@ -75,14 +75,9 @@ def test_members_can_read_and_register_but_not_write_data(place: str, clock: Clo
     save_map(place, MapRecord("uuid", 1, 3))  # the service replaces it with each map
     found = modes(place)
     assert {name: mode for name, mode in found.items() if "group-0001" not in name} == {
-        ".": "0o750",
-        "mirror.json": "0o640",
-        "map.json": "0o640",
-        "group-0000": "0o750",
-        "group-0000/data.mdb": "0o640",
-        "group-0000/lock.mdb": "0o660",
-        "group-0000/writer.lock": "0o600",
-    }
+        ".": "0o750", "mirror.json": "0o640", "map.json": "0o640", "group-0000": "0o750",
+        "group-0000/data.mdb": "0o640", "group-0000/lock.mdb": "0o660", "group-0000/writer.lock": "0o600",
+    }  # fmt: skip
     shared = [name for name in found if not name.endswith("writer.lock")]
     assert {os.stat(os.path.join(place, name)).st_gid for name in shared} == {gid}
     data = os.path.join(directory.group_path(place, 0), "data.mdb")

@@ -40,22 +40,9 @@ def test_changes_have_the_columns_that_were_requested() -> None:
     assert batch_.schema == CHANGES
     assert batch_.column("key").cast(pa.binary()).to_pylist() == [b"\xff", None]
     assert batch_.drop_columns(["key"]).to_pylist()[0] == {
-        "collection": "s.c",
-        "vbid": 3,
-        "seqno": 5,
-        "rev_seqno": 2,
-        "cas": 1,
-        "flags": 0,
-        "expiry": 0,
-        "datatype": 0,
-        "value": None,
-        "kind": "deletion",
-        "branch": 2,
-        "vbuuid": -1,
-        "snapshot_end_seqno": 6,
-        "at_branch": 2,
-        "at_seqno": 5,
-        "event_time": None,
-    }
+        "collection": "s.c", "vbid": 3, "seqno": 5, "rev_seqno": 2, "cas": 1, "flags": 0, "expiry": 0, "datatype": 0,
+        "value": None, "kind": "deletion", "branch": 2, "vbuuid": -1, "snapshot_end_seqno": 6, "at_branch": 2,
+        "at_seqno": 5, "event_time": None,
+    }  # fmt: skip
     (few,) = change_batches(rows, ["kind", "vbid"])
     assert few.to_pylist() == [{"kind": "deletion", "vbid": 3}, {"kind": "collection_dropped", "vbid": 3}]
