@@ -81,7 +81,7 @@ def explain(
     known = {each.name: each for each in describe()}
     for name in names or ():
         if name not in known:
-            raise ConfigError(f"unknown setting {name!r}", hint=nearest(name), setting=name)
+            raise ConfigError(f"unknown setting {name!r}", hint=nearest(name))
     chosen = [known[name] for name in names] if names else list(known.values())
     if markdown:
         typer.echo(markdown_page(chosen), nl=False)

@@ -99,4 +99,4 @@ def _save(file: Path, document: dict[str, Any]) -> None:
     try:
         replace_file(file, json.dumps(document, indent=1).encode())
     except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}", setting="users_file") from None
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None

@@ -237,14 +237,14 @@ def required_source(settings: Settings) -> str:
     """Return the setting `source`. Raises ConfigError without one."""
     if settings.source is None:
         hint = "give --source couchbase://user@host/bucket or set DCP_MIRROR_SOURCE"
-        raise ConfigError("no source is given", hint=hint, setting="source")
+        raise ConfigError("no source is given", hint=hint)
     return settings.source
 
 
 def required_data(settings: Settings) -> Path:
     """Return the setting `data`. Raises ConfigError without one."""
     if settings.data is None:
-        raise ConfigError("no data directory is given", hint="give --data DIR or set DCP_MIRROR_DATA", setting="data")
+        raise ConfigError("no data directory is given", hint="give --data DIR or set DCP_MIRROR_DATA")
     return settings.data
 
 
@@ -252,9 +252,7 @@ def vbucket_range(text: str, setting: str) -> tuple[int, int]:
     """Parse a range such as `0-511`. Raises ConfigError that names the setting."""
     found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text, re.ASCII)
     if found is None or int(found[1]) > int(found[2]):
-        raise ConfigError(
-            f"{setting} {text!r} is not a range of vbuckets", hint="FIRST-LAST, such as 0-511", setting=setting
-        )
+        raise ConfigError(f"{setting} {text!r} is not a range of vbuckets", hint="FIRST-LAST, such as 0-511")
     return int(found[1]), int(found[2])
 
 
@@ -337,18 +335,15 @@ def _read_secret(path: Path) -> str:
             raise ConfigError(
                 f"the password file {path} is larger than {PASSWORD_BYTES_MAX} bytes",
                 hint="it must hold the password and nothing else",
-                setting="password_file",
             )
         return data.decode("utf-8-sig").rstrip("\r\n")
     except OSError as error:
         raise ConfigError(
             f"the password file {path} cannot be read: {error.strerror}",
             hint="check that it exists and that this user may read it",
-            setting="password_file",
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(
             f"the password file {path} is not UTF-8",
             hint="write the password as UTF-8 text",
-            setting="password_file",
         ) from None

@@ -112,7 +112,6 @@ def validated(values: Mapping[str, Any], provenance: Mapping[str, str] | None = 
             f"setting {name} ({(provenance or {}).get(name, 'default')}) is wrong: {wrong}, "
             f"not {_shown(first['input'])}",
             hint=f"change it by --set {name}=VALUE, {ENV_PREFIX}{name.upper()}, or in the file given by --config",
-            setting=name,
         ) from None
     return Settings(**{name: getattr(checked, name) for name in NAMES})
 
@@ -218,7 +217,7 @@ def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = N
     for origin, values in layers:
         for name, value in values.items():
             if name not in NAMES:
-                raise ConfigError(f"unknown setting {name!r} ({origin})", hint=nearest(name), setting=name)
+                raise ConfigError(f"unknown setting {name!r} ({origin})", hint=nearest(name))
             if name not in merged:
                 merged[name] = value
                 provenance[name] = origin
@@ -233,7 +232,7 @@ def _from_environment() -> Values:
         if name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
             setting = name[len(ENV_PREFIX) :].lower()
             if setting not in NAMES:
-                raise ConfigError(f"unknown setting {name} (environment)", hint=nearest(setting), setting=setting)
+                raise ConfigError(f"unknown setting {name} (environment)", hint=nearest(setting))
     given = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}") for name in NAMES}
     return {name: value for name, value in given.items() if value}
 
@@ -245,12 +244,9 @@ def _from_file(path: Path) -> Values:
         raise ConfigError(
             f"the settings file {path} cannot be read: {error.strerror}",
             hint="check the path given by --config",
-            setting="config",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the settings file {path} is not TOML: {error}", hint="fix that line", setting="config"
-        ) from None
+        raise ConfigError(f"the settings file {path} is not TOML: {error}", hint="fix that line") from None
 
 
 def _shown(value: Any) -> str:

@@ -58,11 +58,6 @@ class MirrorError(Exception):
 class ConfigError(MirrorError):
     exit_code = ExitCode.USAGE
 
-    def __init__(self, what: str, *, hint: str | None = None, setting: str | None = None) -> None:
-        """`setting` is the name that `config show` prints."""
-        super().__init__(what, hint=hint)
-        self.setting = setting
-
 
 class ClusterError(MirrorError):
     retryable = True

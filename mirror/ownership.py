@@ -28,21 +28,21 @@ def refuse_files_of_others(settings: Settings, config: Path | None) -> None:
     """Raise ConfigError if another user owns or may write the settings file, or a users, password, key or CA file."""
     password = PasswordSource.of(settings)
     secret = None if password.folder is None else password.folder / "password"
-    for what, setting, path in (
-        ("the settings file", "config", config),
-        ("the users file", "users_file", settings.users_file),
-        ("the password file", "password_file", password.file),
-        ("the password file", "CREDENTIALS_DIRECTORY", secret),
-        ("the key", "listen_tls_key_file", settings.listen_tls_key_file or settings.listen_tls_cert_file),
-        ("the key", "tls_client_key_file", settings.tls_client_key_file or settings.tls_client_cert_file),
-        ("the authority's certificate", "tls_ca_file", settings.tls_ca_file),
-        ("the authority's certificate", "listen_tls_client_ca_file", settings.listen_tls_client_ca_file),
+    for what, path in (
+        ("the settings file", config),
+        ("the users file", settings.users_file),
+        ("the password file", password.file),
+        ("the password file", secret),
+        ("the key", settings.listen_tls_key_file or settings.listen_tls_cert_file),
+        ("the key", settings.tls_client_key_file or settings.tls_client_cert_file),
+        ("the authority's certificate", settings.tls_ca_file),
+        ("the authority's certificate", settings.listen_tls_client_ca_file),
     ):
         if path is not None:
-            refuse_others(path, what, setting)
+            refuse_others(path, what)
 
 
-def refuse_others(path: Path, what: str, setting: str) -> None:
+def refuse_others(path: Path, what: str) -> None:
     """Raise ConfigError if another user owns or may write a file or directory. A missing file passes."""
     try:
         found = path.stat()
@@ -52,13 +52,11 @@ def refuse_others(path: Path, what: str, setting: str) -> None:
         raise ConfigError(
             f"{what} {path} belongs to user {_name(found.st_uid)}, who could change it",
             hint=f"make it root's or this user's: chown {_name(os.geteuid())} {path}",
-            setting=setting,
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             f"{what} {path} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o})",
             hint=f"chmod go-w {path}, and check its content",
-            setting=setting,
         )
 
 
@@ -106,4 +104,4 @@ def readers_gid(settings: Settings) -> int | None:
     try:
         return access.group_id(settings.readers_group)
     except StorageError as error:
-        raise ConfigError(error.message, hint=error.hint, setting="readers_group") from None
+        raise ConfigError(error.message, hint=error.hint) from None

@@ -148,22 +148,18 @@ class Selection:
             raise ConfigError(
                 "both a scope and collections are given",
                 hint="give --scope NAME alone, or name each collection as --collection SCOPE.NAME",
-                setting="scope",
             )
         if scope is not None and not _NAME.fullmatch(scope):
-            raise ConfigError(f"{scope!r} is not the name of a scope", hint="--scope NAME", setting="scope")
+            raise ConfigError(f"{scope!r} is not the name of a scope", hint="--scope NAME")
         for name in names:
             before, dot, after = name.partition(".")
             if not (dot and _NAME.fullmatch(before) and _NAME.fullmatch(after)):
                 raise ConfigError(
                     f"{name!r} is not the name of a collection",
                     hint="write SCOPE.COLLECTION, such as inventory.airline or _default._default",
-                    setting="collections",
                 )
         if len(names) > COLLECTIONS_MAX:
-            raise ConfigError(
-                f"{len(names)} collections are given", hint=f"at most {COLLECTIONS_MAX}", setting="collections"
-            )
+            raise ConfigError(f"{len(names)} collections are given", hint=f"at most {COLLECTIONS_MAX}")
         return Selection(scope, names)
 
     @staticmethod

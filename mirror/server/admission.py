@@ -345,7 +345,6 @@ def raise_descriptor_limit(settings: Settings, group_count: int) -> None:
             f"reader_connections_max {settings.reader_connections_max} needs {needed} open files; "
             f"a process may have {hard} here",
             hint=f"raise the hard limit (ulimit -Hn, LimitNOFILE){lower}",
-            setting="reader_connections_max",
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

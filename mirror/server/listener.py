@@ -57,7 +57,7 @@ class Address:
 def parse_addresses(text: str, setting: str) -> list[Address]:
     addresses = [_parse(part.strip(), setting) for part in text.split(",")]
     if len(set(addresses)) != len(addresses):
-        raise ConfigError(f"{setting} names an address twice: {text}", setting=setting)
+        raise ConfigError(f"{setting} names an address twice: {text}")
     return addresses
 
 
@@ -85,7 +85,6 @@ def _bad(text: str, setting: str, why: str) -> ConfigError:
     return ConfigError(
         f"{setting} {text!r} is not an address: {why}",
         hint="PORT, HOST:PORT, [IPV6]:PORT or unix:PATH, with tls:// before it for TLS",
-        setting=setting,
     )
 
 
@@ -96,7 +95,6 @@ def check_addresses(addresses: Sequence[Address], settings: Settings, setting: s
             raise ConfigError(
                 f"{setting} {address} needs a certificate",
                 hint="set listen_tls_cert_file and listen_tls_key_file",
-                setting=setting,
             )
         if address.local:
             continue
@@ -104,13 +102,11 @@ def check_addresses(addresses: Sequence[Address], settings: Settings, setting: s
             raise ConfigError(
                 f"{setting} {address} can be reached from other machines, in the clear",
                 hint=f"use a loopback address, a Unix socket, or tls://{address}",
-                setting=setting,
             )
         if settings.users_file is None:
             raise ConfigError(
                 f"{setting} {address} can be reached from other machines, and no users are set",
                 hint="write a users file with `dcp-mirror user` and set users_file",
-                setting=setting,
             )
 
 
@@ -147,7 +143,6 @@ def reserve(address: Address, setting: str, *, shared: bool = False) -> Reserved
         raise ConfigError(
             f"{setting}: cannot listen at {address}: {error.strerror or error}",
             hint="another process may have it; choose another address or end that process",
-            setting=setting,
         ) from None
     return Reserved(replace(address, port=held.getsockname()[1]), held)
 

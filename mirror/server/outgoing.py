@@ -19,7 +19,6 @@ class Outgoing:
         self.writable = asyncio.Event()
         """Set while everything was written, and the client takes data."""
         self.writable.set()
-        self.sent_bytes = 0
         self.paused_s: float | None = None
         """The time since which the client has taken nothing; None if it takes data."""
         self._unsent_seen = 0
@@ -34,7 +33,6 @@ class Outgoing:
         return self._transport.get_write_buffer_size() + sum(map(len, self._waiting))
 
     def write(self, data: bytes) -> None:
-        self.sent_bytes += len(data)
         if len(data) <= SLICE_BYTES and not self._waiting:
             self._transport.write(data)
             return

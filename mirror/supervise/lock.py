@@ -36,18 +36,13 @@ class ServiceLock:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(directory / LOCK_NAME, flags, 0o600)
         except FileExistsError:
-            raise ConfigError(
-                f"{directory} is not a directory", hint="give --data a directory", setting="data"
-            ) from None
+            raise ConfigError(f"{directory} is not a directory", hint="give --data a directory") from None
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise ConfigError(
-                    f"{directory / LOCK_NAME} is a symbolic link", hint="remove it", setting="data"
-                ) from None
+                raise ConfigError(f"{directory / LOCK_NAME} is a symbolic link", hint="remove it") from None
             raise ConfigError(
                 f"{directory} cannot be written: {error.strerror}",
                 hint="give --data a directory that this user may write to",
-                setting="data",
             ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,7 +97,7 @@ def is_served(data: Path) -> bool:
 
 def refuse_foreign(data: Path) -> None:
     """Raise ConfigError if `data` holds foreign files and no mirror, or if another user owns or may write it."""
-    refuse_others(data, "the data directory", "data")
+    refuse_others(data, "the data directory")
     names = sorted(entry.name for entry in data.iterdir())
     if "mirror.json" in names:
         return
@@ -111,5 +106,4 @@ def refuse_foreign(data: Path) -> None:
         raise ConfigError(
             f"{data} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''}) and no mirror",
             hint="give --data an empty or new directory",
-            setting="data",
         )

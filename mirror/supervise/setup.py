@@ -139,14 +139,12 @@ class Setup:
             raise ConfigError(
                 f"{data} was made with {identity.group_count} groups, not {required}",
                 hint=f"leave --groups out or give {identity.group_count}; another number needs a new directory",
-                setting="groups",
             )
         stored, requested = Selection.parse(identity.selection), Selection.of(settings.scope, settings.collections)
         if not requested.whole and requested != stored:
             raise ConfigError(
                 f"{data} mirrors {stored}, not {requested}",
                 hint="leave --collection and --scope out or give the same; another choice needs a new data directory",
-                setting="scope" if requested.scope is not None else "collections",
             )
         self.check_nodes(settings, identity)
         vbuckets = settings.vbuckets
@@ -155,7 +153,6 @@ class Setup:
             raise ConfigError(
                 f"{data} was made to hold vbuckets {held[0]}-{held[1]}, not {vbuckets}",
                 hint="leave the setting vbuckets out, or as it was; another range needs a new directory",
-                setting="vbuckets",
             )
 
 

@@ -116,7 +116,7 @@ class Supervisor:
         self._context = context = ServiceContext(settings, required_data(settings), clock)
         self._setup = setup = Setup(context, look_up, options.required_groups, options.accept_older_map)
         self._listeners = listeners = Listeners(settings, clock.wall_ms() // 1000)
-        self._hook = hook = Hook(clock, settings.on_event)
+        self._hook = hook = Hook(settings.on_event)
         self._event_log = event_log = EventLog(clock, context.data, hook.put)
         self._processes = processes = Processes(context, listeners, event_log, post, command, ends_on_refusal=caught_up)
         self.reports = reports = Reports(

@@ -23,7 +23,6 @@ from mirror.wire.constants import (
     Opcode,
     Status,
     VbucketRole,
-    opcode_name,
 )
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.frame import MAY, MUST, NONE, Frame, Shape, check_shape, fits, refusal
@@ -335,11 +334,6 @@ def to_frame(event: ev.Event, *, opaque: int | None = None) -> Frame:
 
 def encode(event: ev.Event, *, opaque: int | None = None) -> bytes:
     return fr.encode(to_frame(event, opaque=opaque))
-
-
-def answer(event: ev.Event, status: int = Status.SUCCESS, value: bytes = b"", datatype: int = 0) -> ev.Response:
-    assert not isinstance(event, ev.Response), f"{opcode_name(event.op)} is itself an answer"
-    return ev.Response(opcode_of(event), int(status), value, datatype=datatype, request=event, opaque=event.opaque)
 
 
 # Bodies of answers.

@@ -103,10 +103,6 @@ def _exactly(layout: struct.Struct, data: bytes, op: int, what: str) -> tuple[in
 # Session.
 
 
-def hello(agent: bytes, features: Iterable[int], *, opaque: int = 0) -> Frame:
-    return request(Opcode.HELLO, opaque=opaque, key=agent, value=encode_features(features))
-
-
 def decode_hello(frame: Frame) -> tuple[bytes, tuple[int, ...]]:
     return frame.key, decode_features(frame.value)
 
@@ -121,16 +117,8 @@ def decode_features(value: bytes) -> tuple[int, ...]:
     return tuple(feature for (feature,) in _U16.iter_unpack(value))
 
 
-def sasl_auth(mechanism: bytes, data: bytes, *, opaque: int = 0) -> Frame:
-    return request(Opcode.SASL_AUTH, opaque=opaque, key=mechanism, value=data)
-
-
 def decode_sasl(frame: Frame) -> tuple[bytes, bytes]:
     return frame.key, frame.value
-
-
-def select_bucket(name: bytes, *, opaque: int = 0) -> Frame:
-    return request(Opcode.SELECT_BUCKET, opaque=opaque, key=name)
 
 
 def decode_error_map_request(frame: Frame) -> int:
@@ -140,11 +128,11 @@ def decode_error_map_request(frame: Frame) -> int:
 # Cluster configuration.
 
 
-def get_cluster_config(known: tuple[int, int] | None = None, *, opaque: int = 0) -> Frame:
+def get_cluster_config(known: tuple[int, int] | None = None) -> Frame:
     """Request the cluster map, or only a map newer than `known` (epoch, revision; feature
     GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION).
     """
-    return request(Opcode.GET_CLUSTER_CONFIG, opaque=opaque, extras=b"" if known is None else _REVISION.pack(*known))
+    return request(Opcode.GET_CLUSTER_CONFIG, extras=b"" if known is None else _REVISION.pack(*known))
 
 
 def decode_cluster_config_request(frame: Frame) -> tuple[int, int] | None:
@@ -227,11 +215,6 @@ def encode_meta(meta: Meta) -> bytes:
 
 def encode_collection_id(manifest_uid: int, collection_id: int) -> bytes:
     return _COLLECTION.pack(manifest_uid, collection_id)
-
-
-def decode_collection_id(extras: bytes) -> tuple[int, int]:
-    manifest_uid, collection_id = _exactly(_COLLECTION, extras, Opcode.GET_COLLECTION_ID, "extras")
-    return manifest_uid, collection_id
 
 
 # Durability of a vbucket.

@@ -17,7 +17,8 @@ _PAIR_LENGTH_MIN = 3
 
 def split(value: bytes, datatype: int) -> tuple[dict[bytes, bytes], bytes]:
     """Return the attributes, in their order, and the body. If `datatype` lacks XATTR, the whole value is the body."""
-    _check_opened(datatype)
+    if datatype & Datatype.SNAPPY:
+        raise LocalProtocolError("the value is compressed: decompress it first, xattrs and all")
     if not datatype & Datatype.XATTR:
         return {}, value
     end = _blob_end(value)
@@ -38,11 +39,6 @@ def split(value: bytes, datatype: int) -> tuple[dict[bytes, bytes], bytes]:
     return xattrs, value[end:]
 
 
-def body_of(value: bytes, datatype: int) -> bytes:
-    _check_opened(datatype)
-    return value[_blob_end(value) :] if datatype & Datatype.XATTR else value
-
-
 def join(xattrs: Mapping[bytes, bytes], body: bytes = b"") -> bytes:
     parts = []
     for key, content in xattrs.items():
@@ -52,11 +48,6 @@ def join(xattrs: Mapping[bytes, bytes], body: bytes = b"") -> bytes:
         parts += [_U32.pack(len(pair)), pair]
     blob = b"".join(parts)
     return _U32.pack(len(blob)) + blob + body
-
-
-def _check_opened(datatype: int) -> None:
-    if datatype & Datatype.SNAPPY:
-        raise LocalProtocolError("the value is compressed: decompress it first, xattrs and all")
 
 
 def _blob_end(value: bytes) -> int:

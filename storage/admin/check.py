@@ -34,10 +34,6 @@ class CheckReport:
     key_rows: int = 0
     boundaries: int = 0
 
-    @property
-    def clean(self) -> bool:
-        return not self.problems
-
     def add(self, where: str, what: str) -> None:
         if len(self.problems) < PROBLEMS_MAX:
             self.problems.append(f"{where}: {what}")

@@ -170,7 +170,7 @@ def decode_row(
     return _decode_other(vbid, branch, frame[:end], raw, lenient)
 
 
-def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int, bytes]:
+def answer_fields(frame: bytes, tail_bytes: int) -> tuple[int, int, int, int, bytes]:
     """Return datatype, cas, flags, expiry and value of a stored mutation, unchanged. Raises CorruptedError."""
     key_length, datatype, body_length, cas, flags, expiry, nmeta = _READ_ANSWER(frame)
     end = len(frame) - tail_bytes

@@ -90,7 +90,7 @@ def judge(source: SandboxCluster, data: Path, *, live: bool) -> dict[int, int]:
     that was the newest when it was looked at; otherwise as it stands.
     """
     report = check(str(data))
-    assert report.clean, f"check of {data}: {report.problems[:SHOWN_MAX]}"
+    assert not report.problems, f"check of {data}: {report.problems[:SHOWN_MAX]}"
     published: dict[int, int] = {}
     wrong: list[str] = []
     with open_view(str(data), partial=True) as view:

@@ -103,7 +103,7 @@ def test_a_backfill_resumes_at_its_staged_rows_after_each_kill(
         else:
             service.kill_supervisor()
         report = check(str(service.data))
-        assert report.clean, report.problems
+        assert not report.problems, report.problems
         state = stored(service.data)
         assert state.staged_seqno > staged
         if number % 2 == 0:
@@ -173,7 +173,7 @@ def test_a_kill_between_the_last_row_and_the_key_rows_requests_no_row_again(
         until("the whole snapshot to be staged", complete, poll_s=0.001)
         service.kill_supervisor()
         report = check(str(service.data))
-        assert report.clean, report.problems
+        assert not report.problems, report.problems
         if stored(service.data).published_seqno == 0:
             break
         shutil.rmtree(service.data)

@@ -31,7 +31,7 @@ def test_a_refusal_by_the_source_is_exit_4_and_another_bucket_is_exit_3() -> Non
         assert not refused("x").retryable
         assert refused("x").hint
     assert errors.BucketChanged("x").exit_code == 3
-    assert errors.ConfigError("x", setting="workers").exit_code == 2
+    assert errors.ConfigError("x").exit_code == 2
     assert errors.ConnectFailed("x").exit_code == 1
     assert errors.ConnectFailed("x").retryable
     assert not errors.ConnectFailed("x", retryable=False).retryable

@@ -102,7 +102,6 @@ _KV_BYTES: tuple[Callable[[bytes], Any], ...] = (
     codec_kv.decode_store,
     codec_kv.decode_counter,
     codec_kv.decode_expiry,
-    codec_kv.decode_collection_id,
     codec_kv.decode_observe_seqno,
     codec_kv.decode_lookup_specs,
     codec_kv.decode_mutation_specs,
@@ -126,7 +125,6 @@ def xattrs(data: bytes) -> None:
     with suppress(RemoteProtocolError):
         if not datatype & 2:
             xattr.split(value, datatype)
-            xattr.body_of(value, datatype)
     for read in (values.split, values.inflate, values.without_xattrs, values.without_body, values.tombstone_value):
         with suppress(ValueError):
             read(value, datatype)

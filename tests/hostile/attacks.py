@@ -119,7 +119,7 @@ def paths_of_many_requests(site: Site) -> None:
 def wrong_passwords(site: Site) -> None:
     """588 guesses a second once took others from 0.03 to 22 ms."""
     clients: list[Kv] = []
-    guess = codec_kv.sasl_auth(b"PLAIN", b"\0ann\0wrong")
+    guess = kv_client.sasl_auth(b"PLAIN", b"\0ann\0wrong")
     while True:
         while len(clients) < 16:
             clients.append(Kv(site.kv, login=False))
@@ -243,7 +243,7 @@ def scans_that_wait(site: Site) -> None:
 
     def wait() -> None:
         client = Kv(site.kv)
-        client.ask(codec_kv.hello(b"", ALL_FEATURES))
+        client.ask(kv_client.hello(b"", ALL_FEATURES))
         client.send(*[frame] * 64)
         while True:
             client.receive()
@@ -268,8 +268,8 @@ def long_names_and_passwords(site: Site) -> None:
     """Before a login: text that has to be prepared (RFC 4013), 60 KiB of it."""
     text = "\u00e9" * 15_000
     frames = (
-        codec_kv.sasl_auth(b"PLAIN", f"\0{text}\0{text}".encode()),
-        codec_kv.sasl_auth(b"SCRAM-SHA512", f"n,,n={text},r={text[:5000]}".encode()),
+        kv_client.sasl_auth(b"PLAIN", f"\0{text}\0{text}".encode()),
+        kv_client.sasl_auth(b"SCRAM-SHA512", f"n,,n={text},r={text[:5000]}".encode()),
     )
 
     def ask() -> None:
@@ -334,7 +334,7 @@ def streams_opened_and_closed(site: Site) -> None:
 
     def ask() -> None:
         client = Kv(site.dcp)
-        client.ask(codec_kv.select_bucket(b"orders"))
+        client.ask(kv_client.select_bucket(b"orders"))
         client.ask(codec_dcp.to_frame(ev.DcpOpen(secrets.token_hex(8).encode(), int(DcpOpenFlag.PRODUCER))))
         for _ in range(100):
             for vbid in set(range(16)) - {vbid_of(b"large", 16)}:

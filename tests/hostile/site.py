@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 
 from mirror.serve.access.auth import entry_of, new_salt_key
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Opcode
@@ -24,6 +23,7 @@ from mirror.wire.frame import Frame
 from storage.model import Collection, Seqno
 from tests.cli.conftest import environment
 from tests.crash.service import LIMIT_S, Service, until
+from tests.oracle import kv_client
 from tests.serve.http_site import make_certificate
 from tests.serve.kv_rig import DEFAULT, Store, free_ports
 
@@ -47,7 +47,7 @@ class Kv:
             assert self.log_in(user) == 0
 
     def log_in(self, user: str, password: str = PASSWORD) -> int:
-        return self.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{user}\0{password}".encode())).status
+        return self.ask(kv_client.sasl_auth(b"PLAIN", f"\0{user}\0{password}".encode())).status
 
     def send(self, *frames: Frame) -> None:
         self.line.sendall(b"".join(map(fr.encode, frames)))

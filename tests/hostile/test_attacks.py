@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
@@ -97,7 +96,7 @@ def test_a_new_client_is_accepted_while_silent_clients_exceed_the_limit(site: Si
 def exchanged(port: int, mechanism: str) -> tuple[list[Frame], Frame]:
     """The frames of a login by SCRAM, as an attacker in the middle records them, and the server's challenge."""
     client, exchange = Kv(port, login=False), ScramClient(mechanism, USER, PASSWORD, nonce="reused")
-    first = codec_kv.sasl_auth(mechanism.encode(), exchange.first())
+    first = kv_client.sasl_auth(mechanism.encode(), exchange.first())
     challenge = client.ask(first)
     assert challenge.status == Status.AUTH_CONTINUE
     final = kv_client.sasl_step(mechanism.encode(), exchange.final(challenge.value))
@@ -151,7 +150,7 @@ def test_tls_cannot_be_downgraded(port: str, site: Site) -> None:
     with line, pytest.raises((ssl.SSLError, ConnectionError)) as caught:
         old_tls().wrap_socket(line)
     assert "NO_PROTOCOLS" not in str(caught.value), "it was the server who refused"
-    login = codec_kv.sasl_auth(b"PLAIN", f"\0{USER}\0{PASSWORD}".encode())
+    login = kv_client.sasl_auth(b"PLAIN", f"\0{USER}\0{PASSWORD}".encode())
     for said in (fr.encode(login), b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n", b"STARTTLS\r\n" + bytes(20)):
         with socket.create_connection(address, timeout=LIMIT_S) as line:
             line.sendall(said)

@@ -89,7 +89,7 @@ def received(line: socket.socket, seconds: float = 0.3) -> bytes:
 def test_the_secret_is_readable_for_a_user_with_the_right(site: Site) -> None:
     assert b"TOPSECRET" in web(site.http).get("/v1/collections/hr.salaries/documents/secret")[1]
     client = kv(site.kv)
-    client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS]))
+    client.ask(kv_client.hello(b"x", [Feature.COLLECTIONS]))
     assert b"TOPSECRET" in client.ask(fr.request(Opcode.GET, key=b"\x09secret", vbucket=VBID)).value
 
 
@@ -124,7 +124,7 @@ def test_existing_and_missing_documents_are_refused_with_the_same_text(site: Sit
     bodies = [b'{"keys":["%s"]}' % key for key in (b"secret", b"missing")]
     assert len({client.post("/v1/collections/9/multi-get", body) for body in bodies}) == 1
     reader = kv(site.kv, user=BOB)
-    reader.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS, Feature.XERROR]))
+    reader.ask(kv_client.hello(b"x", [Feature.COLLECTIONS, Feature.XERROR]))
     answers = [
         reader.ask(fr.request(Opcode.GET, key=b"\x09" + key, vbucket=vbid_of(key, 16)))
         for key in (b"secret", b"missing")
@@ -182,7 +182,7 @@ def test_another_collection_is_refused_by_every_opcode_and_key_encoding(site: Si
         if opcode in (Opcode.SASL_AUTH, Opcode.QUIT, Opcode.QUITQ, Opcode.SASL_STEP):
             continue
         client = kv(site.kv, user=BOB)
-        client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR, Feature.JSON, Feature.SNAPPY]))
+        client.ask(kv_client.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR, Feature.JSON, Feature.SNAPPY]))
         for key in keys:
             for extras, value in ((b"", b""), (b"", lookup), (b"\0\6\0", b"secret"), (bytes(4), b""), (b"\2", b"")):
                 with contextlib.suppress(OSError):
@@ -195,8 +195,8 @@ def test_another_collection_is_refused_by_every_opcode_and_key_encoding(site: Si
         assert b"TOPSECRET" not in answer, opcode
         client.close()
     client = kv(site.kv, user=BOB)
-    client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS]))
-    client.ask(codec_kv.hello(b"x", []))
+    client.ask(kv_client.hello(b"x", [Feature.COLLECTIONS]))
+    client.ask(kv_client.hello(b"x", []))
     for key in keys:
         assert client.ask(fr.request(Opcode.GET, key=key, vbucket=VBID)).status != 0
 
@@ -230,7 +230,7 @@ def test_an_unreadable_and_an_unknown_collection_id_get_the_same_status(site: Si
 
     def by_kv(number: int) -> list[object]:
         client = kv(site.kv, user=BOB)
-        client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR, Feature.JSON]))
+        client.ask(kv_client.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR, Feature.JSON]))
         scan = json.dumps({"collection": f"{number:x}", "range": {"start": "AA==", "end": "/w=="}}).encode()
         frames = [fr.request(opcode, key=bytes([number]) + b"secret", vbucket=VBID) for opcode in GETTERS]
         frames.append(fr.request(Opcode.RANGE_SCAN_CREATE, value=scan, datatype=1, vbucket=VBID))
@@ -242,8 +242,8 @@ def test_an_unreadable_and_an_unknown_collection_id_get_the_same_status(site: Si
 
     def by_dcp(number: int) -> list[object]:
         client = kv(site.dcp, user=BOB)
-        client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR]))
-        client.ask(codec_kv.select_bucket(b"orders"))
+        client.ask(kv_client.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR]))
+        client.ask(kv_client.select_bucket(b"orders"))
         value = b'{"collections":["%x"]}' % number
         request = ev.StreamRequest(VBID, 0, 0, SEQNO_MAX, 0, 0, 0, value, opaque=7)
         for event in (ev.DcpOpen(b"bob", 1, opaque=1), ev.DcpControl(b"enable_noop", b"true", opaque=2), request):
@@ -271,8 +271,8 @@ GETTERS = (Opcode.GET, Opcode.GET_META, Opcode.GET_REPLICA, Opcode.SUBDOC_GET)
 )  # fmt: skip
 def test_another_collection_is_refused_by_every_stream_filter(value: bytes, site: Site) -> None:
     client = kv(site.dcp, user=BOB)
-    client.ask(codec_kv.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR]))
-    assert client.ask(codec_kv.select_bucket(b"orders")).status == 0
+    client.ask(kv_client.hello(b"x", [Feature.COLLECTIONS, Feature.XATTR]))
+    assert client.ask(kv_client.select_bucket(b"orders")).status == 0
     request = ev.StreamRequest(VBID, 0, 0, SEQNO_MAX, 0, 0, 0, value, opaque=7)
     for event in (ev.DcpOpen(b"bob", 1, opaque=1), ev.DcpControl(b"enable_noop", b"true", opaque=2), request):
         client.line.sendall(codec_dcp.encode(event))
@@ -350,7 +350,7 @@ def test_a_forged_header_does_not_give_the_rights_of_another_user(lines: str, si
 def test_a_forged_first_login_message_does_not_change_the_user(first: bytes, site: Site) -> None:
     client, exchange = kv(site.kv, login=False), ScramClient("SCRAM-SHA512", BOB, PASSWORD, nonce="abcdefgh")
     exchange.first()
-    challenge = client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", first))
+    challenge = client.ask(kv_client.sasl_auth(b"SCRAM-SHA512", first))
     if challenge.status == Status.AUTH_CONTINUE:
         final = exchange.final(challenge.value)
         assert client.ask(kv_client.sasl_step(b"SCRAM-SHA512", final)).status == Status.AUTH_ERROR
@@ -418,7 +418,7 @@ def test_password_guesses_that_hang_up_early_count_as_failures(site: Site) -> No
     before = failed()
     for number in range(60):
         client = kv(site.kv, login=False)
-        client.send(codec_kv.sasl_auth(b"PLAIN", f"\0{USER}\0guess{number}".encode()))
+        client.send(kv_client.sasl_auth(b"PLAIN", f"\0{USER}\0guess{number}".encode()))
         received(client.line, 0.01)
         client.close()
     until("the failures to be counted", lambda: failed() >= before + 60)

@@ -96,9 +96,9 @@ class Ports:
 
     def kv_client(self, kind: str, user: str = USER, features: Iterable[int] = FEATURES) -> Kv:
         client = Kv(self.ports[kind], login=False)
-        client.ask(codec_kv.hello(b"steps", features))
-        assert client.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{user}\0{PASSWORD}".encode())).status == 0
-        assert client.ask(codec_kv.select_bucket(b"orders")).status == 0
+        client.ask(kv_client.hello(b"steps", features))
+        assert client.ask(kv_client.sasl_auth(b"PLAIN", f"\0{user}\0{PASSWORD}".encode())).status == 0
+        assert client.ask(kv_client.select_bucket(b"orders")).status == 0
         return client
 
     def http(self, user: str = USER) -> Http:
@@ -195,7 +195,7 @@ def gets(client: Kv, prefix: bytes) -> None:
 def challenges(ports: Ports) -> None:
     for _ in range(8):
         client = Kv(ports.ports["kv"], login=False)
-        client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", b"n,,n=unknown,r=abcdefgh"))
+        client.ask(kv_client.sasl_auth(b"SCRAM-SHA512", b"n,,n=unknown,r=abcdefgh"))
         client.close()
 
 
@@ -314,7 +314,7 @@ def chunked(client: Http) -> None:
 
 def features(ports: Ports) -> None:
     client = Kv(ports.ports["kv"], login=False)
-    many(client, *[codec_kv.hello(b"", range(32_000))] * 8)
+    many(client, *[kv_client.hello(b"", range(32_000))] * 8)
     client.close()
 
 
@@ -325,7 +325,7 @@ def scans_that_wait(ports: Ports) -> None:
     frame = fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=FULL_VBID, value=value, datatype=1)
     clients = [ports.kv_client("kv") for _ in range(16)]
     for client in clients:
-        client.ask(codec_kv.hello(b"", ALL_FEATURES))
+        client.ask(kv_client.hello(b"", ALL_FEATURES))
         client.send(*[frame] * 64)
     for client in clients:
         for _ in range(64):

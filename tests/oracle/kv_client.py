@@ -53,6 +53,25 @@ def server_duration_us(framing: bytes) -> float | None:
     return None
 
 
+def hello(agent: bytes, features: Iterable[int], *, opaque: int = 0) -> Frame:
+    value = b"".join(feature.to_bytes(2) for feature in features)
+    return request(Opcode.HELLO, opaque=opaque, key=agent, value=value)
+
+
+def sasl_auth(mechanism: bytes, data: bytes) -> Frame:
+    return request(Opcode.SASL_AUTH, key=mechanism, value=data)
+
+
+def select_bucket(name: bytes) -> Frame:
+    return request(Opcode.SELECT_BUCKET, key=name)
+
+
+def decode_collection_id(extras: bytes) -> tuple[int, int]:
+    """The manifest's uid and the collection's id, in the answer to GET_COLLECTION_ID."""
+    manifest_uid, collection_id = struct.unpack(">QI", extras)
+    return manifest_uid, collection_id
+
+
 def noop(*, opaque: int = 0) -> Frame:
     """The plain NOOP."""
     return request(Opcode.NOOP, opaque=opaque)

@@ -16,6 +16,7 @@ from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Magic, Opcode, Status
 from mirror.wire.errors import ProtocolError
 from mirror.wire.frame import Frame
+from tests.oracle import kv_client
 
 ENDLESS = 2**64 - 1
 DATA = (ev.Mutation, ev.Deletion, ev.Expiration)
@@ -68,10 +69,10 @@ class Client:
         password: str = "demo",
     ) -> Client:
         client = await Client.connect(cluster, node)
-        client.features = codec_kv.decode_features((await client.ask(codec_kv.hello(b"test", features))).value)
-        answer = await client.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{user}\0{password}".encode()))
+        client.features = codec_kv.decode_features((await client.ask(kv_client.hello(b"test", features))).value)
+        answer = await client.ask(kv_client.sasl_auth(b"PLAIN", f"\0{user}\0{password}".encode()))
         assert answer.status == Status.SUCCESS
-        assert (await client.ask(codec_kv.select_bucket(cluster.bucket.name.encode()))).status == Status.SUCCESS
+        assert (await client.ask(kv_client.select_bucket(cluster.bucket.name.encode()))).status == Status.SUCCESS
         return client
 
     @staticmethod

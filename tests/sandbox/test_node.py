@@ -73,7 +73,7 @@ async def test_maps_are_announced_to_subscribed_clients_even_on_dcp_connections(
 async def test_map_announcements_need_the_duplex_feature(cluster: SandboxCluster) -> None:
     for notice in NOTICES:
         client = await Client.connect(cluster)
-        assert (await client.ask(codec_kv.hello(b"x", (notice,)))).status == Status.EINVAL
+        assert (await client.ask(kv_client.hello(b"x", (notice,)))).status == Status.EINVAL
 
 
 async def test_a_client_that_declines_known_maps_gets_none_with_a_refusal() -> None:

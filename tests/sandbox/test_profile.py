@@ -128,10 +128,10 @@ async def test_purged_tombstones_are_ignored_on_request_from_7_2_on(profile: str
 async def test_maps_of_old_servers_have_no_epoch_and_need_a_bucket(profile: str, alone: bool, epoch: bool) -> None:
     async with SandboxCluster(vbuckets=1, profile=profile) as cluster:
         client = await Client.connect(cluster)
-        await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0demo"))
+        await client.ask(kv_client.sasl_auth(b"PLAIN", b"\0demo\0demo"))
         status = (await client.ask(codec_kv.get_cluster_config())).status
         assert status == (Status.SUCCESS if alone else Status.NO_BUCKET)
-        await client.ask(codec_kv.select_bucket(b"demo"))
+        await client.ask(kv_client.select_bucket(b"demo"))
         config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
         assert ("revEpoch" in config, config["rev"]) == (epoch, cluster.bucket.map.rev)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from mirror.serve.dcp.server import DcpServer
-from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import DcpOpenFlag, Feature, Opcode
@@ -15,6 +15,7 @@ from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import Frame
 from mirror.wire.system_events import encode_system_event
 from storage.model import SEQNO_MAX, Collection, Manifest, ManifestUid, Seqno, SnapshotRange
+from tests.oracle import kv_client
 from tests.serve.kv_rig import PASSWORD, USER, WAIT_S, Client, Hosted, Store
 
 ALL = (Feature.XATTR, Feature.XERROR, Feature.SELECT_BUCKET, Feature.SNAPPY, Feature.JSON, Feature.COLLECTIONS)
@@ -111,7 +112,7 @@ class DcpClient(Client):
         await self.hello(*features)
         if login:
             assert await self.login(*login) == 0
-        assert (await self.ask(codec_kv.select_bucket(bucket.encode()))).status == 0
+        assert (await self.ask(kv_client.select_bucket(bucket.encode()))).status == 0
         assert (await self.say(ev.DcpOpen(name.encode(), flags, opaque=1))).status == 0
         if noop:
             assert await self.control(b"enable_noop", b"true") == 0

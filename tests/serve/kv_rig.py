@@ -217,10 +217,10 @@ class Client:
         return await self.ask(fr.request(opcode, vbucket=vbid, key=key, opaque=7))
 
     async def hello(self, *features: int) -> tuple[int, ...]:
-        return codec_kv.decode_features((await self.ask(codec_kv.hello(b"test", features))).value)
+        return codec_kv.decode_features((await self.ask(kv_client.hello(b"test", features))).value)
 
     async def login(self, user: str = USER, password: str = PASSWORD) -> int:
-        return (await self.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{user}\0{password}".encode()))).status
+        return (await self.ask(kv_client.sasl_auth(b"PLAIN", f"\0{user}\0{password}".encode()))).status
 
     async def alive(self) -> bool:
         await self.send(kv_client.noop())
@@ -311,7 +311,7 @@ class Endpoint(Hosted[KvServer, Client]):
         client = await self.connect()
         await client.hello(*(each for each in ALL_FEATURES if each != Feature.TRACING))
         assert await client.login() == 0
-        assert (await client.ask(codec_kv.select_bucket(self.bucket.name.encode()))).status == 0
+        assert (await client.ask(kv_client.select_bucket(self.bucket.name.encode()))).status == 0
         return client
 
 

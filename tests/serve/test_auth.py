@@ -145,9 +145,8 @@ def with_sha1(**fields: object) -> object:
     ],
 )
 def test_an_invalid_users_file_is_one_clear_error(tmp_path: Path, document: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=f"^the users file .*{said}"):
         FileUsers(written(tmp_path / "users.json", document))
-    assert caught.value.setting == "users_file"
 
 
 def test_a_missing_file_and_a_pipe_in_its_place_are_clear_errors(tmp_path: Path) -> None:

@@ -134,11 +134,11 @@ def samples() -> list[bytes]:
     """Good requests of every kind, to be damaged."""
     specs = kv_client.encode_lookup_specs([LookupSpec(int(Opcode.SUBDOC_GET), b"n.m[1]", 4), LookupSpec(0, b"")])
     frames = [
-        codec_kv.hello(b"agent", range(1, 40)),
+        kv_client.hello(b"agent", range(1, 40)),
         kv_client.sasl_list_mechs(),
-        codec_kv.sasl_auth(b"SCRAM-SHA512", b"n,,n=demo,r=abcdef"),
+        kv_client.sasl_auth(b"SCRAM-SHA512", b"n,,n=demo,r=abcdef"),
         kv_client.sasl_step(b"SCRAM-SHA512", b"c=biws,r=abcdef,p=AAAA"),
-        codec_kv.select_bucket(b"orders"),
+        kv_client.select_bucket(b"orders"),
         kv_client.get_error_map(),
         codec_kv.get_cluster_config((1, 1)),
         kv_client.get_collection_id(b"_default._default"),

@@ -28,7 +28,7 @@ KEYS = [next(key for key in (b"k%d" % n for n in range(99)) if vbid_of(key, 4) =
 async def scram(client: Client, mechanism: str, user: str, password: str) -> tuple[int, bytes]:
     """A whole exchange; the client checks the server, too."""
     side = ScramClient(mechanism, user, password)
-    first = await client.ask(codec_kv.sasl_auth(mechanism.encode(), side.first()))
+    first = await client.ask(kv_client.sasl_auth(mechanism.encode(), side.first()))
     assert first.status == Status.AUTH_CONTINUE
     final = await client.ask(kv_client.sasl_step(mechanism.encode(), side.final(first.value)))
     if final.status == Status.SUCCESS:
@@ -58,7 +58,7 @@ async def test_repeated_wrong_passwords_end_the_connection(endpoint: Endpoint) -
     client = await endpoint.connect()
     await client.hello(Feature.XERROR)
     for _ in range(FAILED_LOGINS_MAX):
-        answer = await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0wrong"))
+        answer = await client.ask(kv_client.sasl_auth(b"PLAIN", b"\0demo\0wrong"))
         assert answer.status == Status.AUTH_ERROR
         assert set(json.loads(answer.value)["error"]) == {"ref"}
     assert await client.receive() is None
@@ -70,10 +70,10 @@ async def test_repeated_wrong_passwords_end_the_connection(endpoint: Endpoint) -
 )
 async def test_a_malformed_login_is_refused(endpoint: Endpoint, mechanism: bytes, data: bytes) -> None:
     client = await endpoint.connect()
-    assert (await client.ask(codec_kv.sasl_auth(mechanism, data))).status == Status.AUTH_ERROR
+    assert (await client.ask(kv_client.sasl_auth(mechanism, data))).status == Status.AUTH_ERROR
     assert (await client.ask(kv_client.sasl_step(b"SCRAM-SHA1", b"c=biws,r=x,p=AAAA"))).status == Status.AUTH_ERROR
     side = ScramClient("SCRAM-SHA1", "demo", "demo")
-    first = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA1", side.first()))
+    first = await client.ask(kv_client.sasl_auth(b"SCRAM-SHA1", side.first()))
     other = kv_client.sasl_step(b"SCRAM-SHA256", side.final(first.value))
     assert (await client.ask(other)).status == Status.AUTH_ERROR, "the steps of one mechanism are not another's"
 
@@ -100,10 +100,10 @@ async def test_plain_is_not_offered_to_remote_clients_without_tls(store: Store) 
 async def test_only_the_bucket_of_the_mirror_can_be_selected(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     await client.hello(Feature.XERROR)
-    wrong = await client.ask(codec_kv.select_bucket(b"other"))
+    wrong = await client.ask(kv_client.select_bucket(b"other"))
     assert wrong.status == Status.EACCESS
     assert "ref" in json.loads(wrong.value)["error"]
-    assert (await client.ask(codec_kv.select_bucket(b"orders"))).status == Status.SUCCESS
+    assert (await client.ask(kv_client.select_bucket(b"orders"))).status == Status.SUCCESS
     assert (await client.ask(fr.request(Opcode.LIST_BUCKETS))).value == b"orders"
 
 
@@ -112,7 +112,7 @@ async def test_the_map_is_global_before_a_bucket_is_selected_and_not_sent_twice(
     config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
     assert "vBucketServerMap" not in config
     assert config["nodesExt"] == [{"services": {"mgmt": endpoint.port, "kv": endpoint.port}, "thisNode": True}]
-    await client.ask(codec_kv.select_bucket(b"orders"))
+    await client.ask(kv_client.select_bucket(b"orders"))
     config = json.loads((await client.ask(codec_kv.get_cluster_config((1, 4)))).value)
     assert config["vBucketServerMap"]["vBucketMap"] == [[0]] * 4
     assert (await client.ask(codec_kv.get_cluster_config((config["revEpoch"], config["rev"])))).value == b""
@@ -140,10 +140,10 @@ async def test_ids_of_collections_and_scopes_are_returned(store: Store, endpoint
     }
     for path, found in ((b"inventory.items", 8), (b"_default._default", 0), (b".", 0)):
         answer = await client.ask(kv_client.get_collection_id(path))
-        assert codec_kv.decode_collection_id(answer.extras) == (3, found)
+        assert kv_client.decode_collection_id(answer.extras) == (3, found)
     for path, found in ((b"inventory", 8), (b"inventory.items", 8), (b"", 0)):
         answer = await client.ask(kv_client.get_scope_id(path))
-        assert codec_kv.decode_collection_id(answer.extras) == (3, found)
+        assert kv_client.decode_collection_id(answer.extras) == (3, found)
     for path, status in ((b"inventory.x", 0x88), (b"x.items", 0x88), (b"inventory", 0x04), (b"a.b.c", 0x04)):
         assert (await client.ask(kv_client.get_collection_id(path))).status == status
     unknown = await client.ask(kv_client.get_scope_id(b"nowhere"))

@@ -42,9 +42,8 @@ def test_several_addresses_are_separated_by_commas() -> None:
     "text", ["", "host", "host:", "host:x", "host:70000", "::1:5", "unix:", "unix:/" + "x" * 107, "5,5"]
 )
 def test_an_invalid_address_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^kv "):
         parse_addresses(text, "kv")
-    assert caught.value.setting == "kv"
 
 
 def test_an_address_for_other_machines_needs_tls_and_users(tmp_path: Path) -> None:

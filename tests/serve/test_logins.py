@@ -28,7 +28,6 @@ from mirror.serve.access.logins import (
 from mirror.serve.bucket.mirror_session import FAILED_LOGINS_MAX, MirrorClients
 from mirror.server.admission import LOCAL
 from mirror.server.session import LoginAttempt
-from mirror.wire import codec_kv
 from mirror.wire.constants import Status
 from mirror.wire.sasl import SaslError, ScramClient
 from tests.manual_clock import ManualClock
@@ -202,7 +201,7 @@ async def test_requests_behind_a_login_wait_for_it(store: Store, users_file: Pat
     async with serving(store.path, readers=FileUsers(users_file)) as endpoint:
         client = await endpoint.connect()
         await client.hello(*ALL_FEATURES)
-        await client.send(codec_kv.sasl_auth(b"PLAIN", b"\0ann\0pw"), codec_kv.select_bucket(b"orders"))
+        await client.send(kv_client.sasl_auth(b"PLAIN", b"\0ann\0pw"), kv_client.select_bucket(b"orders"))
         for _ in range(2):
             assert (await client.answer()).status == Status.SUCCESS
 
@@ -230,7 +229,7 @@ async def test_unanswered_challenges_are_failed_logins(store: Store, users_file:
         client = await endpoint.connect()
         for number in range(4):
             first = ScramClient("SCRAM-SHA512", "ann", "pw").first()
-            answer = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", first))
+            answer = await client.ask(kv_client.sasl_auth(b"SCRAM-SHA512", first))
             assert answer.status == (Status.AUTH_CONTINUE if number < FAILED_LOGINS_MAX else Status.AUTH_ERROR)
         assert await client.receive() is None
 
@@ -238,7 +237,7 @@ async def test_unanswered_challenges_are_failed_logins(store: Store, users_file:
 async def test_a_login_that_began_before_the_password_was_changed_is_refused(store: Store, users_file: Path) -> None:
     async with serving(store.path, readers=FileUsers(users_file)) as endpoint:
         client, exchange = await endpoint.connect(), ScramClient("SCRAM-SHA512", "ann", "pw")
-        challenge = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", exchange.first()))
+        challenge = await client.ask(kv_client.sasl_auth(b"SCRAM-SHA512", exchange.first()))
         with_users(users_file, {"ann": "another"})
         answer = await client.ask(kv_client.sasl_step(b"SCRAM-SHA512", exchange.final(challenge.value)))
         assert answer.status == Status.AUTH_ERROR
@@ -253,9 +252,9 @@ async def test_guesses_and_silent_connections_do_not_lock_users_out(store: Store
             logins.failed("ann", "local")
         for _ in range(8):
             client = await endpoint.connect()
-            await client.send(codec_kv.sasl_auth(b"PLAIN", b"\0ann\0wrong"))
+            await client.send(kv_client.sasl_auth(b"PLAIN", b"\0ann\0wrong"))
         late = await endpoint.connect()
-        await late.send(codec_kv.sasl_auth(b"PLAIN", b"\0ann\0pw"))
+        await late.send(kv_client.sasl_auth(b"PLAIN", b"\0ann\0pw"))
         await until(lambda: sum(each.slot.logging_in for each in endpoint.server.connections) == 9)
         for _ in range(endpoint.server.admission.pending_max * 2):
             await endpoint.connect()

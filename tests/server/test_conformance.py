@@ -17,13 +17,14 @@ import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.data.sandbox_vbucket import Vbucket
-from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status, StreamEndReason, StreamRequestFlag
 from storage.format import seal
 from storage.history.purge import Window
 from tests.feed.harness import Mirror
+from tests.oracle import kv_client
 from tests.sandbox.past import state_at
 from tests.serve.dcp_rig import ALL, TIMES, DcpClient, serving_dcp
 from tests.serve.kv_rig import mirror_of
@@ -209,7 +210,7 @@ async def test_the_flags_of_an_open_request_are_checked(server: Server) -> None:
         client = await server.connect()
         await client.hello(*ALL)
         await client.login()
-        await client.ask(codec_kv.select_bucket(server.cluster.bucket.name.encode()))
+        await client.ask(kv_client.select_bucket(server.cluster.bucket.name.encode()))
         found.append((flags, (await client.say(ev.DcpOpen(b"open-%d" % flags, flags))).status))
     assert found == OPEN_FLAGS
 
@@ -218,7 +219,7 @@ async def test_a_request_in_the_wrong_order_is_refused(server: Server) -> None:
     client = await server.connect()
     await client.hello(*ALL)
     await client.login()
-    await client.ask(codec_kv.select_bucket(server.cluster.bucket.name.encode()))
+    await client.ask(kv_client.select_bucket(server.cluster.bucket.name.encode()))
     for event in (ev.DcpControl(b"enable_noop", b"true"), ev.GetFailoverLog(0), ev.CloseStream(0), ev.BufferAck(1)):
         assert (await client.say(event)).status == Status.EINVAL, event
     assert (await client.stream(0)).status == Status.EINVAL
@@ -415,7 +416,7 @@ async def drop_the_collection(server: Server, _client: DcpClient) -> None:
 
 
 async def log_in_in_vain(server: Server, client: DcpClient) -> None:
-    assert (await client.say_frame(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0wrong"))).status == Status.AUTH_ERROR
+    assert (await client.say_frame(kv_client.sasl_auth(b"PLAIN", b"\0demo\0wrong"))).status == Status.AUTH_ERROR
     server.cluster.set("d1", {"n": "news"}, vbid=0)  # a server looks at privileges when there is something to send
 
 

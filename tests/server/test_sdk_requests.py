@@ -70,7 +70,7 @@ async def test_every_request_of_the_sdk_is_answered_as_recorded(recording: str) 
         if request.opcode == Opcode.SASL_STEP:
             continue
         if request.opcode == Opcode.SASL_AUTH:
-            answer = await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0demo"))
+            answer = await client.ask(kv_client.sasl_auth(b"PLAIN", b"\0demo\0demo"))
             assert answer.status == Status.SUCCESS
             continue
         answer = await client.ask(request)

@@ -546,7 +546,7 @@ class Checker:
 
     def check_store(self) -> None:
         report = check(self.mirror.path)
-        assert report.clean, report.problems[:SHOWN]
+        assert not report.problems, report.problems[:SHOWN]
         self.counts["integrity walks"] += 1
 
     def check_everything(self) -> None:

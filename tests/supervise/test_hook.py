@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mirror.clock import SystemClock
 from mirror.errors import ConfigError
 from mirror.supervise.events import hook as module
 from mirror.supervise.events.hook import RUNNING_MAX, WAITING_MAX, Hook
@@ -37,7 +36,7 @@ async def test_each_event_is_one_run_with_its_json_on_stdin_and_no_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DCP_MIRROR_PASSWORD", "secret")
-    hook = Hook(SystemClock(), script(tmp_path, 'echo "$DCP_MIRROR_PASSWORD" > "$1/password"; cat > "$1/$$.json"'))
+    hook = Hook(script(tmp_path, 'echo "$DCP_MIRROR_PASSWORD" > "$1/password"; cat > "$1/$$.json"'))
     events = [{"number": number, "event": "rollback"} for number in range(5)]
     for event in events:
         hook.put(event)
@@ -50,7 +49,7 @@ async def test_each_event_is_one_run_with_its_json_on_stdin_and_no_password(
 
 async def test_a_hook_without_a_command_keeps_no_event(tmp_path: Path) -> None:
     """An event of before the command was set is not given to it; one of after it is."""
-    hook = Hook(SystemClock(), None)
+    hook = Hook(None)
     hook.put({"number": 1})
     hook.use(script(tmp_path, 'cat > "$1/$$.json"'))
     hook.put({"number": 2})
@@ -72,7 +71,7 @@ async def test_a_failure_is_logged_once_and_again_after_a_success(
     complaint: str,
 ) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2 if text and "sleep" in text else 60.0)
-    hook = Hook(SystemClock(), "/nonexistent/program" if text is None else script(tmp_path, text))
+    hook = Hook("/nonexistent/program" if text is None else script(tmp_path, text))
     for _ in range(3):
         hook.put({})
     await eventually(lambda: hook.idle)
@@ -91,7 +90,7 @@ async def test_a_failure_is_logged_once_and_again_after_a_success(
 
 
 async def test_a_closing_hook_runs_the_command_for_all_waiting_events(tmp_path: Path) -> None:
-    hook = Hook(SystemClock(), script(tmp_path, 'cat > "$1/$$.json"'))
+    hook = Hook(script(tmp_path, 'cat > "$1/$$.json"'))
     for number in range(RUNNING_MAX + 3):
         hook.put({"number": number})
     await hook.close()
@@ -101,7 +100,7 @@ async def test_a_closing_hook_runs_the_command_for_all_waiting_events(tmp_path: 
 async def test_a_hook_bounds_its_runs_its_waiting_events_and_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hook = Hook(SystemClock(), script(tmp_path, 'echo $$ > "$1/$$.pid"; exec sleep 600'))
+    hook = Hook(script(tmp_path, 'echo $$ > "$1/$$.pid"; exec sleep 600'))
     for number in range(RUNNING_MAX + WAITING_MAX + 5):
         hook.put({"number": number})
     await eventually(lambda: len(texts(tmp_path, "*.pid")) == RUNNING_MAX)
@@ -118,4 +117,4 @@ async def test_a_hook_bounds_its_runs_its_waiting_events_and_its_end(
 @pytest.mark.parametrize("command", ["", "notify 'open"])
 def test_a_malformed_command_is_refused(command: str) -> None:
     with pytest.raises(ConfigError, match="on_event"):
-        Hook(SystemClock(), command)
+        Hook(command)

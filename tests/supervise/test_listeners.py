@@ -49,9 +49,8 @@ def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
 def test_more_connections_than_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (1024, 1024))
     Listeners(Settings(), 1)
-    with pytest.raises(ConfigError, match="needs 1176 open files") as caught:
+    with pytest.raises(ConfigError, match=r"^reader_connections_max .* needs 1176 open files"):
         Listeners(Settings(http="0"), 1)
-    assert caught.value.setting == "reader_connections_max"
     Listeners(Settings(http="0", reader_connections_max=800), 1)
 
 
@@ -73,21 +72,20 @@ def test_an_address_in_use_releases_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "setting"),
+    ("values", "named"),
     [
         ({"kv": "nowhere"}, "kv"),
         ({"http": "0.0.0.0:80"}, "http"),
-        ({"kv": "0", "users_file": "/nonexistent"}, "users_file"),
-        ({"kv": "tls://127.0.0.1:0", "listen_tls_cert_file": "/nonexistent"}, "listen_tls_cert_file"),
+        ({"kv": "0", "users_file": "/nonexistent"}, "the users file"),
+        ({"kv": "tls://127.0.0.1:0", "listen_tls_cert_file": "/nonexistent"}, "the certificate"),
         ({"kv_nodes": "a,b"}, "kv_nodes"),
         ({"kv": "11410", "http": "0,127.0.0.1:11410"}, "http"),
         ({"kv": "unix:/tmp/a", "dcp": "unix:/tmp/a"}, "dcp"),
     ],
 )
-def test_bad_addresses_are_refused_before_a_server_starts(values: dict[str, str], setting: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_bad_addresses_are_refused_before_a_server_starts(values: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named} "):
         Listeners(validated(values), 1)
-    assert caught.value.setting == setting
 
 
 def test_a_map_that_changed_has_a_later_revision() -> None:
@@ -157,9 +155,8 @@ def test_an_unavailable_address_changes_no_listener(tmp_path: Path) -> None:
         assert listeners.urls() == urls
         assert (tmp_path / "kv.sock").exists()
         socket.create_server(("127.0.0.1", free)).close()
-        with pytest.raises(ConfigError, match="is the address of kv until kv has changed") as caught:
+        with pytest.raises(ConfigError, match="is the address of kv until kv has changed"):
             listeners.change(Settings(http=f"unix:{tmp_path}/kv.sock"))
-        assert caught.value.setting == "http"
         with pytest.raises(ConfigError, match="users file"):
             listeners.change(replace(settings, users_file=tmp_path / "absent"))
         listeners.release()

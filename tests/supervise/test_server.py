@@ -215,8 +215,8 @@ async def test_a_changed_list_of_mirrors_reaches_clients_that_stay_connected(dat
     settings = [served(data, kv="0")]
     async with service(data, lambda: settings[0], kv="0") as (supervisor, lines):
         client = await connect(lines[0])
-        await ask(client, codec_kv.hello(b"test", [Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION]))
-        await ask(client, codec_kv.select_bucket(b"demo"))
+        await ask(client, kv_client.hello(b"test", [Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION]))
+        await ask(client, kv_client.select_bucket(b"demo"))
         before = json.loads((await ask(client, codec_kv.get_cluster_config())).value)
         assert before["vBucketServerMap"]["numReplicas"] == 0
         settings[0] = served(data, kv="0", kv_nodes="a:1,b:1=x")

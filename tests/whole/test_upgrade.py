@@ -25,7 +25,7 @@ def test_a_directory_of_each_readable_format_is_recorded() -> None:
 def test_a_recorded_directory_is_read_checked_and_streamed_on(number: int, tmp_path: Path) -> None:
     data = unpacked(formats()[number], tmp_path)
     report = check(str(data))
-    assert report.clean, report.problems
+    assert not report.problems, report.problems
     cluster = source_of(data)
     high_seqnos = [vbucket.high_seqno for vbucket in cluster.vbuckets]
     with open_view(str(data)) as view:
@@ -55,7 +55,7 @@ def test_a_recorded_directory_is_read_checked_and_streamed_on(number: int, tmp_p
             assert differences(cluster, view, vbid, high_seqnos[vbid] + 1, pinned=False) == []
             changes = [change.document.key for change in view.changes(vbid, since=tokens[vbid]) if change.document]
             assert changes == [b"new-%d" % vbid], "a token of before is good"
-    assert check(str(data)).clean
+    assert not check(str(data)).problems
     assert call("restore", "--from", backup(data), "--data", tmp_path / "restored").code == 0
 
 

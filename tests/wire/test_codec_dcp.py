@@ -158,12 +158,6 @@ def test_a_key_too_long_for_a_stream_id_is_a_local_error() -> None:
     assert encode(codec_dcp.to_frame(ev.Mutation(1, b"k" * 256, 2, 3, 4)))
 
 
-def test_an_answer_has_the_opcode_and_opaque_of_its_question() -> None:
-    noop = ev.DcpNoop(opaque=12)
-    assert codec_dcp.answer(noop) == ev.Response(Opcode.DCP_NOOP, 0, opaque=12)
-    assert codec_dcp.opcode_of(codec_dcp.answer(noop)) == Opcode.DCP_NOOP
-
-
 def test_a_request_for_seqnos_carries_its_state_and_collection() -> None:
     for state, collection, extras in ((None, None, 0), (1, None, 4), (None, 8, 8), (1, 8, 8)):
         body = codec_dcp.encode_all_vb_seqnos_request(state, collection)

@@ -147,7 +147,6 @@ def test_every_uncompressed_xattr_blob_is_read_and_written(sides: Sides) -> None
             if frame.datatype & Datatype.XATTR and not frame.datatype & Datatype.SNAPPY:
                 xattrs, body = xattr.split(frame.value, frame.datatype)
                 assert xattr.join(xattrs, body) == frame.value, name
-                assert xattr.body_of(frame.value, frame.datatype) == body
                 names |= set(xattrs)
     assert {b"_sync", b"meta", b"u1"} <= names
 
@@ -187,7 +186,7 @@ _BODIES: dict[tuple[int, bool], Callable[[Frame], None]] = {
     (Opcode.TOUCH, False): lambda f: _is(f.extras, kv_client.encode_expiry(codec_kv.decode_expiry(f.extras))),
     (Opcode.GET_META, True): lambda f: _is(f.extras, codec_kv.encode_meta(kv_client.decode_meta(f.extras))),
     (Opcode.GET_COLLECTION_ID, True): lambda f: _is(
-        f.extras, codec_kv.encode_collection_id(*codec_kv.decode_collection_id(f.extras))
+        f.extras, codec_kv.encode_collection_id(*kv_client.decode_collection_id(f.extras))
     ),
     (Opcode.SUBDOC_MULTI_LOOKUP, False): lambda f: _is(
         f.value, kv_client.encode_lookup_specs(codec_kv.decode_lookup_specs(f.value))

@@ -19,7 +19,6 @@ def test_attributes_and_body_are_read_as_they_were_written(xattrs: dict[bytes, b
     value = xattr.join(xattrs, body)
     found, rest = xattr.split(value, Datatype.XATTR | Datatype.JSON)
     assert (list(found.items()), rest) == (list(xattrs.items()), body)
-    assert xattr.body_of(value, Datatype.XATTR) == body
 
 
 @given(st.binary(max_size=60))
@@ -33,7 +32,6 @@ def test_any_bytes_are_attributes_or_a_remote_error(value: bytes) -> None:
 
 def test_a_value_without_the_xattr_bit_is_all_body() -> None:
     assert xattr.split(b"\0\0\0\1x", Datatype.JSON) == ({}, b"\0\0\0\1x")
-    assert xattr.body_of(b"\0\0\0\1x", 0) == b"\0\0\0\1x"
 
 
 def test_a_blob_of_a_real_server_is_split() -> None:
@@ -63,9 +61,8 @@ def test_wrong_lengths_and_terminators_are_refused(value: bytes) -> None:
 
 
 def test_a_compressed_value_is_refused_until_it_is_inflated() -> None:
-    for read in (xattr.split, xattr.body_of):
-        with pytest.raises(LocalProtocolError, match="compressed"):
-            read(b"", Datatype.XATTR | Datatype.SNAPPY)
+    with pytest.raises(LocalProtocolError, match="compressed"):
+        xattr.split(b"", Datatype.XATTR | Datatype.SNAPPY)
 
 
 @pytest.mark.parametrize("name", [b"", b"a\0b"])

@@ -45,7 +45,6 @@ class Source:
                 raise ConfigError(
                     f"vbuckets {first}-{last} are requested, and the bucket has {count}",
                     hint=f"give a range up to {count - 1}",
-                    setting="vbuckets",
                 )
             held = None if last - first + 1 == count else (first, last)
         groups = min(settings.groups, held[1] - held[0] + 1 if held else count)
@@ -225,6 +224,5 @@ def server_of(text: str) -> tuple[str, int]:
         raise ConfigError(
             f"dns_server {text!r} has no port behind its colon",
             hint="write ADDRESS or ADDRESS:PORT",
-            setting="dns_server",
         )
     return host, int(port) if colon else DNS_PORT

@@ -88,7 +88,6 @@ class Access:
                 raise ConfigError(
                     f"{setting} is set, and the connection string says couchbase://, which is not encrypted",
                     hint=f"write couchbases://, or take {setting} out",
-                    setting="source",
                 )
         if source.network is not None:
             settings = replace(settings, network=source.network)
@@ -294,14 +293,12 @@ async def _authenticate(link: Link, access: Access) -> None:
         raise ConfigError(
             "the connection string names no user",
             hint="write couchbase://user@host/bucket, or use couchbases:// with tls_client_cert_file",
-            setting="source",
         )
     password = access.password.read()
     if password is None:
         raise ConfigError(
             f"no password is set for user {user}",
             hint="set DCP_MIRROR_PASSWORD, DCP_MIRROR_PASSWORD_FILE, or a file `password` in the secrets folder",
-            setting="password",
         )
     answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=settings.connect_timeout_s)
     if answer.status == Status.NOT_SUPPORTED and certified:

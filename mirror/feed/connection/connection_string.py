@@ -145,4 +145,4 @@ def _check_ip6(host: str) -> None:
 
 
 def _wrong(what: str, hint: str) -> ConfigError:
-    return ConfigError(f"the connection string is wrong: {what}", hint=hint, setting="source")
+    return ConfigError(f"the connection string is wrong: {what}", hint=hint)

@@ -22,7 +22,6 @@ from mirror.feed.connection.transport import Link, OnAnswer, Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.selection import FilterFields
-from mirror.log import get_logger
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import DECODED, decode, encode, to_frame
 from mirror.wire.constants import (
@@ -39,8 +38,6 @@ from mirror.wire.frame import encode as encode_frame
 from mirror.wire.keys import key_problem
 from mirror.wire.scan import Row, Run, is_data, row_of
 from storage.model import FailoverLog
-
-log = get_logger("feed")
 
 SILENCE_MAX_S = 3.0
 """A node that sends nothing for longer while a request waits is out of contact. Its connection is closed later."""

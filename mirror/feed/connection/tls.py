@@ -52,7 +52,7 @@ def _unusable(setting: str, path: object, error: Exception, hint: str) -> Config
             reason = "the key does not belong to the certificate"
     else:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return ConfigError(f"{setting} {path} cannot be used: {reason}", hint=hint, setting=setting)
+    return ConfigError(f"{setting} {path} cannot be used: {reason}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

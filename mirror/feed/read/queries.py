@@ -140,6 +140,5 @@ def _id_of(known: Mapping[str, int], what: str, name: str) -> int:
         raise ConfigError(
             f"the bucket has no {what} {name!r}",
             hint="write scope.collection as the cluster knows it, or the name of one scope",
-            setting="collections",
         )
     return known[name]

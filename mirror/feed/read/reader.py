@@ -93,7 +93,7 @@ class SourceReader:
             settings = load().settings
         settings = replace(settings, change_streams=False, tls_ca_file=Path(ca) if ca else settings.tls_ca_file)
         if not settings.connection_buffer_size:
-            raise ConfigError("a reader needs flow control", setting="connection_buffer_size")
+            raise ConfigError("a reader needs flow control")
         access = replace(Access.of(parse(source), settings), tap=tap)
         if password is not None:
             access = replace(access, password=FixedPassword(None, None, password))

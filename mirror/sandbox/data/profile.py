@@ -197,5 +197,5 @@ DEFAULT_PROFILE = "8.x"
 def profile_named(name: str) -> Profile:
     profile = PROFILES.get(name)
     if profile is None:
-        raise ConfigError(f"no server profile {name!r}", hint=f"take {', '.join(PROFILES)}", setting="profile")
+        raise ConfigError(f"no server profile {name!r}", hint=f"take {', '.join(PROFILES)}")
     return profile

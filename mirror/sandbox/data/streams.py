@@ -24,7 +24,6 @@ class Sent:
     frames: int = 0
     bytes: int = 0
     stream_requests: list[AcceptedStream] = field(default_factory=list)
-    refused_requests: int = 0
     snapshot_ends: set[int] = field(default_factory=set)
     """Last seqnos of the announced snapshots: a client may publish only these."""
 

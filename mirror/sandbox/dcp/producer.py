@@ -87,11 +87,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         bucket, number = self._port.bucket, self._port.node_number
         is_here = bucket.state_on(request.vbid, number) != VbucketRole.DEAD
         counters = bucket.sent[request.vbid] if is_here else Sent()
-        try:
-            log = super().request_stream(request)
-        except Refused as error:
-            counters.refused_requests += error.status != Status.NOT_MY_VBUCKET
-            raise
+        log = super().request_stream(request)
         counters.stream_requests.append(
             AcceptedStream(
                 request.start_seqno, request.snap_start_seqno, request.snap_end_seqno, request.vbuuid, self.name

@@ -351,7 +351,7 @@ def _patterns(value: Any, path: Path, whose: str) -> frozenset[str]:
 
 
 def _bad(path: Path, what: str) -> ConfigError:
-    return ConfigError(f"the users file {path} {what}", hint="write it with `dcp-mirror user`", setting="users_file")
+    return ConfigError(f"the users file {path} {what}", hint="write it with `dcp-mirror user`")
 
 
 def _base64(data: bytes) -> str:

@@ -44,7 +44,6 @@ class ListenerTls:
             raise ConfigError(
                 f"the certificate {self._cert_file} or its key cannot be used: {error}",
                 hint="both must be PEM, belong together, and the key must have no passphrase",
-                setting="listen_tls_cert_file",
             ) from None
         if self._client_ca_file is not None:
             try:
@@ -53,7 +52,6 @@ class ListenerTls:
                 raise ConfigError(
                     f"the authorities {self._client_ca_file} cannot be used: {error}",
                     hint="give the PEM file of the authorities that sign client certificates",
-                    setting="listen_tls_client_ca_file",
                 ) from None
             context.verify_mode = ssl.CERT_OPTIONAL
             context.num_tickets = 0  # a resumed session would keep the client's earlier certificate
@@ -91,7 +89,6 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
             raise ConfigError(
                 "listen_tls_client_ca_file is set, and the listeners have no certificate of their own",
                 hint="set listen_tls_cert_file, or leave it out",
-                setting="listen_tls_client_ca_file",
             )
         return None
     key_file, ca_file = settings.listen_tls_key_file, settings.listen_tls_client_ca_file

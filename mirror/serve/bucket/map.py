@@ -90,7 +90,7 @@ _OWN_RANGES = "write HOST:PORT=FIRST-LAST, with the range of each mirror's setti
 
 
 def _wrong(what: str, hint: str) -> ConfigError:
-    return ConfigError(f"kv_nodes {what}", hint=hint, setting="kv_nodes")
+    return ConfigError(f"kv_nodes {what}", hint=hint)
 
 
 class ServedMap:

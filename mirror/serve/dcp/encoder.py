@@ -39,7 +39,6 @@ _U16 = struct.Struct(">H")
 class RowEncoder:
     def __init__(self, controls: Controls, stream_filter: ServedFilter) -> None:
         """`controls` must not change afterwards."""
-        self._controls = controls
         self._shape = DocumentShape(controls)
         self._event_version = _FLAT if controls.flat_events else 1
         self._filter = stream_filter

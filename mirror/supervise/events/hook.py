@@ -14,7 +14,6 @@ import signal
 from collections import deque
 from collections.abc import Mapping
 
-from mirror.clock import Clock
 from mirror.errors import ConfigError
 from mirror.log import get_logger
 
@@ -30,17 +29,14 @@ def words_of(command: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ConfigError(
-            f"on_event {command!r} cannot be parsed: {error}", hint="close its quotes", setting="on_event"
-        ) from None
+        raise ConfigError(f"on_event {command!r} cannot be parsed: {error}", hint="close its quotes") from None
     if not words:
-        raise ConfigError("on_event is empty", hint="name a program, or leave the setting out", setting="on_event")
+        raise ConfigError("on_event is empty", hint="name a program, or leave the setting out")
     return words
 
 
 class Hook:
-    def __init__(self, clock: Clock, command: str | None) -> None:
-        self._clock = clock
+    def __init__(self, command: str | None) -> None:
         self._waiting: deque[Mapping[str, object]] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._failed = False

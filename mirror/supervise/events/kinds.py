@@ -7,7 +7,7 @@ with the same news are one event, which counts all vbuckets and names the first.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, TypedDict, cast, get_args
+from typing import ClassVar, Literal, TypedDict, cast
 
 Level = Literal["info", "warning", "error"]
 
@@ -231,8 +231,6 @@ Event = (
     | WorkerEnded
     | LeaseExpired
 )
-
-EVENTS: tuple[type[Any], ...] = get_args(Event)
 
 
 def fields_of(event: Event) -> dict[str, object]:

@@ -90,7 +90,6 @@ class Listeners:
                 raise ConfigError(
                     f"{kind}: {address} is the address of {other} until {other} has changed",
                     hint=f"reload once without it, and again with {kind} at that address",
-                    setting=kind,
                 )
         own_ports = {reserved.address.port for reserved in self._held.get(kind, {}).values()}
         return reserve(address, kind, shared=address.path is None and address.port in own_ports)
@@ -163,15 +162,13 @@ def check_servers(settings: Settings) -> dict[str, list[Address]]:
         check_addresses(found[kind], settings, kind)
         for place in (_place(address) for address in found[kind] if address.port or address.path):
             if owner.setdefault(place, kind) != kind:
-                raise ConfigError(
-                    f"{kind} and {owner[place]} have the same address {place}", hint="give each its own", setting=kind
-                )
+                raise ConfigError(f"{kind} and {owner[place]} have the same address {place}", hint="give each its own")
     if found:
         users_of(settings)
         server_tls(settings)
         raise_descriptor_limit(settings, settings.groups)  # the servers inherit the limit
     if settings.sql and find_spec("duckdb") is None:
-        raise ConfigError("sql needs the package duckdb", hint="pip install 'dcp-mirror[sql]'", setting="sql")
+        raise ConfigError("sql needs the package duckdb", hint="pip install 'dcp-mirror[sql]'")
     if settings.kv_nodes is not None:
         named_nodes(settings.kv_nodes)
     return found

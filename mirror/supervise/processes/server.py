@@ -141,7 +141,7 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
         try:
             sockets.append((address, listening_socket(address, inherited)))
         except OSError as error:
-            raise ConfigError(f"{kind}: cannot listen at {address}: {error.strerror or error}", setting=kind) from error
+            raise ConfigError(f"{kind}: cannot listen at {address}: {error.strerror or error}") from error
     if kind == "http":
         # imported here, because the HTTP stack would cost KV and DCP processes memory
         from mirror.serve.http.server import HttpServer
