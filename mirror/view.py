@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from mirror.errors import ConfigError
-from storage.env.environment import MAP_SIZE
 from storage.read import view as read_view
 from storage.read.view import AsOf, View
 
@@ -52,14 +51,11 @@ class QueryView(View):
 def open_view(
     path: str | os.PathLike[str],
     *,
-    map_size: int = MAP_SIZE,
     stale_reads: bool = False,
     verify_reads: bool = True,
     partial: bool = False,
 ) -> QueryView:
-    return QueryView(
-        os.fspath(path), map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads, partial=partial
-    )
+    return QueryView(os.fspath(path), stale_reads=stale_reads, verify_reads=verify_reads, partial=partial)
 
 
 open_view.__doc__ = read_view.open_view.__doc__

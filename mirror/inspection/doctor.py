@@ -149,7 +149,6 @@ async def examine(
     source: str,
     data: Path | None,
     *,
-    clock: Clock | None = None,
     status: Mapping[str, Any] | None = None,
 ) -> Findings:
     """Yield the findings. `data` is the directory of a mirror, existing or planned; `status` is of its service.
@@ -157,7 +156,7 @@ async def examine(
     Raises ConfigError for a bad connection string.
     """
     patient = replace(settings, connect_timeout_s=min(settings.connect_timeout_s, PATIENCE_S))
-    case = Case(Access.of(parse(source), patient), data, status, clock or SystemClock())
+    case = Case(Access.of(parse(source), patient), data, status, SystemClock())
     try:
         for check, need in CHECKS:
             if need is None or getattr(case, need):

@@ -67,9 +67,9 @@ def major_version(java: Path) -> int | None:
     return int(match[1]) if match and said.returncode == 0 else None
 
 
-def wrapped(java: Path, cache: Path | None = None) -> Path:
+def wrapped(java: Path) -> Path:
     """Return a folder whose bin/java starts `java` without the argument for the missing module."""
-    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcp-mirror"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcp-mirror"
     script = _SCRIPT.format(java=shlex.quote(str(java)))
     folder = cache / f"java-{zlib.crc32(script.encode()):08x}"
     target = folder / "bin" / "java"

@@ -95,10 +95,10 @@ def register(spark: SparkSession, path: str) -> list[str]:
 
 
 @contextmanager
-def lasting(name: str, master: str | None = None) -> Iterator[SparkSession]:
+def lasting(name: str) -> Iterator[SparkSession]:
     """Yield the active session, or start one and stop it afterwards. Raises ConfigError if there is no Java."""
     found = SparkSession.getActiveSession()
-    used = found or session(name, master)
+    used = found or session(name)
     try:
         yield used
     finally:

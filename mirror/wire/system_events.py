@@ -111,15 +111,7 @@ def decode_system_event(event: SystemEvent) -> SystemEventContent:
     return cast(SystemEventContent, kind(**fields))
 
 
-def encode_system_event(
-    content: SystemEventContent,
-    *,
-    vbid: int,
-    seqno: int,
-    version: int = 1,
-    opaque: int = 0,
-    stream_id: int | None = None,
-) -> SystemEvent:
+def encode_system_event(content: SystemEventContent, *, vbid: int, seqno: int, version: int = 1) -> SystemEvent:
     """Return the event of `content`. If `version` is not 2, a new collection with a max_ttl gets version 1, any other
     content version 0. Raises LocalProtocolError if `content` is a modification and `version` is not 2.
     """
@@ -133,7 +125,7 @@ def encode_system_event(
         layout, names = _FIXED[kind][version]
         value = layout.pack(*(getattr(content, name) for name in names))
     key = content.name.encode() if isinstance(content, CollectionSettings | ScopeCreated) else b""
-    return SystemEvent(vbid, seqno, _EVENT_IDS[kind], version, key, value, opaque=opaque, stream_id=stream_id)
+    return SystemEvent(vbid, seqno, _EVENT_IDS[kind], version, key, value)
 
 
 def _error(event: SystemEvent, detail: str) -> RemoteProtocolError:

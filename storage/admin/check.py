@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import lmdb
 
 from storage.env import directory
-from storage.env.environment import DATA_FILE, MAP_SIZE, READER_TRIES, SHARED
+from storage.env.environment import DATA_FILE, READER_TRIES, SHARED
 from storage.env.transaction import Transaction
 from storage.errors import RUN_CHECK, SET_ASIDE, CorruptedError, StorageError
 from storage.format import keys, records, seal
@@ -73,7 +73,7 @@ def _problem(error: Exception) -> str:
 
 def _check_group(folder: str, group: int, identity: Identity, report: CheckReport, progress: Progress | None) -> None:
     vbids = identity.group_vbids(group)
-    environment = SHARED.acquire(folder, vbids, MAP_SIZE)
+    environment = SHARED.acquire(folder, vbids)
     try:
         with environment.read():  # keeps the writer from reusing pages
             if not _check_pages(folder, group, report):

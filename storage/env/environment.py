@@ -567,7 +567,7 @@ class _Shared:
         self.lock = threading.Lock()
         self.open: dict[str, tuple[Environment, int]] = {}
 
-    def acquire(self, path: str, vbids: Sequence[int], map_size: int) -> Environment:
+    def acquire(self, path: str, vbids: Sequence[int]) -> Environment:
         real = os.path.realpath(path)
         with self.lock:
             environment, count = self.open.get(real, (None, 0))
@@ -575,7 +575,7 @@ class _Shared:
                 environment.retire()
                 environment, count = None, 0
             if environment is None:
-                environment = Environment(real, vbids, map_size=map_size)
+                environment = Environment(real, vbids, map_size=MAP_SIZE)
             self.open[real] = (environment, count + 1)
             return environment
 

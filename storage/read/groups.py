@@ -18,14 +18,13 @@ from storage.read.vbucket_reader import ReadOptions, VbucketReader
 
 
 class Groups:
-    def __init__(self, path: str, *, map_size: int, reads: ReadOptions) -> None:
+    def __init__(self, path: str, reads: ReadOptions) -> None:
         self.path = path
         self.identity: Identity = directory.load(path)
         self.count = self.identity.group_count
         self.vbucket_count = self.identity.vbucket_count
         self.vbids = self.identity.vbids
         self.reads = reads
-        self._map_size = map_size
         self._environments: dict[int, Environment] = {}
         self.readers: dict[int, VbucketReader] = {}
         """The readers of vbuckets that were read before, by vbid. Once the time `environment.look_at` of a reader has
@@ -75,7 +74,7 @@ class Groups:
 
     def _open(self, group: int) -> Environment:
         path = directory.group_path(self.path, group)
-        environment = SHARED.acquire(path, self.identity.group_vbids(group), self._map_size)
+        environment = SHARED.acquire(path, self.identity.group_vbids(group))
         try:
             environment.open_all()
             with environment.read() as txn:

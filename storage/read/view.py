@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Self
 
-from storage.env.environment import MAP_SIZE
 from storage.format.keys import vbid_of
 from storage.format.tokens import TOKEN_LENGTH_MAX, AsOf, CollectionName, Pin, Time, Token
 from storage.history import chain, extent
@@ -47,22 +46,20 @@ __all__ = [
 def open_view(
     path: str | os.PathLike[str],
     *,
-    map_size: int = MAP_SIZE,
     stale_reads: bool = False,
     verify_reads: bool = True,
     partial: bool = False,
 ) -> View:
     """Open the mirror in the data directory `path` for reading, even if its service does not run.
 
-    `map_size` is the initial address space of each group, in bytes; it grows if needed. With `stale_reads` a vbucket is
-    read from its old copy during a resync, even if the setting `resync_reads` withholds that copy. With `verify_reads`
-    each row's checksum is compared; a wrong checksum raises CorruptedError. With `partial` a vbucket that is not filled
-    yet counts as empty; otherwise its reads raise Unavailable.
+    With `stale_reads` a vbucket is read from its old copy during a resync, even if the setting `resync_reads` withholds
+    that copy. With `verify_reads` each row's checksum is compared; a wrong checksum raises CorruptedError. With
+    `partial` a vbucket that is not filled yet counts as empty; otherwise its reads raise Unavailable.
 
     Raises NotAMirror, ReadOnly, CorruptedError, UnknownFormat; the first read of a group also WrongBucket, and ReadOnly
     without write access to the lock file.
     """
-    return View(os.fspath(path), map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads, partial=partial)
+    return View(os.fspath(path), stale_reads=stale_reads, verify_reads=verify_reads, partial=partial)
 
 
 _views: weakref.WeakSet[View] = weakref.WeakSet()
@@ -91,13 +88,12 @@ class View(PointReads):
         self,
         path: str,
         *,
-        map_size: int = MAP_SIZE,
         stale_reads: bool = False,
         verify_reads: bool = True,
         partial: bool = False,
     ) -> None:
         reads = ReadOptions(path, stale_reads, verify_reads, partial)
-        super().__init__(Groups(path, map_size=map_size, reads=reads))
+        super().__init__(Groups(path, reads))
         self.path = path
         self.identity: Identity = self.groups.identity
         self.vbids = self.identity.vbids

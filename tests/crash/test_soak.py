@@ -22,7 +22,7 @@ import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from storage.env import directory
-from storage.env.environment import MAP_SIZE, SHARED
+from storage.env.environment import SHARED
 from storage.format import keys
 from tests.crash.judge import is_level, judge
 from tests.crash.load import Load
@@ -73,7 +73,7 @@ def figures(service: Service) -> Figures:
     for group in range(GROUPS):
         path = directory.group_path(str(service.data), group)
         file_bytes += os.path.getsize(f"{path}/data.mdb")
-        environment = SHARED.acquire(path, identity.group_vbids(group), MAP_SIZE)
+        environment = SHARED.acquire(path, identity.group_vbids(group))
         try:
             environment.open_all()
             with environment.read() as txn:

@@ -76,7 +76,7 @@ class Ports:
         enter, path, users = self._stack.enter_async_context, str(self._data), self._users
         self.ports["kv"] = (await enter(serving(path, readers=users))).port
         self.ports["dcp"] = (await enter(serving_dcp(path, readers=users))).port
-        _, address = await enter(serving_http(self._settings, stored=lambda _: self._report, users=users))
+        _, address = await enter(serving_http(self._settings, stored=lambda _: self._report))
         self.ports["http"] = address.port
 
     @contextmanager

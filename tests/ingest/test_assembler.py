@@ -5,6 +5,7 @@ violations. A dialogue is a list of messages; what it says is what came out of i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -364,7 +365,7 @@ def test_a_system_event_is_staged_in_stored_form_with_the_manifest_from_there_on
     assembler = assembler_at()
     out: list[Instruction] = []
     marker(0, 9)(assembler, out)
-    event = encode_system_event(ScopeCreated(7, 8, "inventory"), vbid=0, seqno=3, opaque=77, stream_id=5)
+    event = replace(encode_system_event(ScopeCreated(7, 8, "inventory"), vbid=0, seqno=3), opaque=77, stream_id=5)
     assembler.system_event(event, out)
     [staged] = out
     assert isinstance(staged, StageSystemEvent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -41,8 +42,8 @@ def test_events_have_the_recorded_bytes() -> None:
     assert len(flat) == 6
     for content, event in zip(made, recorded, strict=True):
         assert flat.get(event.seqno, content) == content
-        ours = encode_system_event(content, vbid=event.vbid, seqno=event.seqno, opaque=event.opaque)
-        assert ours == event
+        ours = encode_system_event(content, vbid=event.vbid, seqno=event.seqno)
+        assert replace(ours, opaque=event.opaque) == event
 
 
 def test_collection_settings_change_and_history_has_the_default_of_the_bucket() -> None:

@@ -267,12 +267,12 @@ def judged(report: dict[str, Any]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving_http(
-    settings: Settings, address: Address | None = None, stored: Callable[[Path], Any] = stored_status, **more: Any
+    settings: Settings, address: Address | None = None, stored: Callable[[Path], Any] = stored_status
 ) -> AsyncIterator[tuple[HttpServer, Address]]:
     held = reserve(address or Address(), "http")
     inherited = None if held.inherited is None else os.dup(held.inherited)
     sockets = [(held.address, listening_socket(held.address, inherited))]
-    server = HttpServer(settings, sockets, stored, SystemClock(), **more)
+    server = HttpServer(settings, sockets, stored, SystemClock())
     await server.start()
     task = asyncio.create_task(server.run())
     try:

@@ -173,11 +173,13 @@ writer.close()
 
 LIMITED = """
 import resource, subprocess, sys
+from storage.env import environment
 from storage.errors import StorageError
 from storage.read.view import open_view
 from tests.storage.model import keys_of
 path, growing = sys.argv[1:]
-with open_view(path, map_size=1 << 20) as view:
+environment.MAP_SIZE = 1 << 20
+with open_view(path) as view:
     print(view.get(keys_of(0, 1)[0]).seqno)
     subprocess.run([sys.executable, "-c", growing, path], check=True)
     pages = int(open("/proc/self/statm").read().split()[0])
@@ -204,7 +206,9 @@ def test_a_view_without_address_space_for_a_grown_map_raises_full_until_there_is
 
 
 @pytest.mark.parametrize("grown_by", ["the writer of another process", "the writer of this process"])
-def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_size(path: str, grown_by: str) -> None:
+def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_size(
+    path: str, grown_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LMDB moved the map under it: hundreds of errors in a few milliseconds, in whatever threads were reading."""
     key = keys_of(0, 1)[0]
     writer = open_writer(path, map_size=1 << 20)
@@ -213,7 +217,8 @@ def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_s
         writer.close()
     begun, written, grown = threading.Event(), threading.Event(), threading.Event()
     seen: list[object] = []
-    with open_view(path, map_size=1 << 20) as view:
+    monkeypatch.setattr("storage.env.environment.MAP_SIZE", 1 << 20)
+    with open_view(path) as view:
         environment = view.groups.environment(0)
 
         def read_slowly() -> None:

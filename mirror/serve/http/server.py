@@ -19,7 +19,6 @@ from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.messages import ProcessCommand, ProcessReport
-from mirror.serve.access.auth import Users
 from mirror.serve.access.tls import server_tls
 from mirror.serve.http.api import make_app
 from mirror.serve.http.protocol import Gate, HttpConnection
@@ -43,10 +42,9 @@ class HttpServer:
         clock: Clock,
         *,
         name: str = "http-0",
-        users: Users | None = None,
     ) -> None:
         """`stored` and `name`: as for `Service`."""
-        self.service = Service(settings, stored, clock, name=name, users=users)
+        self.service = Service(settings, stored, clock, name=name)
         app = make_app(self.service)
         self.gate = Gate(
             app,

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from mirror.clock import Clock
 from mirror.config import Settings, required_data
-from mirror.serve.access.auth import Reader, Users, current, users_of
+from mirror.serve.access.auth import Reader, current, users_of
 from mirror.serve.access.logins import Logins
 from mirror.serve.access.tls import certified_reader
 from mirror.serve.http.problems import Problem
@@ -149,11 +149,10 @@ class Service:
         clock: Clock,
         *,
         name: str = "http-0",
-        users: Users | None = None,
     ) -> None:
         """`stored` makes a status from the store alone; `name` identifies this process in the metrics."""
         self.clock = clock
-        self.users = users_of(settings) if users is None else users
+        self.users = users_of(settings)
         self.logins = Logins(self.users, clock)
         self.requests = Requests(name)
         self.mirror = Mirror(required_data(settings), verify_reads=settings.verify_reads)

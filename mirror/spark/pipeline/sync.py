@@ -55,7 +55,6 @@ class How:
     keep_hours: int = 1
     """Time for which replaced files of `documents` are kept. A reader of one version must finish within this time."""
     layout: Layout = field(default_factory=Layout)
-    tidy_batches: int = TIDY_BATCHES
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ class _Sync:
             self.batches += 1
             self.events += events
             self._on_figures(BatchFigures(number, events, round(events / took_s, 1), round(took_s * 1000), lag))
-        if self._how.tidy_batches and number % self._how.tidy_batches == self._how.tidy_batches - 1:
+        if number % TIDY_BATCHES == TIDY_BATCHES - 1:
             self.merge()
             lake.tidy()
         return True

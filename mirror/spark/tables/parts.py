@@ -83,7 +83,6 @@ class PartWriter:
         prefix: str,
         schema: pa.Schema,
         *,
-        part_bytes_max: int = PART_BYTES_MAX,
         group_rows: int | None = None,
     ) -> None:
         """Files are `<prefix>-<number>-<unique>.parquet` in `folder`, which must exist, in the order of rows. `prefix`
@@ -94,7 +93,6 @@ class PartWriter:
         self._folder = folder_at(folder)
         self._prefix = prefix
         self._schema = schema
-        self._bytes_max = part_bytes_max
         self._group_rows = group_rows or ROW_GROUP_ROWS
         self._held: list[pa.RecordBatch] = []
         self._held_rows = self._held_bytes = 0
@@ -125,7 +123,7 @@ class PartWriter:
         self._held_bytes += batch.nbytes
         if self._held_rows >= self._group_rows or self._held_bytes >= ROW_GROUP_BYTES:
             self._write_group()
-            if self._file.tell() >= self._bytes_max:
+            if self._file.tell() >= PART_BYTES_MAX:
                 self._finish()
 
     def write_table(self, rows: pa.Table) -> None:

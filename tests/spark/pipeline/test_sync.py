@@ -81,10 +81,11 @@ def test_each_batch_is_merged_if_documents_may_not_be_older(small: SmallMirror) 
     assert documents(small) == scanned(small.path)
 
 
-def test_tables_are_compacted_between_batches(small: SmallMirror) -> None:
+def test_tables_are_compacted_between_batches(small: SmallMirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirror.spark.pipeline.sync.TIDY_BATCHES", 1)
     for number in range(0, 60, 10):
         small.put(orders(number, 10))
-    done = synced(small, How(available_now=True, max_age_s=1e9, tidy_batches=1), maxRowsPerBatch="20")
+    done = synced(small, How(available_now=True, max_age_s=1e9), maxRowsPerBatch="20")
     assert len(DeltaTable(str(small.path.parent / "lake" / "changes")).file_uris()) < done.batches
     assert documents(small) == scanned(small.path)
 

@@ -67,7 +67,8 @@ def test_a_writer_without_rows_makes_no_file(tmp_path: Path) -> None:
 
 def test_a_part_of_full_size_is_finished_and_another_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 100)
-    with PartWriter(str(tmp_path), f"part-{run_name()}-0", SCHEMA, part_bytes_max=1) as writer:
+    monkeypatch.setattr(parts, "PART_BYTES_MAX", 1)
+    with PartWriter(str(tmp_path), f"part-{run_name()}-0", SCHEMA) as writer:
         for first in range(0, 1000, 50):
             writer.write(rows(first, 50))
     assert [part.rows for part in writer.finished] == [100] * 10
@@ -75,11 +76,12 @@ def test_a_part_of_full_size_is_finished_and_another_begun(tmp_path: Path, monke
 
 def test_a_writer_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 10)
+    monkeypatch.setattr(parts, "PART_BYTES_MAX", 1)
 
     def fail_in_the_middle() -> None:
-        with PartWriter(str(tmp_path), f"part-{run_name()}-0", SCHEMA, part_bytes_max=1) as writer:
+        with PartWriter(str(tmp_path), f"part-{run_name()}-0", SCHEMA) as writer:
             writer.write(rows(0, 10))
-            writer._bytes_max = 10**9
+            monkeypatch.setattr(parts, "PART_BYTES_MAX", 10**9)
             writer.write(rows(10, 10))
             assert len(list(tmp_path.iterdir())) == 2
             raise ValueError("in the middle")
