@@ -88,8 +88,6 @@ class Settings:
     noop_interval_s: Annotated[float, Field(ge=0.1, le=10_800)] = 20.0
     """Interval of the source's noops. A connection silent for twice as long is replaced. Old servers allow no less than
     20."""
-    connect_timeout_s: Annotated[float, Field(gt=0, le=600)] = 10.0
-    """Limit for a connection to a node, with TLS and login."""
     request_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
     """Limit for an answer. A busy node takes seconds to open a stream."""
     retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 5_000
@@ -102,8 +100,6 @@ class Settings:
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
     """A vbucket behind the source, or inside a snapshot, that gets no data for this long is `stalled`; its stream is
     reopened."""
-    storage_retry_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 5.0
-    """Interval at which a group looks for space on a full disk."""
 
     change_streams: bool = False
     """Request superseded versions from buckets that keep them (Magma, 7.2 or newer), for `changes`."""
@@ -127,8 +123,6 @@ class Settings:
     """Hosts that a cluster map may name, separated by commas: names, `*.example.com`, addresses, networks
     (`10.1.0.0/16`). The mirror logs in to them, so they get the user's name and a proof of its password. Unset: any;
     new ones are logged."""
-    dns_server: str | None = None
-    """Name server (address and port) for DNS SRV records. Unset: the system's."""
     password_file: Path | None = None
     """File with the password and nothing else, read at each login. Unset: `password` in systemd's
     `CREDENTIALS_DIRECTORY`, if it exists."""
@@ -161,12 +155,6 @@ class Settings:
     reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 256)
     """`reader_connections_max` for one peer: an IPv4 address, IPv6 /64, or user of a Unix socket; not for loopback and
     the service's own user. Raise it for clients behind a proxy."""
-    reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = takes(Effect.SERVERS, 10.0)
-    """Time for a login, TLS handshake included; then the client is disconnected."""
-    reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.SERVERS, 600.0)
-    """A client that sends nothing for this long is disconnected."""
-    reader_send_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.SERVERS, 30.0)
-    """A client that takes nothing of its answer for this long is disconnected."""
     reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = takes(Effect.SERVERS, 128 * MIB)
     """Unsent answers of a listening process. Above it, the client with the most is disconnected."""
     http_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
@@ -272,7 +260,6 @@ OF_SOURCE = (
     "source",
     "network",
     "source_hosts",
-    "dns_server",
     "tls_ca_file",
     "tls_client_cert_file",
     "tls_client_key_file",

@@ -15,7 +15,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ PURGE_DAYS = 3
 """Default metadata purge interval of a bucket."""
 CERTIFICATE_DAYS = 30
 PATIENCE_S = 3.0
-"""A node that takes longer to connect is a finding, even if the mirror's own timeout is longer."""
+"""A node that takes longer to connect is a finding, although the mirror waits longer."""
 DISK_FACTOR = 1.4
 """Size of a mirror divided by the size of the bucket's data."""
 FAILED_STEPS = {"tls": (TlsFailed,), "login": (AuthRejected, ConfigError), "bucket": (BucketMissing,)}
@@ -155,8 +155,7 @@ async def examine(
 
     Raises ConfigError for a bad connection string.
     """
-    patient = replace(settings, connect_timeout_s=min(settings.connect_timeout_s, PATIENCE_S))
-    case = Case(Access.of(parse(source), patient), data, status, SystemClock())
+    case = Case(Access.of(parse(source), settings), data, status, SystemClock())
     try:
         for check, need in CHECKS:
             if need is None or getattr(case, need):
@@ -242,7 +241,7 @@ async def addresses(case: Case) -> Findings:
     named = source.addresses
     if source.srv_name is not None:
         record = f"_couchbase{'s' if source.tls else ''}._tcp.{source.srv_name}"
-        found = await look_up(record, case.settings.dns_server)
+        found = await look_up(record)
         names = ", ".join(map(str, found)) if found else "no such records, the name is taken as a host"
         yield Finding("dns srv", OK, f"{record}: {names}")
         named = found or named
@@ -262,21 +261,20 @@ async def addresses(case: Case) -> Findings:
 
 
 async def _try(case: Case, address: NodeAddress) -> str | None:
-    timeout_s = case.settings.connect_timeout_s
     if case.access.source.tls:
         with contextlib.suppress(MirrorError):  # a failure is reported below, or by the step `tls`
             tls = Tls.of(case.settings)
-            (await open_link(address, tls=tls, timeout_s=timeout_s, clock=case.clock)).close()
+            (await open_link(address, tls=tls, timeout_s=PATIENCE_S, clock=case.clock)).close()
             return None
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.get_running_loop().getaddrinfo(address.host, address.port)
             _, writer = await asyncio.open_connection(address.host, address.port)
             writer.close()
             with contextlib.suppress(OSError):  # otherwise asyncio may log the stream's error
                 await writer.wait_closed()
     except TimeoutError:
-        return f"no answer within {timeout_s:g} s"
+        return f"no answer within {PATIENCE_S:g} s"
     except socket.gaierror as error:
         return f"the name cannot be resolved: {error.strerror}"
     except OSError as error:

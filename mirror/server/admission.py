@@ -28,6 +28,12 @@ from mirror.errors import ConfigError
 from mirror.log import get_logger
 from mirror.server.turns import Turns
 
+LOGIN_TIMEOUT_S = 10.0
+"""Time for a login, TLS handshake included."""
+IDLE_TIMEOUT_S = 600.0
+"""A client that sends nothing for this long is disconnected."""
+SEND_TIMEOUT_S = 30.0
+"""A client that takes nothing of its answer for this long is disconnected."""
 ACCEPTS_PER_TURN = 4
 RETRY_S = 1.0
 LOG_INTERVAL_S = 60.0
@@ -190,7 +196,7 @@ class Admission:
         self._pending.setdefault(peer, {})[slot] = None
         self.pending_count += 1
         loop = asyncio.get_running_loop()
-        slot.deadline = loop.call_later(settings.reader_login_timeout_s, self.drop, slot, "it did not log in in time")
+        slot.deadline = loop.call_later(LOGIN_TIMEOUT_S, self.drop, slot, "it did not log in in time")
         return slot
 
     def _evict(self, peer: str | None) -> bool:
@@ -309,7 +315,7 @@ class Acceptor:
                 lambda: self._factory(slot),
                 connected,
                 ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else self._admission.settings.reader_login_timeout_s,
+                ssl_handshake_timeout=None if self._tls is None else LOGIN_TIMEOUT_S,
             )
         except (asyncio.CancelledError, OSError) as error:
             slot.release()

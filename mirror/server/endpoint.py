@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.log import get_logger
-from mirror.server.admission import Acceptor, Admission, Slot
+from mirror.server.admission import IDLE_TIMEOUT_S, SEND_TIMEOUT_S, Acceptor, Admission, Slot
 from mirror.server.connection import Connection, Counters, ServedSession
 from mirror.server.listener import Address
 from mirror.server.turns import Turns, Worker
@@ -156,9 +156,7 @@ class Endpoint:
                 self.clients.reopen_if_replaced()
 
     def sweep(self) -> None:
-        send_timeout_s = self._settings.reader_send_timeout_s
-        if self.worker.budget.waiting_count:
-            send_timeout_s = min(send_timeout_s, CROWDED_SEND_TIMEOUT_S)
+        send_timeout_s = CROWDED_SEND_TIMEOUT_S if self.worker.budget.waiting_count else SEND_TIMEOUT_S
         for connection in list(self.connections):
             if connection.session.may_be_silent:
                 connection.last_received_s = self.now_s
@@ -168,7 +166,7 @@ class Endpoint:
                 self._drop(connection, "takes nothing of its answers")
             elif connection.outgoing.paused_s is not None:
                 continue
-            elif self.now_s - connection.last_received_s > self._settings.reader_idle_timeout_s:
+            elif self.now_s - connection.last_received_s > IDLE_TIMEOUT_S:
                 self._drop(connection, "silent for too long")
 
     def _drop(self, connection: Connection, why: str) -> None:

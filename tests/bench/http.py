@@ -87,7 +87,7 @@ def _serve(pipe: Connection, data: str | None) -> None:
             await task
         else:
             make = partial(HttpConnection, Gate(_same_bytes), True)
-            bare = Acceptor(Admission(Settings(reader_login_timeout_s=3600), Turns()), opened, make)
+            bare = Acceptor(Admission(Settings(), Turns()), opened, make)
             pipe.send(held.address.port)
             await asyncio.to_thread(wait_closed, pipe)
             bare.close()

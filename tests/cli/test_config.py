@@ -49,10 +49,10 @@ def test_each_setting_is_explained_with_its_bounds_and_its_reload_policy() -> No
     assert set(rows) == set(NAMES)
     assert all(row["meaning"] and row["section"] for row in rows.values())
     assert rows["noop_interval_s"]["values"] == "number, seconds, 0.1 to 10800"
-    assert rows["connect_timeout_s"]["values"] == "number, seconds, above 0, at most 600"
+    assert rows["request_timeout_s"]["values"] == "number, seconds, above 0, at most 600"
     assert rows["batch_bytes_max"]["values"] == "integer, bytes, 65536 to 67108864"
     assert rows["sync"]["values"] == "`safe`, `full`, `unsafe`"
-    effects = ("source", "groups", "workers", "history_s", "reader_idle_timeout_s", "http", "log_level")
+    effects = ("source", "groups", "workers", "history_s", "ready_lag_limit_s", "http", "log_level")
     assert [rows[name]["takes_effect"] for name in effects] == [
         "restart", "new data directory", "reload", "reload, restarts workers", "reload, restarts servers",
         "reload, restarts its servers", "reload, restarts workers and servers",

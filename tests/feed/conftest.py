@@ -29,6 +29,7 @@ def frequent_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirror.feed.follow.watch.POLL_INTERVAL_S", 0.05)
     monkeypatch.setattr("mirror.feed.follow.persistence.POLL_INTERVAL_S", 0.005)
     monkeypatch.setattr("mirror.feed.cluster.connections.FIRST_DELAY_MS", 10)
+    monkeypatch.setattr("mirror.feed.follow.group_commits.STORE_RETRY_S", 0.05)
 
 
 @pytest.fixture

@@ -68,8 +68,6 @@ class Mirror:
                 "commit_interval_ms": 5,
                 "map_poll_interval_s": 0.1,
                 "retry_delay_max_ms": 100,
-                "storage_retry_interval_s": 0.1,
-                "connect_timeout_s": 5,
                 "request_timeout_s": 10,
                 **(settings or {}),
             }

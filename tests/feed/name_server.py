@@ -5,10 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from types import TracebackType
+from unittest import mock
 
+import dns.asyncresolver
 import dns.message
 import dns.rcode
 import dns.rrset
+from dns.asyncresolver import Resolver
 
 
 class NameServer:
@@ -21,20 +24,23 @@ class NameServer:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._patch = mock.patch("dns.asyncresolver.Resolver", self._resolver)
 
-    @property
-    def address(self) -> str:
-        """As the setting `dns_server` takes it."""
-        host, port = self._socket.getsockname()
-        return f"{host}:{port}"
+    def _resolver(self) -> dns.asyncresolver.Resolver:
+        resolver = Resolver(configure=False)
+        host, resolver.port = self._socket.getsockname()
+        resolver.nameservers = [host]
+        return resolver
 
     def __enter__(self) -> NameServer:
         self._thread.start()
+        self._patch.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._patch.stop()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as last:
             last.sendto(b"", self._socket.getsockname())
         self._thread.join(30)

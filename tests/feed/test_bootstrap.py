@@ -58,7 +58,7 @@ SECURE_MAP = MAP | {"nodesExt": [{"services": {"kv": 11210, "kvSSL": 11207}}]}
 def access_to(node: ScriptedNode, path: Path, *, password: str = PASSWORD, **settings: Any) -> Access:
     file = path / "password"
     file.write_text(password)
-    values = {"password_file": file, "connect_timeout_s": 5, "request_timeout_s": 5, **settings}
+    values = {"password_file": file, "request_timeout_s": 5, **settings}
     source = parse(f"couchbase://demo@127.0.0.1:{node.port}/b")
     made = validated(values)
     return Access(source, PasswordSource.of(made), made)
@@ -136,9 +136,10 @@ async def test_plain_is_used_only_if_it_is_allowed(tmp_path: Path) -> None:
         assert [frame.key for frame in node.received_requests(Opcode.SASL_AUTH)] == [b"PLAIN"]
 
 
-async def test_a_node_that_does_not_answer_is_a_timeout(tmp_path: Path) -> None:
+async def test_a_node_that_does_not_answer_is_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirror.feed.connection.bootstrap.CONNECT_TIMEOUT_S", 0.05)
     async with ScriptedNode({Opcode.HELLO: silent}) as node:
-        access = access_to(node, tmp_path, connect_timeout_s=0.05)
+        access = access_to(node, tmp_path)
         with pytest.raises(SourceTimeout, match="HELLO"):
             await enter(access, first(access), SystemClock())
 

@@ -59,8 +59,8 @@ async def test_one_node_with_a_bad_certificate_does_not_hide_the_others(tmp_path
 async def test_discovery_looks_for_the_hosts_behind_a_name_each_time(tmp_path: Path) -> None:
     async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(MAP).encode())}) as node:
         records = {"_couchbase._tcp.db.invalid": ["0 0 1 localhost."]}
-        with NameServer(records) as server:
-            there = access_to(node, tmp_path, dns_server=server.address)
+        with NameServer(records):
+            there = access_to(node, tmp_path)
             access = Access(parse("couchbase://demo@db.invalid/b"), there.password, there.settings)
             with pytest.raises(ConnectFailed, match="localhost:1"):
                 await discover(access, SystemClock())
@@ -114,14 +114,15 @@ async def test_the_newest_map_of_all_hosts_and_nodes_is_chosen(tmp_path: Path) -
 
 
 async def test_silent_hosts_delay_neither_a_map_nor_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirror.feed.connection.bootstrap.CONNECT_TIMEOUT_S", 600)
     monkeypatch.setattr(discovery, "SURVEY_S", 0.3)
     async with ScriptedNode() as node, ScriptedNode({Opcode.HELLO: silent}) as dead:
         node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node, dead)
-        access = access_to(node, tmp_path, connect_timeout_s=600)
+        access = access_to(node, tmp_path)
         hosts = [NodeAddress(host, dead.port) for host in ("127.0.0.1", "127.0.0.2")] + [first(access)]
         async with asyncio.timeout(60):
             assert (await discover(access, SystemClock(), addresses=hosts)).rev == 7
-            wrong = access_to(node, tmp_path, password="wrong", connect_timeout_s=600)
+            wrong = access_to(node, tmp_path, password="wrong")
             with pytest.raises(AuthRejected):
                 await discover(wrong, SystemClock(), addresses=hosts)
 

@@ -61,7 +61,7 @@ async def test_a_group_whose_device_failed_returns_after_several_attempts(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, reopening_fails: int
 ) -> None:
     write(cluster, 100)
-    mirror = await mirrors.follow(storage_retry_interval_s=0.05)
+    mirror = await mirrors.follow()
     writer = mirror.writers[1]
     left = [1, reopening_fails]
     put, really_open = commit.put, writer.owner.open

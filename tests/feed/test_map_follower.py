@@ -58,12 +58,13 @@ class Polling(MapFollower):
                 await asyncio.sleep(0.01)
 
 
-async def test_a_round_of_polling_ends_with_its_last_answer(tmp_path: Path) -> None:
+async def test_a_round_of_polling_ends_with_its_last_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host of the source answers at once, with an old map; one that it names is silent, another knows better."""
+    monkeypatch.setattr("mirror.feed.connection.bootstrap.CONNECT_TIMEOUT_S", 600)
     async with ScriptedNode() as stale, ScriptedNode({Opcode.HELLO: silent}) as dead, ScriptedNode() as newer:
         stale.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, stale, dead, newer)
         newer.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(8, newer)
-        async with Polling(tmp_path, stale, connect_timeout_s=600) as polling:
+        async with Polling(tmp_path, stale) as polling:
             await polling.until(lambda: polling.maps.floor == (2, 8))
             assert polling.error is None
             # The host of the source is queried further, and its old map does not come back.

@@ -29,7 +29,7 @@ async def examined(source: str, path: Path, data: Path | None = None, **values: 
     password = path / "password"
     password.write_text(values.pop("password", "demo"))
     status = values.pop("status", None)
-    settings = validated({"password_file": password, "connect_timeout_s": 5, "request_timeout_s": 5, **values})
+    settings = validated({"password_file": password, "request_timeout_s": 5, **values})
     steps: dict[str, list[Finding]] = {}
     async for finding in examine(settings, source, data, status=status):
         assert (finding.verdict is StepVerdict.OK) == (not finding.remedy), finding

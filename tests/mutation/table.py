@@ -451,7 +451,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/feed/follow/group_commits.py",
-        "self._retry_later(interval_s * min(2**self.reopen_count, REOPEN_FACTOR_MAX))",
+        "self._retry_later(STORE_RETRY_S * min(2**self.reopen_count, REOPEN_FACTOR_MAX))",
         "pass",
         "tests/feed/test_group_commits.py -k device_failed",
     ),
@@ -520,7 +520,7 @@ MUTATIONS = (
         "found = parsed.read(service, reader, 1 << 40)",
         "tests/serve/test_http_protocol.py -k in_pieces",
     ),
-    Mutation("mirror/serve/http/protocol.py", "if waited_s > self._gate.idle_timeout_s:", "if True:", _OF_IDLE),
+    Mutation("mirror/serve/http/protocol.py", "if waited_s > IDLE_TIMEOUT_S:", "if True:", _OF_IDLE),
     Mutation(
         "storage/read/point_reads.py",
         "if not above < dup <= up_to or",

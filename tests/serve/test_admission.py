@@ -93,8 +93,11 @@ async def test_connections_of_logged_in_clients_are_not_closed_for_others(store:
             assert await client.alive()
 
 
-async def test_a_client_that_does_not_log_in_is_disconnected_even_if_it_sends(store: Store) -> None:
-    async with serving(store.path, readers=NoStrangers(), reader_login_timeout_s=1.0) as endpoint:
+async def test_a_client_that_does_not_log_in_is_disconnected_even_if_it_sends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.server.admission.LOGIN_TIMEOUT_S", 1.0)
+    async with serving(store.path, readers=NoStrangers()) as endpoint:
         inside, outside = await endpoint.sdk(), await endpoint.connect()
         async with asyncio.timeout(WAIT_S):
             with contextlib.suppress(ConnectionError):
@@ -105,20 +108,24 @@ async def test_a_client_that_does_not_log_in_is_disconnected_even_if_it_sends(st
         assert await inside.alive()
 
 
-async def test_a_first_request_counts_as_a_login_if_none_is_needed(store: Store) -> None:
-    async with serving(store.path, reader_login_timeout_s=1.0) as endpoint:
+async def test_a_first_request_counts_as_a_login_if_none_is_needed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.server.admission.LOGIN_TIMEOUT_S", 1.0)
+    async with serving(store.path) as endpoint:
         asking, mute = await endpoint.connect(), await endpoint.connect()
         assert await asking.alive()
         assert await mute.receive() is None
         assert await asking.alive()
 
 
-async def test_connections_are_counted_before_their_tls_handshake(store: Store, certificate: Contexts) -> None:
+async def test_connections_are_counted_before_their_tls_handshake(
+    store: Store, certificate: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A handshake's buffers are 300 KiB: 20,000 silent connections once took 6.2 GB."""
+    monkeypatch.setattr("mirror.server.admission.LOGIN_TIMEOUT_S", 0.5)
     tls, trusting = certificate
-    async with serving(
-        store.path, addresses=(Address(tls=True),), tls=tls, reader_connections_max=40, reader_login_timeout_s=0.5
-    ) as endpoint:
+    async with serving(store.path, addresses=(Address(tls=True),), tls=tls, reader_connections_max=40) as endpoint:
         await silent(endpoint, 100)
         await accepted(endpoint, 100)
         admission = endpoint.server.admission

@@ -179,10 +179,13 @@ async def test_answers_to_a_client_that_reads_nothing_are_bounded_too(
             seqno = int.from_bytes(frame.extras[:8])
 
 
-async def test_a_client_that_reads_nothing_for_too_long_is_disconnected(store: Store) -> None:
+async def test_a_client_that_reads_nothing_for_too_long_is_disconnected(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.server.endpoint.SEND_TIMEOUT_S", 0.5)
     for seqno in range(1, 301):
         store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
-    async with serving_dcp(store.path, reader_send_timeout_s=0.5) as dcp:
+    async with serving_dcp(store.path) as dcp:
         client = await dcp.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.send(STREAM)
@@ -192,8 +195,11 @@ async def test_a_client_that_reads_nothing_for_too_long_is_disconnected(store: S
         client.writer.transport.abort()
 
 
-async def test_a_client_is_idle_without_a_stream_and_not_without_noops(store: Store) -> None:
-    async with serving_dcp(store.path, reader_idle_timeout_s=0.5) as dcp:
+async def test_a_client_is_idle_without_a_stream_and_not_without_noops(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.server.endpoint.IDLE_TIMEOUT_S", 0.5)
+    async with serving_dcp(store.path) as dcp:
         listener = await dcp.client(name="listener", noop=False, flags=1)
         assert (await listener.stream(0)).status == 0
         idler = await dcp.client(name="idler")

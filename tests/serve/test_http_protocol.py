@@ -18,6 +18,7 @@ from mirror.serve.http import requests as http_requests
 from mirror.serve.http.framing import CHUNK_LINE_BYTES_MAX, HEAD_BYTES_MAX, HEADERS_MAX
 from mirror.serve.http.protocol import READ_BYTES
 from mirror.serve.http.service import BUDGETED_BYTES
+from mirror.server.admission import IDLE_TIMEOUT_S
 from tests.serve.http_site import Site, recorded_at_once, request
 from tests.supervise.conftest import eventually_now
 
@@ -102,8 +103,8 @@ def test_pipelined_requests_are_not_answered_at_once(site: Site) -> None:
     assert at_once == []
 
 
-def test_half_a_request_behind_an_answered_one_times_out(site: Site) -> None:
-    site.server.gate.request_timeout_s = 0.1
+def test_half_a_request_behind_an_answered_one_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "REQUEST_TIMEOUT_S", 0.1)
     with contextlib.suppress(ConnectionResetError):
         assert site.raw(request(site.document("a")) + b"GET /liv").startswith(b"HTTP/1.1 404 ")
 
@@ -122,13 +123,12 @@ def test_the_time_of_an_idle_connection_begins_with_its_last_answer(site: Site) 
         connection.sweep(site.loop.time() + idle_s)
         return connection.is_closing()
 
-    idle_max_s = site.server.gate.idle_timeout_s
     for path in (site.document("a"), "/livez"):
         with site.connect() as line:
             line.sendall(request(path))
             assert read_one(line)
-            assert not site.call(ask(idle_max_s - 1))
-            assert site.call(ask(idle_max_s + 1))
+            assert not site.call(ask(IDLE_TIMEOUT_S - 1))
+            assert site.call(ask(IDLE_TIMEOUT_S + 1))
             assert line.makefile("rb").read() == b""
 
 
@@ -154,8 +154,10 @@ def test_more_connections_than_allowed_are_turned_away_and_the_others_go_on(site
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /livez HT", b"POST /v1/collections/a/multi-get HTTP/1.1\r\nHost: a\r\n"])
-def test_a_client_that_does_not_finish_a_request_is_disconnected(site: Site, said: bytes) -> None:
-    site.server.gate.request_timeout_s = 0.1
+def test_a_client_that_does_not_finish_a_request_is_disconnected(
+    site: Site, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "REQUEST_TIMEOUT_S", 0.1)
     with contextlib.suppress(ConnectionResetError):
         assert site.raw(said) == b""
     eventually_now(lambda: connections(site) == 0)
@@ -171,7 +173,7 @@ def test_a_client_that_does_not_finish_a_request_is_disconnected(site: Site, sai
 )
 def test_single_slow_bytes_do_not_extend_the_timeout(site: Site, said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow heads and slow bodies: the time for a request is not begun again by each byte."""
-    site.server.gate.request_timeout_s = 0.3
+    monkeypatch.setattr(http_protocol, "REQUEST_TIMEOUT_S", 0.3)
     monkeypatch.setattr(http_requests, "BODY_TIMEOUT_S", 0.3)
     with site.connect() as line:
         line.sendall(said)
@@ -191,8 +193,10 @@ def test_single_slow_bytes_do_not_extend_the_timeout(site: Site, said: bytes, mo
     site.get("/livez")
 
 
-def test_a_connection_without_a_login_times_out_and_one_with_a_login_stays(site: Site) -> None:
-    site.server.admission.settings = Settings(reader_login_timeout_s=0.3)
+def test_a_connection_without_a_login_times_out_and_one_with_a_login_stays(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.server.admission.LOGIN_TIMEOUT_S", 0.3)
     with site.connect() as probe, site.connect() as reader:
         reader.sendall(request(site.document("a"), method="HEAD"))
         assert b" 404 " in reader.recv(65536)
@@ -207,8 +211,8 @@ def test_a_connection_without_a_login_times_out_and_one_with_a_login_stays(site:
 
 
 @pytest.mark.parametrize("path", ["/livez", "/v1/collections/_default/documents/a"])
-def test_an_idle_connection_times_out(site: Site, path: str) -> None:
-    site.server.gate.idle_timeout_s = 0
+def test_an_idle_connection_times_out(site: Site, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "IDLE_TIMEOUT_S", 0)
     assert site.raw(request(path)).startswith(b"HTTP/1.1 ")
 
 
@@ -277,9 +281,11 @@ def test_a_body_beyond_its_limit_is_refused_with_any_declared_length(site: Site,
     site.get("/livez")
 
 
-def test_a_client_that_does_not_read_a_large_document_is_disconnected(site: Site) -> None:
+def test_a_client_that_does_not_read_a_large_document_is_disconnected(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.source.put("big", b"x" * (16 << 20), datatype=0)
-    site.server.gate.send_timeout_s = 0.2
+    monkeypatch.setattr(http_protocol, "SEND_TIMEOUT_S", 0.2)
     budget = site.server.service.budget
     with site.connect() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -340,9 +346,11 @@ def test_requests_that_come_ahead_of_their_answers_take_turns(site: Site, monkey
     assert len(taken) == 49, "all but the first"
 
 
-def test_pipelined_requests_wait_as_bytes_and_are_answered_in_order(site: Site) -> None:
+def test_pipelined_requests_wait_as_bytes_and_are_answered_in_order(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent = 5_000
-    site.server.admission.settings = Settings(reader_login_timeout_s=600)  # no client logs in
+    monkeypatch.setattr("mirror.server.admission.LOGIN_TIMEOUT_S", 600)  # no client logs in
     one = LIVEZ + HOST + b"X: " + b"x" * 1000 + b"\r\n\r\n"
     last = request("/livez", "Connection: close")
     held: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 import cramjam
 import pytest
 
-from mirror.config import Settings
+from mirror.server.admission import IDLE_TIMEOUT_S
 from mirror.server.connection import Connection
 from mirror.server.endpoint import CROWDED_SEND_TIMEOUT_S
 from mirror.server.turns import LARGE_BYTES
@@ -251,7 +251,7 @@ async def test_memory_held_by_clients_that_read_nothing_is_bounded_and_reclaimed
         for _, connection in slow:
             connection.abort()
         await until(lambda: server.worker.budget.out_bytes == 0)
-        assert server.now_s < begun_s + Settings().reader_idle_timeout_s
+        assert server.now_s < begun_s + IDLE_TIMEOUT_S
 
 
 async def test_a_client_that_leaves_frees_its_memory_and_its_place(store: Store) -> None:

@@ -47,8 +47,11 @@ async def greedy(endpoint: Endpoint, count: int = 120) -> Client:
         await asyncio.sleep(0.005)
 
 
-async def test_an_idle_client_is_disconnected_and_a_busy_one_is_not(store: Store) -> None:
-    async with serving(store.path, reader_idle_timeout_s=100) as endpoint:
+async def test_an_idle_client_is_disconnected_and_a_busy_one_is_not(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.server.endpoint.IDLE_TIMEOUT_S", 100)
+    async with serving(store.path) as endpoint:
         idle, busy = await endpoint.connect(), await endpoint.connect()
         assert await idle.alive()
         assert await busy.alive()
@@ -61,8 +64,11 @@ async def test_an_idle_client_is_disconnected_and_a_busy_one_is_not(store: Store
         assert endpoint.server.dropped_count == 1
 
 
-async def test_a_client_that_reads_nothing_for_too_long_is_disconnected(store: Store) -> None:
-    async with serving(store.path, reader_send_timeout_s=10) as endpoint:
+async def test_a_client_that_reads_nothing_for_too_long_is_disconnected(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.server.endpoint.SEND_TIMEOUT_S", 10)
+    async with serving(store.path) as endpoint:
         await greedy(endpoint)
         (connection,) = endpoint.server.connections
         endpoint.server.now_s += 9

@@ -311,7 +311,6 @@ class Mirror:
             batch_bytes_max=rng.choice((1, 500, 3_000, 1 << 20)),
             commit_interval_ms=rng.choice((0, 5, 25, 200)),
             connection_buffer_size=self.window_bytes,
-            storage_retry_interval_s=0.2,
             stall_timeout_s=5.0,
         )
         self.persisted = rng.random() < 0.35

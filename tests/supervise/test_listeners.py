@@ -98,10 +98,10 @@ def test_a_map_that_changed_has_a_later_revision() -> None:
 @pytest.mark.parametrize(
     ("changed", "worker", "server"),
     [
-        ({"reader_send_timeout_s"}, False, True),
+        ({"reader_connections_max"}, False, True),
         ({"kv"}, False, True),
         ({"dcp"}, False, False),
-        ({"users_file", "reader_idle_timeout_s"}, False, True),
+        ({"users_file", "ready_lag_limit_s"}, False, True),
         ({"commit_interval_ms"}, True, False),
         ({"log_level"}, True, True),
         ({"workers", "kv_processes", "http_processes", "kv_nodes"}, False, False),

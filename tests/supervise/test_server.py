@@ -60,11 +60,6 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def served(data: Path, **values: Any) -> Settings:
-    """Settings with time for clients without a login: on a busy machine a process takes seconds to start."""
-    return settings_for(data, reader_login_timeout_s=2 * WAIT_S, **values)
-
-
 @asynccontextmanager
 async def service(
     data: Path, reload: Callable[[], Settings] | None = None, **values: Any
@@ -72,7 +67,7 @@ async def service(
     lines: list[str] = []
     made = service_of(
         data,
-        settings=served(data, **values),
+        settings=settings_for(data, **values),
         announce=lines.append,
         reload=None if reload is None else lambda: (reload(), None),
     )
@@ -158,19 +153,20 @@ def servers(supervisor: Supervisor) -> dict[str, int]:
 
 
 async def test_a_reload_opens_moves_and_closes_listeners_one_by_one(data: Path) -> None:
-    settings = [served(data, kv="0")]
+    settings = [settings_for(data, kv="0")]
     async with service(data, lambda: settings[0], kv="0") as (supervisor, lines):
         client = await connect(lines[0])
+        assert await value_of(client) == b"value"  # its login: without one, it would have 10 s
         await until(lambda: all(row["phase"] == "running" for row in supervisor.reports.document()["workers"]))
         before = servers(supervisor)
-        settings[0] = served(data, kv="0", http="0")
+        settings[0] = settings_for(data, kv="0", http="0")
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: len(lines) == 2)
         page = await connect(lines[1])
         assert await page_of(page) == b"value"
         assert (await value_of(client), servers(supervisor)["kv"]) == (b"value", before["kv"])
 
-        settings[0] = served(data, kv=f"unix:{data}/kv.sock", http="0")
+        settings[0] = settings_for(data, kv=f"unix:{data}/kv.sock", http="0")
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: len(lines) == 3)
         assert lines[2] == f"kv unix:{data}/kv.sock"
@@ -182,7 +178,7 @@ async def test_a_reload_opens_moves_and_closes_listeners_one_by_one(data: Path) 
         taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
         port = taken.sockets[0].getsockname()[1]
         running = servers(supervisor)
-        settings[0] = served(data, kv=f"{port}", commit_interval_ms=7)
+        settings[0] = settings_for(data, kv=f"{port}", commit_interval_ms=7)
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: supervisor.reports.document()["events"][0]["event"] == "settings-refused")
         assert f"kv: cannot listen at 127.0.0.1:{port}" in supervisor.reports.document()["events"][0]["why"]
@@ -190,7 +186,7 @@ async def test_a_reload_opens_moves_and_closes_listeners_one_by_one(data: Path) 
         assert servers(supervisor) == running
         taken.close()
 
-        settings[0] = served(data, kv=f"unix:{data}/kv.sock")
+        settings[0] = settings_for(data, kv=f"unix:{data}/kv.sock")
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: [row["kind"] for row in supervisor.reports.document()["servers"]] == ["kv"])
         assert await page[0].read() == b"", "closed"
@@ -212,16 +208,16 @@ async def ask(streams: Streams, frame: Frame) -> Frame:
 
 
 async def test_a_changed_list_of_mirrors_reaches_clients_that_stay_connected(data: Path) -> None:
-    settings = [served(data, kv="0")]
+    settings = [settings_for(data, kv="0")]
     async with service(data, lambda: settings[0], kv="0") as (supervisor, lines):
         client = await connect(lines[0])
         await ask(client, kv_client.hello(b"test", [Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION]))
         await ask(client, kv_client.select_bucket(b"demo"))
         before = json.loads((await ask(client, codec_kv.get_cluster_config())).value)
         assert before["vBucketServerMap"]["numReplicas"] == 0
-        settings[0] = served(data, kv="0", kv_nodes="a:1,b:1=x")
+        settings[0] = settings_for(data, kv="0", kv_nodes="a:1,b:1=x")
         os.kill(os.getpid(), signal.SIGHUP)
-        settings[0] = served(data, kv="0", kv_nodes="a:1,b:1")
+        settings[0] = settings_for(data, kv="0", kv_nodes="a:1,b:1")
         os.kill(os.getpid(), signal.SIGHUP)
         epoch, revision, bucket, config = codec_kv.decode_clustermap_notification(await receive(client))
         assert (epoch, bucket) == (before["revEpoch"], b"demo")
@@ -263,7 +259,7 @@ async def test_dcp_processes_serve_streams_and_count_the_documents_sent(data: Pa
 
 
 async def test_a_server_without_data_or_with_an_address_in_use_is_an_error(tmp_path: Path, data: Path) -> None:
-    settings = to_wire(served(data))
+    settings = to_wire(settings_for(data))
     start = StartServer(slot=1000, settings=settings, kind="kv", revision=1, listeners=[], login_secret="00")
     with pytest.raises(ConfigError, match="no data directory is given"):
         await open_server(replace(start, settings=settings | {"data": None}), lambda _message: None)

@@ -74,8 +74,9 @@ async def test_a_full_disk_does_not_end_a_worker_that_cannot_open_any_group(
         opened(self, path, options)
 
     monkeypatch.setattr(GroupWriter, "__init__", no_space)
+    monkeypatch.setattr("mirror.supervise.processes.worker.STORE_RETRY_S", 0.05)
     source = "couchbase://demo@127.0.0.1:1/demo"  # an unused port
-    settings = to_wire(settings_for(data, source=source, storage_retry_interval_s=0.05))
+    settings = to_wire(settings_for(data, source=source))
     mark = GroupMark.descriptor()
     start = StartWorker(0, [0, 2], settings, [], None, None, mark, [], ends_on_refusal=False)
     work = await open_stores(start, lambda _message: None)

@@ -35,7 +35,7 @@ from tests.processes import without_rootly_powers
 from tests.serve.kv_rig import free_ports
 
 VBUCKETS = GROUPS = 12
-FLAGS = ("--groups", str(GROUPS), "--workers", "2", "--set", "storage_retry_interval_s=0.3")
+FLAGS = ("--groups", str(GROUPS), "--workers", "2")
 LOCKS = ("lock.mdb", "service.lock", "writer.lock", "control.sock")
 
 

@@ -67,7 +67,6 @@ async def find_source(access: Access, clock: Clock, bucket_uuid: str | None = No
 
 LOOK_UP_TIMEOUT_S = 2.0
 """Timeout of a DNS query. Without an answer in time, the name counts as a host."""
-DNS_PORT = 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ async def survey(
     raises ConfigError, and the error of `check_ports`.
     """
     if addresses is None:
-        addresses = await first_addresses(access.source, access.settings.dns_server)
+        addresses = await first_addresses(access.source)
     answers, errors = await _ask_all(access, clock, addresses)
     if not answers:
         raise _weightiest(errors) or ConnectFailed(f"no address in {access.source}")
@@ -184,45 +183,28 @@ def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None
 # -- DNS SRV: the hosts behind one name, as SDKs look for them (`_couchbase._tcp.NAME`, `_couchbases._tcp.NAME`) ------
 
 
-async def first_addresses(source: ConnectionString, dns_server: str | None = None) -> tuple[NodeAddress, ...]:
+async def first_addresses(source: ConnectionString) -> tuple[NodeAddress, ...]:
     """Return the string's hosts, or the hosts in the SRV records of its only name."""
     name = source.srv_name
     if name is None:
         return source.addresses
-    found = await look_up(f"_couchbase{'s' if source.tls else ''}._tcp.{name}", dns_server)
+    found = await look_up(f"_couchbase{'s' if source.tls else ''}._tcp.{name}")
     if found:
         log.debug("srv-hosts", name=name, hosts=[str(address) for address in found])
     return found or source.addresses
 
 
-async def look_up(record: str, dns_server: str | None = None) -> tuple[NodeAddress, ...]:
+async def look_up(record: str) -> tuple[NodeAddress, ...]:
     """Return the targets of an SRV record, the most preferred first; empty if there is no record or no answer."""
     import dns.asyncresolver  # imported here: it takes 50 ms, and few sources need it
     import dns.exception
     import dns.rdtypes.IN.SRV
 
     try:
-        resolver = dns.asyncresolver.Resolver(configure=dns_server is None)
-        if dns_server is not None:
-            host, port = server_of(dns_server)
-            resolver.nameservers = [host]
-            resolver.port = port
-        answer = await resolver.resolve(record, "SRV", lifetime=LOOK_UP_TIMEOUT_S)
+        answer = await dns.asyncresolver.Resolver().resolve(record, "SRV", lifetime=LOOK_UP_TIMEOUT_S)
     except (dns.exception.DNSException, OSError, ValueError) as error:
         log.debug("srv-no-hosts", record=record, why=str(error))
         return ()
     records = [row for row in answer if isinstance(row, dns.rdtypes.IN.SRV.SRV)]
     records.sort(key=lambda row: (row.priority, -row.weight))
     return tuple(NodeAddress(row.target.to_text(omit_final_dot=True), row.port) for row in records)
-
-
-def server_of(text: str) -> tuple[str, int]:
-    """Parse the setting `dns_server`: `10.0.0.2`, `10.0.0.2:5353`, `[::1]:5353`. Raises ConfigError."""
-    host, colon, port = text.rpartition(":") if text.count(":") == 1 or "]:" in text else (text, "", "")
-    host = host.removeprefix("[").removesuffix("]")
-    if colon and not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65_536):
-        raise ConfigError(
-            f"dns_server {text!r} has no port behind its colon",
-            hint="write ADDRESS or ADDRESS:PORT",
-        )
-    return host, int(port) if colon else DNS_PORT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -97,8 +96,7 @@ class MapQueries:
     async def _find_hosts(self) -> None:
         """Look the source's name up again while no node answers, because its hosts may have changed."""
         if not self._hosts or all(node.error is not None for node in self.nodes.values()):
-            with contextlib.suppress(ConfigError):
-                self._hosts = await first_addresses(self._access.source, self._access.settings.dns_server)
+            self._hosts = await first_addresses(self._access.source)
 
     def _begin_round(self, queries: asyncio.TaskGroup) -> None:
         followed = self._maps.current

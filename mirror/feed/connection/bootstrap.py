@@ -58,6 +58,8 @@ FEATURES = (
 )
 """The requested features. Only SELECT_BUCKET must be granted. To notifications without DUPLEX, nodes answer EINVAL."""
 
+CONNECT_TIMEOUT_S = 10.0
+"""Limit for the connection, and for each answer until the bucket is selected."""
 PROPOSED_NAME = "dcp-mirror"
 REVISION_MAX = 2**63 - 1
 """The largest revision that a request can name (signed). Requests leave out a larger known revision."""
@@ -114,7 +116,7 @@ async def enter(
     """Connect to a node, log in and select the bucket. Raises ClusterError or ConfigError, and leaves nothing open."""
     settings = access.settings
     tls = Tls.of(settings) if access.source.tls else None
-    link = await open_link(address, tls=tls, timeout_s=settings.connect_timeout_s, clock=clock, opaques=opaques)
+    link = await open_link(address, tls=tls, timeout_s=CONNECT_TIMEOUT_S, clock=clock, opaques=opaques)
     link.tap = access.tap
     link.read_bytes_max = min(READ_BYTES_MAX, settings.batch_bytes_max // 2)
     try:
@@ -252,7 +254,7 @@ async def _greet(link: Link, access: Access, name: str) -> frozenset[int]:
     """Send HELLO; if the node does not answer with HELLO, find out if TLS is the reason."""
     secure = link.secure
     try:
-        return await _hello(link, access.settings, name)
+        return await _hello(link, name)
     except ConnectFailed:
         if secure:  # in TLS 1.3 the node may refuse our certificate this late
             raise hung_up("right after", str(link.address), access.settings) from None
@@ -265,13 +267,13 @@ async def _greet(link: Link, access: Access, name: str) -> frozenset[int]:
         raise
 
 
-async def _hello(link: Link, settings: Settings, name: str) -> frozenset[int]:
+async def _hello(link: Link, name: str) -> frozenset[int]:
     agent = json.dumps({"a": PROPOSED_NAME, "i": f"{name[:33]}/{name[:33]}"}, separators=(",", ":"))
     answer = await link.request(
         Opcode.HELLO,
         key=agent.encode(),
         value=b"".join(struct.pack(">H", feature) for feature in FEATURES),
-        timeout_s=settings.connect_timeout_s,
+        timeout_s=CONNECT_TIMEOUT_S,
     )
     if answer.status != Status.SUCCESS or len(answer.value) % 2:
         raise HandshakeFailed(f"{link.address} refused HELLO: {status_name(answer.status)}")
@@ -289,7 +291,7 @@ async def _authenticate(link: Link, access: Access) -> None:
     certified = settings.tls_client_cert_file is not None and link.secure
     if user is None:
         if certified:
-            return await _by_certificate(link, settings)
+            return await _by_certificate(link)
         raise ConfigError(
             "the connection string names no user",
             hint="write couchbase://user@host/bucket, or use couchbases:// with tls_client_cert_file",
@@ -300,7 +302,7 @@ async def _authenticate(link: Link, access: Access) -> None:
             f"no password is set for user {user}",
             hint="set DCP_MIRROR_PASSWORD, DCP_MIRROR_PASSWORD_FILE, or a file `password` in the secrets folder",
         )
-    answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=settings.connect_timeout_s)
+    answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=CONNECT_TIMEOUT_S)
     if answer.status == Status.NOT_SUPPORTED and certified:
         raise AuthRejected(
             f"{link.address} knows us by our client certificate, and accepts only the certificate's user",
@@ -313,7 +315,7 @@ async def _authenticate(link: Link, access: Access) -> None:
     mechanism = choose_mechanism(offered, plain_allowed=plain_allowed)
     if mechanism != "PLAIN":
         try:
-            return await _scram(link, settings, mechanism, user, password)
+            return await _scram(link, mechanism, user, password)
         except SaslError:  # the server did not prove that it knows the password, so PLAIN must not send the password
             raise
         except AuthRejected:
@@ -321,19 +323,19 @@ async def _authenticate(link: Link, access: Access) -> None:
             if not (link.secure and "PLAIN" in offered):
                 raise
     answer = await link.request(
-        Opcode.SASL_AUTH, key=b"PLAIN", value=plain_encode(user, password), timeout_s=settings.connect_timeout_s
+        Opcode.SASL_AUTH, key=b"PLAIN", value=plain_encode(user, password), timeout_s=CONNECT_TIMEOUT_S
     )
     if answer.status != Status.SUCCESS:
         _refuse_login(link, user, answer)
     return None
 
 
-async def _by_certificate(link: Link, settings: Settings) -> None:
+async def _by_certificate(link: Link) -> None:
     """Authenticate by the certificate of the TLS handshake, with EXTERNAL if the server offers it."""
-    answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=settings.connect_timeout_s)
+    answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=CONNECT_TIMEOUT_S)
     if answer.status != Status.SUCCESS or b"EXTERNAL" not in answer.value.split():
         return  # NOT_SUPPORTED: the certificate was enough
-    answer = await link.request(Opcode.SASL_AUTH, key=b"EXTERNAL", timeout_s=settings.connect_timeout_s)
+    answer = await link.request(Opcode.SASL_AUTH, key=b"EXTERNAL", timeout_s=CONNECT_TIMEOUT_S)
     if answer.status != Status.SUCCESS:
         raise AuthRejected(
             f"{link.address} does not know the user of our client certificate: {status_name(answer.status)}",
@@ -341,14 +343,14 @@ async def _by_certificate(link: Link, settings: Settings) -> None:
         )
 
 
-async def _scram(link: Link, settings: Settings, mechanism: str, user: str, password: str) -> None:
+async def _scram(link: Link, mechanism: str, user: str, password: str) -> None:
     client = ScramClient(mechanism, user, password)
     name = mechanism.encode()
-    answer = await link.request(Opcode.SASL_AUTH, key=name, value=client.first(), timeout_s=settings.connect_timeout_s)
+    answer = await link.request(Opcode.SASL_AUTH, key=name, value=client.first(), timeout_s=CONNECT_TIMEOUT_S)
     if answer.status != Status.AUTH_CONTINUE:
         _refuse_login(link, user, answer)
     final = await asyncio.to_thread(client.final, answer.value)  # slow: the server chose the number of iterations
-    answer = await link.request(Opcode.SASL_STEP, key=name, value=final, timeout_s=settings.connect_timeout_s)
+    answer = await link.request(Opcode.SASL_STEP, key=name, value=final, timeout_s=CONNECT_TIMEOUT_S)
     if answer.status != Status.SUCCESS:
         _refuse_login(link, user, answer)
     client.verify(answer.value)
@@ -362,7 +364,7 @@ def _refuse_login(link: Link, user: str, answer: Frame) -> NoReturn:
 
 async def _select_bucket(link: Link, access: Access) -> None:
     bucket = access.source.bucket
-    answer = await link.request(Opcode.SELECT_BUCKET, key=bucket.encode(), timeout_s=access.settings.connect_timeout_s)
+    answer = await link.request(Opcode.SELECT_BUCKET, key=bucket.encode(), timeout_s=CONNECT_TIMEOUT_S)
     if answer.status == Status.SUCCESS:
         return
     if access.source.user is None and answer.status in (Status.EACCESS, Status.AUTH_ERROR):

@@ -27,8 +27,10 @@ STEP_IDLE_S = 0.1
 STEP_SHARE_S = 0.002
 COMMIT_SHARE = 1 / 2
 """Share of a worker's time for scheduled commits; the rest is for receiving."""
+STORE_RETRY_S = 1.0
+"""Pause of a failed group, such as one that waits for space on a full disk."""
 REOPEN_FACTOR_MAX = 16
-"""Longest pause of a group that cannot reopen, in units of `storage_retry_interval_s`."""
+"""Longest pause of a group that cannot reopen, in units of `STORE_RETRY_S`."""
 FREE_BYTES_TO_RESUME = 2
 """Free space required before a group retries a full disk, in units of `batch_bytes_max`."""
 
@@ -109,7 +111,7 @@ class Group:
         for host in self.hosts.values():
             host.drop_machine()
             host.owner.report(VbucketStatus.WAITING, f"the store failed: {error}")
-        delay_s = self.commits.settings.storage_retry_interval_s
+        delay_s = STORE_RETRY_S
         if isinstance(error, SeqnoOrder):
             self.violations[error.vbid] += 1
             delay_s = min(delay_s, 0.1 * 2 ** min(self.violations[error.vbid], 10))
@@ -130,7 +132,6 @@ class Group:
 
     def _retry(self) -> None:
         self.retry_timer = None
-        interval_s = self.commits.settings.storage_retry_interval_s
         try:
             self.writer.reopen()
             free_bytes = self.writer.owner.free_bytes()
@@ -139,13 +140,13 @@ class Group:
             self.reopen_count += 1
             log.warning("store-not-reopened", group=self.writer.group, error=str(error))
             if self.may_be_retried:
-                self._retry_later(interval_s * min(2**self.reopen_count, REOPEN_FACTOR_MAX))
+                self._retry_later(STORE_RETRY_S * min(2**self.reopen_count, REOPEN_FACTOR_MAX))
             else:
                 self._give_up()
             return
         self.reopen_count = 0
         if isinstance(self.error, Full) and free_bytes < FREE_BYTES_TO_RESUME * self.commits.settings.batch_bytes_max:
-            self._retry_later(interval_s)
+            self._retry_later(STORE_RETRY_S)
             return
         log.info("store-retried", group=self.writer.group)
         self.error = None

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mirror.serve.http.framing import HEAD_BYTES_MAX, BadFraming, Framing, Head
 from mirror.serve.http.problems import Problem
-from mirror.server.admission import Slot
+from mirror.server.admission import IDLE_TIMEOUT_S, SEND_TIMEOUT_S, Slot
 from mirror.server.outgoing import Outgoing
 from mirror.server.turns import Turns
 
@@ -77,9 +77,6 @@ class Gate:
     has_lost_rights: Callable[[dict[str, Any]], object] = lambda _: None
     """True if the reader of a request, by the request's state, has other rights than when it began."""
     turns: Turns = field(default_factory=Turns)
-    send_timeout_s: float = 30.0
-    request_timeout_s: float = REQUEST_TIMEOUT_S
-    idle_timeout_s: float = 600.0
     date: tuple[bytes, bytes] = (b"date", b"")
     connections: set[HttpConnection] = field(default_factory=set)
     answering: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -185,7 +182,7 @@ class HttpConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def sweep(self, now_s: float) -> None:
         """Close the connection if its time is over."""
         waited_s = now_s - self._since_s
-        if self.outgoing.took_nothing_for_s(now_s) > self._gate.send_timeout_s:
+        if self.outgoing.took_nothing_for_s(now_s) > SEND_TIMEOUT_S:
             self.abort()
         elif self._is_refused:
             if waited_s > LINGER_S:
@@ -194,9 +191,9 @@ class HttpConnection(asyncio.BufferedProtocol, asyncio.Transport):
             if self._is_responding and not self.outgoing.writable.is_set() and self._gate.has_lost_rights(self._state):
                 self.abort()
         elif self._is_idle:
-            if waited_s > self._gate.idle_timeout_s:
+            if waited_s > IDLE_TIMEOUT_S:
                 self._transport.close()
-        elif waited_s > self._gate.request_timeout_s:
+        elif waited_s > REQUEST_TIMEOUT_S:
             self.abort()
 
     def close_if_idle(self) -> None:

@@ -51,8 +51,6 @@ class HttpServer:
             app.answer_now,
             self.service.has_lost_rights,
             self.service.turns,
-            send_timeout_s=settings.reader_send_timeout_s,
-            idle_timeout_s=settings.reader_idle_timeout_s,
         )
         self.service.requests.connections = self.gate.connections
         self.admission = Admission(settings, self.service.turns)

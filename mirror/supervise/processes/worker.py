@@ -22,7 +22,7 @@ from mirror.errors import ConfigError, SupervisionError
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow import commands
 from mirror.feed.follow.consumer import Consumer
-from mirror.feed.follow.group_commits import unusable
+from mirror.feed.follow.group_commits import STORE_RETRY_S, unusable
 from mirror.feed.follow.status import ConsumerStatus, group_row
 from mirror.ingest.instructions import VbucketStatus
 from mirror.ingest.topology import ClusterMap
@@ -108,7 +108,7 @@ class MirrorWork:
 
     async def _retry_failed(self) -> None:
         while retried := [each for each, (_, error) in self._failures.items() if not isinstance(error, CorruptedError)]:
-            await asyncio.sleep(self._consumer.settings.storage_retry_interval_s)
+            await asyncio.sleep(STORE_RETRY_S)
             for group in retried:
                 try:
                     self._stores.open(group).close()
