@@ -8,7 +8,7 @@ import pytest
 
 from tests.whole.fault_table import FAULTS, measure
 
-CHEAP = ("the bucket is recreated", "a group is damaged", "a listener is stopped")
+CHEAP = ("all nodes are killed", "the bucket is recreated", "a group is damaged", "a listener is stopped")
 
 
 @pytest.mark.parametrize(

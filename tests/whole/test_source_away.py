@@ -28,43 +28,6 @@ def fetched(url: str) -> tuple[int, str]:
         return 0, ""
 
 
-def test_a_killed_source_is_reported_unreachable_in_every_channel(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    with ExitStack() as alive, ExitStack() as stack:
-        source = alive.enter_context(SandboxThread(SandboxCluster(nodes=1, vbuckets=VBUCKETS)))
-        source.call(source.cluster.set, "key", b"1")
-        flags = ("--workers", "1", "--http", "0")
-        service = stack.enter_context(Service(source.connection_string, data, *flags))
-        service.start()
-        until("all to be published", lambda: caught_up(service.status()))
-        status = service.status()
-        assert status is not None
-        assert status["reasons"] == []
-        (url,) = until("HTTP to listen", lambda: (service.status() or {}).get("listeners", {}).get("http"))
-        until("readiness", lambda: fetched(f"{url}/readyz")[0] == 200)
-        alive.close()
-        until("it to be noticed", lambda: (service.status() or {}).get("state") == "source unreachable")
-        until("HTTP readers to be answered so", lambda: fetched(f"{url}/readyz")[0] == 503)
-        status = service.status()
-        assert status is not None
-        assert status["since_ms"] <= status["time_ms"]
-        assert (status["totals"]["lag_seqnos"], status["totals"]["source_high_seqnos"]) == (None, None)
-        until("the lag to count from the last contact", lambda: (service.status() or status)["totals"]["lag_s"] > 0)
-        reasons = json.loads(fetched(f"{url}/readyz")[1])["reasons"]
-        assert len(reasons) == 1
-        assert reasons[0].startswith("no contact with the source")
-        metrics = fetched(f"{url}/metrics")[1].splitlines()
-        assert "dcp_mirror_ready 0.0" in metrics
-        assert 'dcp_mirror_state{state="source unreachable"} 1.0' in metrics
-        assert 'dcp_mirror_state{state="following"} 0.0' in metrics
-        assert not [line for line in metrics if line.startswith("dcp_mirror_lag_seqnos ")]
-        shown = call("status", "--data", data).out
-        assert "source unreachable since 20" in shown
-        assert "unknown seqnos, " in shown
-        assert call("get", "key", "--data", data).out.strip() == "1"
-        assert service.terminate() == 0
-
-
 def test_a_new_mirror_without_contact_to_its_source_reports_it_over_http(tmp_path: Path) -> None:
     """HTTP did not listen, so a load balancer or Prometheus took it for a service that does not run."""
     data = tmp_path / "data"
