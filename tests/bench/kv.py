@@ -29,6 +29,7 @@ from mirror.wire.frame import HEADER
 from tests.bench import stores
 from tests.bench.children import child, until
 from tests.bench.lag import quantile
+from tests.ports import free_port
 
 PIPELINE = 64
 
@@ -173,11 +174,6 @@ def _peer(name: str, documents: int) -> Iterator[tuple[int, Protocol]]:
         finally:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def answers(port: int, request: bytes) -> bool:

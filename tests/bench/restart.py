@@ -30,6 +30,7 @@ from mirror.supervise.supervisor import Supervisor
 from storage.format.keys import vbid_of
 from tests.bench import kv, limits, stores
 from tests.bench.children import Child, child, until
+from tests.ports import free_port
 
 GROUPS = 8
 
@@ -57,7 +58,7 @@ def measure(
             with child(_read_one, data, key) as bare:
                 bare.receive()
                 limit_s = time.monotonic() - began
-            port = kv.free_port()
+            port = free_port()
             began = time.monotonic()
             with ExitStack() as stack:
                 service = stack.enter_context(child(_run, address, port, data, workers, daemon=False))

@@ -16,6 +16,7 @@ from deltalake import DeltaTable
 
 from tests.bench import stores
 from tests.cli.conftest import LIMIT_S, background, call, call_here, succeed
+from tests.crash.service import gone
 from tests.supervise.conftest import eventually_now as eventually
 
 
@@ -127,20 +128,13 @@ def test_a_killed_export_leaves_no_readable_table_and_no_process(form: str, larg
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=LIMIT_S)
         assert children
-        eventually(lambda: not any(running(pid) for pid in children))
+        eventually(lambda: all(gone(int(pid)) for pid in children))
     assert not (target / "_SUCCESS").exists()
     assert not DeltaTable.is_deltatable(str(target))
     again = succeed(*arguments, "--json")
     assert again.json["documents"] == 60_000
     assert again.json["orphans_removed"] > 0
     assert len(list(target.glob("*.parquet"))) == again.json["files"]
-
-
-def running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_ctrl_c_ends_an_export_with_130_and_without_a_trace(large: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ judge takes nothing from the mirror on trust but its published seqnos; all else 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from storage.admin.check import check
 from storage.env import directory
 from storage.model import Document
 from storage.read.view import View, open_view
+from tests.crash.service import until
 from tests.sandbox.past import state_at
 
 Version = tuple[Any, ...]
@@ -47,12 +49,24 @@ def version_of_document(document: Document) -> Version:
     )
 
 
-def published_seqnos(data: Path) -> dict[int, int]:
-    """Return the published seqno of each vbucket; none before the mirror is made."""
+def published_seqnos(data: Path, vbids: Iterable[int] | None = None) -> dict[int, int]:
+    """Return the published seqno of each vbucket, or of these; none before the mirror is made."""
     if not directory.exists(str(data)):
         return {}
     with open_view(str(data), partial=True) as view:
-        return {int(state.vbid): int(state.published_seqno) for state in view.states()}
+        states = view.states() if vbids is None else map(view.state, vbids)
+        return {int(state.vbid): int(state.published_seqno) for state in states}
+
+
+def wait_progress(data: Path, vbids: Collection[int], what: str) -> None:
+    """Return when each of these vbuckets has published more than it has now."""
+    before = published_seqnos(data, vbids)
+
+    def is_further() -> bool:
+        now = published_seqnos(data, vbids)
+        return all(now.get(vbid, 0) > before.get(vbid, 0) for vbid in vbids)
+
+    until(what, is_further, poll_s=0.1)
 
 
 def high_seqnos(source: SandboxCluster) -> dict[int, int]:

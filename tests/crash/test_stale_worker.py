@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from tests.crash.judge import is_level, judge, published_seqnos
+from tests.crash.judge import is_level, judge, wait_progress
 from tests.crash.load import Load
 from tests.crash.service import Service, gone, until
 
@@ -38,29 +38,18 @@ def source(seed: int) -> Iterator[SandboxThread]:
         thread.call(writing.cancel)
 
 
-def wait_progress(what: str, data: Path) -> None:
-    """Return when every vbucket has published more than it has now."""
-    before = published_seqnos(data)
-
-    def is_further() -> bool:
-        now = published_seqnos(data)
-        return len(now) == VBUCKETS and all(now[vbid] > before.get(vbid, 0) for vbid in now)
-
-    until(what, is_further, poll_s=0.1)
-
-
 def test_a_worker_that_stands_still_is_replaced_and_never_wakes(source: SandboxThread, tmp_path: Path) -> None:
     patience = ("--set", "worker_heartbeat_timeout_s=2")
     with Service(source.connection_string, tmp_path / "data", *FLAGS, *patience) as service:
         service.start()
         stopped = service.wait_workers(2)[0]["pid"]
-        wait_progress("the mirror to follow", service.data)
+        wait_progress(service.data, range(VBUCKETS), "the mirror to follow")
         os.kill(stopped, signal.SIGSTOP)
         until(f"the stopped worker {stopped} to be killed", lambda: gone(stopped))
         workers = service.wait_workers(2)
         assert workers[0]["pid"] != stopped
         assert "heartbeat" in (workers[0]["last_error"] or ""), workers[0]
-        wait_progress("the replaced worker's vbuckets to go on", service.data)
+        wait_progress(service.data, range(VBUCKETS), "the replaced worker's vbuckets to go on")
         judge(source.cluster, service.data, live=True)
         assert service.terminate() == 0
     judge(source.cluster, service.data, live=False)
@@ -70,13 +59,13 @@ def test_a_stopped_worker_dies_with_its_supervisor(source: SandboxThread, tmp_pa
     with Service(source.connection_string, tmp_path / "data", *FLAGS) as service:
         service.start()
         workers = service.wait_workers(2)
-        wait_progress("the mirror to follow", service.data)
+        wait_progress(service.data, range(VBUCKETS), "the mirror to follow")
         os.kill(workers[1]["pid"], signal.SIGSTOP)
         service.kill_supervisor()  # and fails if a worker outlives it
         judge(source.cluster, service.data, live=False)
         service.start()
         service.wait_workers(2)
-        wait_progress("the mirror to go on", service.data)
+        wait_progress(service.data, range(VBUCKETS), "the mirror to go on")
         assert service.terminate() == 0
     judge(source.cluster, service.data, live=False)
 
@@ -91,7 +80,7 @@ def test_a_worker_that_wakes_up_after_another_took_over_writes_nothing(source: S
     with sleeper, owner:
         sleeper.start()
         pids = [row["pid"] for row in sleeper.wait_workers(2).values()]
-        wait_progress("the mirror to follow", data)
+        wait_progress(data, range(VBUCKETS), "the mirror to follow")
         source.call(setattr, load, "rate", 0)  # so that no process is stopped inside of LMDB's own lock
         until("everything to be published", lambda: is_level(source.cluster, data), poll_s=0.1)
         until("the store to be synced", lambda: sleeper.status(), poll_s=0.1)
@@ -106,7 +95,7 @@ def test_a_worker_that_wakes_up_after_another_took_over_writes_nothing(source: S
             until(
                 "the owner's workers", lambda: owner.tail().count("process-ready") == 2
             )  # the sleeper's socket is mute
-            wait_progress("the new owner to follow", data)
+            wait_progress(data, range(VBUCKETS), "the new owner to follow")
         finally:
             for pid in (*pids, sleeper.pid):
                 os.kill(pid, signal.SIGCONT)
@@ -114,9 +103,9 @@ def test_a_worker_that_wakes_up_after_another_took_over_writes_nothing(source: S
             "the sleeper to find that it was overtaken",
             lambda: sleeper.log.read_text().count("another process took this group over") >= 2,
         )
-        wait_progress("the owner to go on next to the one that woke up", data)
+        wait_progress(data, range(VBUCKETS), "the owner to go on next to the one that woke up")
         judge(source.cluster, data, live=True)
         sleeper.kill_supervisor()
-        wait_progress("the owner to go on alone", data)
+        wait_progress(data, range(VBUCKETS), "the owner to go on alone")
         assert owner.terminate() == 0
     judge(source.cluster, data, live=False)

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 from mirror.config_reader import load
 from tests.cli.conftest import environment
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "systemd" / "README.md"]
@@ -68,12 +68,6 @@ def blocks_of(page: Path) -> list[Block]:
         Block(page, text.count("\n", 0, found.start("text")), found["language"], found["text"], found["mark"] or "")
         for found in BLOCK.finditer(text)
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class Shell:

@@ -24,8 +24,9 @@ from storage.model import Collection, Seqno
 from tests.cli.conftest import environment
 from tests.crash.service import LIMIT_S, Service, until
 from tests.oracle import kv_client
+from tests.ports import free_ports
 from tests.serve.http_site import make_certificate
-from tests.serve.kv_rig import DEFAULT, Store, free_ports
+from tests.serve.kv_rig import DEFAULT, Store
 
 USER, PASSWORD = "ann", "a good password"
 VALUE = b'{"small": true}'

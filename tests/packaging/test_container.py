@@ -21,8 +21,8 @@ import pytest
 from mirror.config_reader import ENV_PREFIX, NAMES, NOT_SETTINGS
 from tests.cli.conftest import call_here
 from tests.crash.service import until
+from tests.ports import free_port
 from tests.processes import ProcessGroup
-from tests.whole.test_cascade import free_port
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "container"

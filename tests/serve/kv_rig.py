@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -68,11 +67,6 @@ def with_users(file: Path, entries: Mapping[str, Any], anonymous: Sequence[str] 
     users = {name: entry_of(entry) if isinstance(entry, str) else entry for name, entry in entries.items()}
     file.write_text(json.dumps({"users": users} | ({"anonymous": {"read": anonymous}} if anonymous else {})))
     return file
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 def session_of(bucket: ServedBucket, reader: Reader | None = None) -> KvSession:

@@ -6,8 +6,6 @@ from this one.
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -25,7 +23,7 @@ from mirror import open_view
 from mirror.sandbox import SandboxCluster, SandboxThread
 from storage.format.keys import vbid_of
 from tests.crash.service import Service, until
-from tests.serve.kv_rig import free_ports
+from tests.ports import fetched, free_ports
 from tests.serve.test_official_sdk import VBUCKETS, connect, listener, string_of
 
 pytestmark = pytest.mark.xdist_group("sdk_service")  # the mirror is started once
@@ -177,16 +175,7 @@ def test_a_missing_key_is_absent_only_at_the_mirror_of_its_vbucket(source: Sandb
             collection.get(elsewhere, GetOptions(timeout=SHORT))
         cluster.close()
         url = until("the HTTP port", lambda: listener(data, "http"))
-        until("readiness, with half of the vbuckets", lambda: status_of(f"{url}/readyz") == 200)
+        until("readiness, with half of the vbuckets", lambda: fetched(f"{url}/readyz")[0] == 200)
         documents = f"{url}/v1/collections/_default._default/documents"
-        assert [status_of(f"{documents}/{name}") for name in (here, elsewhere)] == [404, 421]
-        assert status_of(documents) == 200
-
-
-def status_of(url: str) -> int:
-    try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
+        assert [fetched(f"{documents}/{name}")[0] for name in (here, elsewhere)] == [404, 421]
+        assert fetched(documents)[0] == 200

@@ -13,7 +13,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 import mirror.spark
-from tests.docs.blocks import BLOCK, SPARK_PAGE, Shell, blocks_of, free_port, site
+from tests.docs.blocks import BLOCK, SPARK_PAGE, Shell, blocks_of, site
+from tests.ports import free_port
 from tests.spark.sessions import java_environment
 
 HANDBOOK = Path(mirror.spark.__file__).with_name("HANDBOOK.md")

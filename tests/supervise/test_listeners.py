@@ -13,6 +13,7 @@ from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.supervise.listeners.addresses import Listeners, kind_of, outdated_by
+from tests.ports import free_port
 
 
 def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
@@ -112,11 +113,6 @@ def test_a_changed_setting_restarts_only_the_processes_that_use_it(
     changed: set[str], worker: bool, server: bool
 ) -> None:
     assert (outdated_by(0, changed), outdated_by(1000, changed)) == (worker, server)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def test_a_changed_address_is_bound_and_the_old_one_released(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import itertools
 import json
 import re
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from mirror.health import STATES
 from mirror.supervise.reports.systemd import Notifier
 from storage.env import directory
 from storage.model import Identity
+from tests.ports import fetched
 from tests.serve.http_site import serving_http
 from tests.supervise import in_process, scripted
 from tests.supervise.conftest import eventually
@@ -113,15 +112,6 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "no service runs": Situation(None, "stored", "no service runs"),
 }  # fmt: skip
-
-
-def fetched(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            return int(answer.status), answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
 
 
 def test_the_documents_list_each_state_and_whether_it_is_ready() -> None:

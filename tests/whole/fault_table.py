@@ -36,8 +36,7 @@ from mirror.wire.constants import Status
 from tests.cli.conftest import COMMAND, call, environment
 from tests.crash.load import Load
 from tests.crash.service import Service, until
-from tests.whole.test_cascade import free_port
-from tests.whole.test_source_away import fetched
+from tests.ports import fetched, free_port
 
 LIMIT_S = 20.0
 AGREE_S = 5.0

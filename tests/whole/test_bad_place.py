@@ -12,7 +12,7 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ from storage.errors import CorruptedError
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.cli.conftest import call
-from tests.crash.judge import judge
+from tests.crash.judge import judge, published_seqnos, wait_progress
 from tests.crash.load import Load
 from tests.crash.service import Service, gone, until
+from tests.ports import free_ports
 from tests.processes import without_rootly_powers
-from tests.serve.kv_rig import free_ports
 
 VBUCKETS = GROUPS = 12
 FLAGS = ("--groups", str(GROUPS), "--workers", "2")
@@ -78,20 +78,6 @@ def files_below(path: Path) -> dict[str, bytes]:
         for file in sorted(path.rglob("*"))
         if file.is_file() and file.name not in LOCKS
     }
-
-
-def published(data: Path, vbids: Sequence[int] = range(VBUCKETS)) -> list[int]:
-    with open_view(str(data), partial=True) as view:
-        return [int(view.state(vbid).published_seqno) for vbid in vbids]
-
-
-def wait_progress(service: Service, what: str, vbids: Sequence[int] = range(VBUCKETS)) -> None:
-    before = published(service.data, vbids)
-    until(
-        what,
-        lambda: all(now > then for now, then in zip(published(service.data, vbids), before, strict=True)),
-        poll_s=0.1,
-    )
 
 
 # -- what cannot start ----------------------------------------------------------------------------------------------
@@ -193,7 +179,7 @@ def the_rest_stands(source: SandboxThread, service: Service) -> None:
 
 
 def level_again(source: SandboxThread, service: Service) -> None:
-    wait_progress(service, "every vbucket to go on")
+    wait_progress(service.data, range(VBUCKETS), "every vbucket to go on")
     workers = service.wait_workers(2)
     assert not any(row["restarts"] for row in workers.values()), "a worker died of it"
     judge(source.cluster, service.data, live=True)
@@ -208,7 +194,7 @@ def test_a_file_size_limit_is_reported_and_recovered_from_when_lifted(
     with Service(source.connection_string, data, *FLAGS) as service:
         service.start()
         workers = service.wait_workers(2)
-        wait_progress(service, "the mirror to follow")
+        wait_progress(service.data, range(VBUCKETS), "the mirror to follow")
         smallest = min((data / f"group-{group:04d}" / "data.mdb").stat().st_size for group in range(GROUPS))
         for row in workers.values():
             psutil.Process(row["pid"]).rlimit(resource.RLIMIT_FSIZE, (smallest, resource.RLIM_INFINITY))
@@ -240,7 +226,7 @@ def test_a_full_disk_is_reported_and_survived(
     with Service(source.connection_string, small_disk / "data", *FLAGS, *small, log=tmp_path / "log") as service:
         service.start()
         service.wait_workers(2)
-        wait_progress(service, "the mirror to follow")
+        wait_progress(service.data, range(VBUCKETS), "the mirror to follow")
         ballast = small_disk / "ballast"
         with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -278,8 +264,8 @@ def test_each_damaged_group_is_named_and_the_others_are_served(
     sound = range(0, VBUCKETS, 2)
     with Service(source.connection_string, data, *FLAGS) as service:
         service.start()
-        wait_progress(service, "the vbuckets of the sound worker to go on", sound)
-        wait_progress(service, "the other group of the damaged ones' worker to go on", range(11, 12))
+        wait_progress(service.data, sound, "the vbuckets of the sound worker to go on")
+        wait_progress(service.data, range(11, 12), "the other group of the damaged ones' worker to go on")
         status = until("a status", service.status)
         details = {row["vbid"]: str(row["detail"]) for row in status["vbuckets"]}
         assert all(f"group-{group:04d}" in details[group] for group in DAMAGES), details
@@ -321,7 +307,7 @@ def test_every_screen_names_the_same_working_remedy_for_a_damaged_group(
         if not runs:
             damage()
         service.start()
-        wait_progress(service, "the group of no damage to go on", range(11, 12))
+        wait_progress(service.data, range(11, 12), "the group of no damage to go on")
         if runs:
             damage()
         until("the damage to be noticed", lambda: len(details()) == len(groups))
@@ -349,12 +335,12 @@ def test_a_group_that_another_process_holds_at_the_start_is_opened_later(
     with ExitStack() as held, Service(source.connection_string, data, *FLAGS) as service:
         held.callback(holder.close)
         service.start()
-        wait_progress(service, "the other groups to go on", [vbid for vbid in range(VBUCKETS) if vbid != 1])
+        wait_progress(service.data, [vbid for vbid in range(VBUCKETS) if vbid != 1], "the other groups to go on")
         status = until("a status", service.status)
         row = status["vbuckets"][1]
         assert (row["state"], "another process" in row["detail"]) == ("refused", True), row
         held.close()
-        wait_progress(service, "every vbucket to go on")
+        wait_progress(service.data, range(VBUCKETS), "every vbucket to go on")
         assert service.terminate() == 0
         assert not service.tracebacks()
 
@@ -372,12 +358,12 @@ def test_a_group_that_is_lost_while_it_runs_silences_no_reader_of_the_others(
             Service(source.connection_string, data, *FLAGS, "--http", str(http), "--dcp", str(dcp))
         )
         first.start()
-        wait_progress(first, "the mirror to follow")
+        wait_progress(first.data, range(VBUCKETS), "the mirror to follow")
         next_url = f"couchbase://demo@127.0.0.1:{dcp}/{source.cluster.bucket.name}"
         second = stack.enter_context(Service(next_url, tmp_path / "second", *FLAGS, log=tmp_path / "2.log"))
         second.start()
         until("the mirror of the mirror", lambda: (tmp_path / "second" / "mirror.json").exists())
-        wait_progress(second, "the mirror of the mirror to follow")
+        wait_progress(second.data, range(VBUCKETS), "the mirror of the mirror to follow")
         streams = [
             stack.enter_context(httpx.stream("GET", f"{url}/v1/changes", params=changes | {"vbid": vbid}, timeout=90))
             for vbid in (0, lost)
@@ -386,11 +372,11 @@ def test_a_group_that_is_lost_while_it_runs_silences_no_reader_of_the_others(
         lines = list(streams[1].iter_lines())
         assert "event: problem" in lines
         assert "the group's data file is missing" in lines[-2]
-        seqno = published(data, range(1))[0]
+        seqno = published_seqnos(data, range(1))[0]
         ids = (line for line in streams[0].iter_lines() if line.startswith("id: "))
         assert next(text for text in ids if int(text.split(":")[3]) > seqno)
         assert httpx.get(f"{url}/v1/collections").status_code == 200
-        wait_progress(second, "the others to follow on", range(2, VBUCKETS))
+        wait_progress(second.data, range(2, VBUCKETS), "the others to follow on")
 
         def rows() -> dict[int, dict[str, Any]]:
             return {row["vbid"]: row for row in until("a status", second.status)["vbuckets"]}

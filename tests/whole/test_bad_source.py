@@ -19,9 +19,8 @@ import pytest
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode
-from storage.read.view import open_view
 from tests.cli.conftest import call
-from tests.crash.judge import judge
+from tests.crash.judge import judge, wait_progress
 from tests.crash.load import Load
 from tests.crash.service import Service, until
 
@@ -50,7 +49,7 @@ def shared_service(source: SandboxThread, tmp_path_factory: pytest.TempPathFacto
     with Service(source.connection_string, tmp_path_factory.mktemp("bad source") / "data", *FLAGS) as running:
         running.start()
         running.wait_workers(2)
-        wait_progress(running, range(VBUCKETS), "the mirror to follow")
+        wait_progress(running.data, range(VBUCKETS), "the mirror to follow")
         yield running
         assert running.terminate() == 0
         judge(source.cluster, running.data, live=False)
@@ -61,24 +60,12 @@ def service(source: SandboxThread, shared_service: Service) -> Iterator[Service]
     """The service, with what it has met before; after each test it is level again, and no worker was restarted."""
     yield shared_service
     source.call(source.cluster.faults.clear)
-    wait_progress(shared_service, range(VBUCKETS), "every vbucket to go on")
+    wait_progress(shared_service.data, range(VBUCKETS), "every vbucket to go on")
     judge(source.cluster, shared_service.data, live=True)
     workers = shared_service.wait_workers(2)
     assert not any(row["restarts"] for row in workers.values()), "a worker died of it"
     assert not any(row["counters"]["requested_again_bytes"] for row in workers.values())
     assert not shared_service.tracebacks()
-
-
-def published(data: Path) -> list[int]:
-    with open_view(str(data), partial=True) as view:
-        return [int(state.published_seqno) for state in view.states()]
-
-
-def wait_progress(service: Service, vbids: object, what: str) -> None:
-    """Return when each of these vbuckets has published more than it has now."""
-    assert isinstance(vbids, (list, range))
-    before = published(service.data)
-    until(what, lambda: all(published(service.data)[vbid] > before[vbid] for vbid in vbids), poll_s=0.1)
 
 
 def vbids_at(source: SandboxThread, node: int) -> list[int]:
@@ -121,7 +108,7 @@ def test_garbage_ends_only_its_own_connection(source: SandboxThread, service: Se
     before = len(complaints(service))
     assert source.call(send_garbage) == 2
     until("the garbage to be complained of", lambda: len(complaints(service)) > before)
-    wait_progress(service, vbids_at(source, 1), "the other node's vbuckets to go on")
+    wait_progress(service.data, vbids_at(source, 1), "the other node's vbuckets to go on")
     node = source.cluster.nodes[0].port
     assert any(str(node) in line for line in complaints(service)[before:]), complaints(service)
 
@@ -131,7 +118,7 @@ def test_a_message_with_an_unknown_opcode_is_ignored(source: SandboxThread, serv
     before = source.call(source.cluster.faults.connections, node=0)
     for connection in before:
         source.call(connection.link.send, header(0xEE, body=3) + b"abc")
-    wait_progress(service, vbids_at(source, 0), "the vbuckets of the node to go on")
+    wait_progress(service.data, vbids_at(source, 0), "the vbuckets of the node to go on")
     assert source.call(source.cluster.faults.connections, node=0) == before
 
 
@@ -145,7 +132,7 @@ def test_a_password_changed_at_the_source_is_reported_in_the_status(source: Sand
         return any("password" in str(row["last_error"]) for row in rows if row["vbid"] in vbids_at(source, 0))
 
     until("the status to say that the password is wrong", reported)
-    wait_progress(service, vbids_at(source, 1), "the other node's vbuckets to go on")
+    wait_progress(service.data, vbids_at(source, 1), "the other node's vbuckets to go on")
     source.call(source.cluster.add_user, "demo", "demo")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,8 +24,10 @@ from mirror.wire.system_events import decode_system_event
 from storage.admin.check import check
 from storage.read.view import View, open_view
 from tests.cli.conftest import call
+from tests.crash.judge import published_seqnos
 from tests.crash.load import Load
 from tests.crash.service import Service, until
+from tests.ports import free_port
 from tests.sandbox.past import state_at
 
 VBUCKETS, RATE, KEYS, SEED = 16, 150, 1000, 11
@@ -39,21 +40,8 @@ KILLS = tuple(
 )
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
-
-
-def published(service: Service) -> dict[int, int]:
-    if not (service.data / "mirror.json").exists():
-        return {}
-    with open_view(str(service.data), partial=True) as view:
-        return {int(state.vbid): int(state.published_seqno) for state in view.states()}
-
-
 def has_news(service: Service, before: dict[int, int]) -> bool:
-    return published(service) != before
+    return published_seqnos(service.data) != before
 
 
 def documents(view: View, vbid: int) -> dict[bytes, tuple[Any, ...]]:
@@ -157,7 +145,7 @@ class Chain:
 
     def wait_news(self) -> None:
         """Return when all links have published something new."""
-        before = [published(each) for each in self.links]
+        before = [published_seqnos(each.data) for each in self.links]
         for link, seen, name in zip(self.links, before, LINKS, strict=True):
             until(f"news in the {name}", partial(has_news, link, seen))
 
@@ -172,7 +160,7 @@ class Chain:
         )
 
         def level(link: Service) -> bool:
-            if published(link) != expected:
+            if published_seqnos(link.data) != expected:
                 return False
             with open_view(str(link.data), partial=True) as view:
                 return {vbid: view.state(vbid).failover_log[0].vbuuid for vbid in range(VBUCKETS)} == logs

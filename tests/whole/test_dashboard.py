@@ -20,8 +20,8 @@ import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from tests.crash.service import Service, until
+from tests.ports import fetched
 from tests.processes import ProcessGroup, caught_up
-from tests.whole.test_source_away import fetched
 
 ASSETS = Path(__file__).parents[2] / "mirror" / "serve" / "assets"
 PANELS = json.loads((ASSETS / "dashboard.json").read_text())["panels"]

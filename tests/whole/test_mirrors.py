@@ -10,8 +10,8 @@ from pathlib import Path
 from mirror.sandbox import SandboxCluster, SandboxThread
 from tests.cli.conftest import call
 from tests.crash.service import Service, until
+from tests.ports import free_port
 from tests.processes import caught_up
-from tests.whole.test_cascade import free_port
 
 VBUCKETS = 8
 HALVES = ("0-3", "4-7")

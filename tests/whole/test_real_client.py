@@ -35,6 +35,7 @@ from mirror.sandbox import SandboxCluster, SandboxThread, vbucket_of
 from mirror.sandbox.data.item import Item
 from storage.read.view import open_view
 from tests.cli.conftest import call
+from tests.crash.judge import published_seqnos
 from tests.crash.service import Service, until
 
 BINARY, TEXT = RawBinaryTranscoder(), RawStringTranscoder()
@@ -146,13 +147,15 @@ def written(source: SandboxThread, data: Path) -> Iterator[dict[tuple[str, str],
     address = source.connection_string.partition("@")[2].rpartition("/")[0]
     with Service(source.connection_string, data, "--groups", "4") as service:
         service.start()
-        until("the mirror to follow", lambda: published(data) == high_seqnos(source))
+        until("the mirror to follow", lambda: [*published_seqnos(data).values()] == high_seqnos(source))
         sdk = Cluster(f"couchbase://{address}", ClusterOptions(PasswordAuthenticator("demo", "demo")))
         try:
             done = write_everything(sdk.bucket("demo"))
         finally:
             sdk.close()
-        until("all that the SDK wrote to be published", lambda: published(data) == high_seqnos(source))
+        until(
+            "all that the SDK wrote to be published", lambda: [*published_seqnos(data).values()] == high_seqnos(source)
+        )
         yield done
         assert service.terminate() == 0
         assert not service.tracebacks()
@@ -161,13 +164,6 @@ def written(source: SandboxThread, data: Path) -> Iterator[dict[tuple[str, str],
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("client") / "data"
-
-
-def published(data: Path) -> list[int]:
-    if not (data / "mirror.json").exists():
-        return []
-    with open_view(str(data), partial=True) as view:
-        return [int(state.published_seqno) for state in view.states()]
 
 
 def high_seqnos(source: SandboxThread) -> list[int]:

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
-import urllib.error
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from tests.cli.conftest import call
 from tests.crash.service import Service, until
+from tests.ports import fetched
 from tests.processes import caught_up
 
 VBUCKETS = 8
-
-
-def fetched(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            return int(answer.status), answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-    except urllib.error.URLError:  # HTTP does not listen yet
-        return 0, ""
 
 
 def test_a_new_mirror_without_contact_to_its_source_reports_it_over_http(tmp_path: Path) -> None:

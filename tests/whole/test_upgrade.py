@@ -11,7 +11,7 @@ from storage.admin.check import check
 from storage.env import directory
 from storage.read.view import open_view
 from tests.cli.conftest import call
-from tests.crash.judge import differences
+from tests.crash.judge import differences, published_seqnos
 from tests.crash.service import Service, until
 from tests.whole.recorded_directory import FLAGS, RESYNCED, ROLLED_BACK, VBUCKETS, formats, source_of, unpacked
 
@@ -45,7 +45,10 @@ def test_a_recorded_directory_is_read_checked_and_streamed_on(number: int, tmp_p
         service.start()
         for vbid in range(VBUCKETS):
             source.call(cluster.set, f"new-{vbid}", {"vbid": vbid}, vbid=vbid)
-        until("the new documents to be published", lambda: published(data) == [seqno + 1 for seqno in high_seqnos])
+        until(
+            "the new documents to be published",
+            lambda: [*published_seqnos(data).values()] == [seqno + 1 for seqno in high_seqnos],
+        )
         assert service.terminate() == 0
         requests = [cluster.sent(vbid).stream_requests for vbid in range(VBUCKETS)]
         assert [each[0].start_seqno for each in requests] == high_seqnos, "nothing is fetched again"
@@ -57,11 +60,6 @@ def test_a_recorded_directory_is_read_checked_and_streamed_on(number: int, tmp_p
             assert changes == [b"new-%d" % vbid], "a token of before is good"
     assert not check(str(data)).problems
     assert call("restore", "--from", backup(data), "--data", tmp_path / "restored").code == 0
-
-
-def published(data: Path) -> list[int]:
-    with open_view(str(data)) as view:
-        return [int(state.published_seqno) for state in view.states()]
 
 
 def backup(data: Path) -> Path:
