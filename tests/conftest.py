@@ -88,6 +88,15 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"these tests take {TAKES.get(config.getoption('markexpr'), 'hours')}"
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how much memory was taken, and what was simulated, sent or killed by which seed, also when all went well."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        facts = dict(report.user_properties)
+        seed = f"; CRASH_SEED={facts['seed']}" if "seed" in facts else ""
+        for name in facts.keys() & {"memory", "simulated", "sent", "kills"}:
+            terminalreporter.write_line(f"{report.nodeid}: {facts[name]}{seed}")
+
+
 @pytest.fixture(autouse=True)
 def default_logs() -> Iterator[None]:
     """Restore the configuration of the logs after each test."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,17 +191,22 @@ def delete_some(cluster: SandboxCluster) -> None:
         cluster.delete(f"order::{number:03}")
 
 
-@pytest.fixture(scope="session")
-def source_and_mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxThread, Path]]:
+@contextmanager
+def filled_source(cluster: SandboxCluster, data: Path, groups: int) -> Iterator[tuple[SandboxThread, Path]]:
     """A source and its mirror, which saw the documents first, and then some of them deleted."""
-    data = tmp_path_factory.mktemp("mirror") / "data"
-    with SandboxThread(SandboxCluster(nodes=2, vbuckets=16)) as thread:
+    with SandboxThread(cluster) as thread:
         for change in (fill, delete_some):
             thread.call(change, thread.cluster)
-            arguments = ["--data", data, "--until-caught-up", "--groups", "4"]
-            result = call("run", "--source", thread.connection_string, *arguments)
-            assert result.code == 0, result.err
+            arguments = ["--data", data, "--until-caught-up", "--groups", groups]
+            succeed("run", "--source", thread.connection_string, *arguments)
         yield thread, data
+
+
+@pytest.fixture(scope="session")
+def source_and_mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxThread, Path]]:
+    data = tmp_path_factory.mktemp("mirror") / "data"
+    with filled_source(SandboxCluster(nodes=2, vbuckets=16), data, 4) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import LIMIT_S, background, call, delete_some, fill, succeed
+from tests.cli.conftest import LIMIT_S, background, call, filled_source, succeed
 from tests.processes import caught_up
 from tests.supervise.conftest import eventually_now as eventually
 
@@ -21,13 +21,8 @@ JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
 @pytest.fixture(scope="module")
 def source_and_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxThread, Path]]:
-    path = tmp_path_factory.mktemp("rollback") / "data"
-    with SandboxThread(SandboxCluster(vbuckets=4)) as thread:
-        for change in (fill, delete_some):
-            thread.call(change, thread.cluster)
-            arguments = ["--data", path, "--until-caught-up", "--groups", "2"]
-            succeed("run", "--source", thread.connection_string, *arguments)
-        yield thread, path
+    with filled_source(SandboxCluster(vbuckets=4), tmp_path_factory.mktemp("rollback") / "data", 2) as made:
+        yield made
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Print the kills at the end of a run: their numbers by kind, and the seed that repeats them."""
+"""A library for faults of the disk, and the seed of what is random."""
 
 from __future__ import annotations
 
@@ -26,12 +26,3 @@ def seed(record_property: Any) -> int:
     chosen = seed_from("CRASH_SEED")
     record_property("seed", chosen)
     return chosen
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say what was killed, also when all went well."""
-    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
-        facts = dict(report.user_properties)
-        if "kills" in facts:
-            seed = f"; CRASH_SEED={facts['seed']}" if "seed" in facts else ""
-            terminalreporter.write_line(f"{report.nodeid}: {facts['kills']}{seed}")

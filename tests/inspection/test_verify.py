@@ -21,6 +21,7 @@ from storage.env import directory
 from storage.format import keys, seal
 from storage.read.view import open_view
 from tests.feed.harness import Mirror
+from tests.serve import kv_rig
 from tests.storage.frames import sealed
 
 VBUCKETS = 4
@@ -33,15 +34,7 @@ async def cluster() -> AsyncIterator[SandboxCluster]:
 
 
 def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
-    return Mirror(
-        path,
-        bucket=cluster.bucket.name,
-        bucket_uuid=cluster.bucket.map.bucket_uuid,
-        vbuckets=VBUCKETS,
-        password="demo",
-        groups=2,
-        settings=settings,
-    )
+    return kv_rig.mirror_of(cluster, path, groups=2, settings=settings)
 
 
 def write(cluster: SandboxCluster, count: int, name: str = "doc", **where: Any) -> None:
