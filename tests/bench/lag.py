@@ -11,15 +11,13 @@ import asyncio
 import socket
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mirror.feed.follow.consumer import Consumer
-from mirror.feed.follow.group_commits import Group
 from mirror.sandbox import SandboxCluster
+from storage.write.writer import CommitResult, GroupWriter
 from tests.bench.children import child
 from tests.bench.ingest import consuming
 from tests.bench.limits import BareStore
@@ -29,16 +27,24 @@ VALUE = b'{"note":"' + b"x" * 256 + b'"}'
 MESSAGE_BYTES = 340
 """About the size of a DCP message with such a value."""
 TICK_S = 0.0005
-VBUCKETS = 64
 
 Write = tuple[int, int, float]
 """vbucket, seqno, and when it was written or became visible."""
 
 
 def measure(
-    folder: Path, *, rates: str = "500,5000", seconds: float = 5.0, sync: str = "safe", rounds: int = 1
+    folder: Path,
+    *,
+    rates: str = "500,5000",
+    vbuckets: int = 64,
+    seconds: float = 5.0,
+    sync: str = "safe",
+    rounds: int = 1,
 ) -> Iterator[dict[str, float | str]]:
-    with child(_write) as source, child(_follow, source.receive(), str(folder / "mirror"), sync) as consumer:
+    with (
+        child(_write, vbuckets) as source,
+        child(_follow, source.receive(), str(folder / "mirror"), sync, vbuckets) as consumer,
+    ):
         consumer.receive()
         for number in range(rounds):
             for rate in map(int, rates.split(",")):
@@ -74,9 +80,9 @@ def _due(start: float, rate: int, count: int) -> int:
     return min(count, int((time.monotonic() - start) * rate) + 1)
 
 
-def _write(pipe: Connection) -> None:
+def _write(pipe: Connection, vbuckets: int) -> None:
     async def serve() -> None:
-        async with SandboxCluster(vbuckets=VBUCKETS) as cluster:
+        async with SandboxCluster(vbuckets=vbuckets) as cluster:
             pipe.send(cluster.connection_string)
             while order := await asyncio.to_thread(_received, pipe):
                 rate, seconds = order
@@ -85,38 +91,36 @@ def _write(pipe: Connection) -> None:
                 start = time.monotonic()
                 while len(written) < count:
                     for _ in range(len(written), _due(start, rate, count)):
-                        item = cluster.set(b"document::%010d" % len(written), VALUE, vbid=len(written) % VBUCKETS)
-                        written.append((len(written) % VBUCKETS, item.seqno, time.monotonic()))
+                        vbid = len(written) % vbuckets
+                        item = cluster.set(b"document::%010d" % len(written), VALUE, vbid=vbid)
+                        written.append((vbid, item.seqno, time.monotonic()))
                     await asyncio.sleep(TICK_S)
                 pipe.send(written)
 
     asyncio.run(serve())
 
 
-def _note_visible(consumer: Consumer, visible: list[Write]) -> None:
-    """Have each commit of the consumer add what became visible, and when."""
-    seen = {vbid: int(vbucket.writer.base.published_seqno) for vbid, vbucket in consumer.vbuckets.items()}
+def _note_visible(writer: GroupWriter, visible: list[Write]) -> None:
+    """Have each commit add what became visible, and when."""
+    commit = writer.commit
 
-    def note(group: Group, commit: Callable[..., None], **options: bool) -> None:
-        commit(**options)
+    def note(**options: bool) -> CommitResult:
+        result = commit(**options)
         now = time.monotonic()
-        for vbid in group.hosts:
-            published = int(group.writer.vbuckets[vbid].base.published_seqno)
-            if published != seen[vbid]:
-                seen[vbid] = published
-                visible.append((vbid, published, now))
+        visible.extend((vbid, int(seqno), now) for vbid, seqno in result.published)
+        return result
 
-    for group in consumer.commits.groups:
-        group.commit = partial(note, group, group.commit)  # type: ignore[method-assign]
+    writer.commit = note  # type: ignore[method-assign]
 
 
-def _follow(pipe: Connection, connection_string: str, path: str, sync: str) -> None:
+def _follow(pipe: Connection, connection_string: str, path: str, sync: str, vbuckets: int) -> None:
     async def follow() -> None:
-        async with consuming(connection_string, path, sync) as (consumer, _):
+        async with consuming(connection_string, path, sync) as (consumer, writers):
             visible: list[Write] = []
-            _note_visible(consumer, visible)
+            for writer in writers:
+                _note_visible(writer, visible)
             running = asyncio.create_task(consumer.run())
-            while len(source_high_seqnos(consumer)) < VBUCKETS:  # noqa: ASYNC110 - looks on from outside
+            while len(source_high_seqnos(consumer)) < vbuckets:  # noqa: ASYNC110 - looks on from outside
                 await asyncio.sleep(0.02)
             pipe.send("ready")
             while newest := await asyncio.to_thread(_received, pipe):

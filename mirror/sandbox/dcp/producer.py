@@ -11,6 +11,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -71,6 +72,8 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         """Opaques of the markers that the client answered, in order."""
         self._rng = rng
         self._turns: dict[ProducerStream, None] = {}
+        """The streams that may have a message. To look at all 1,024 for each write took 0.7 ms."""
+        self._listeners: dict[ProducerStream, Callable[[], None]] = {}
 
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
         self._port.bucket.stream_faults.on_change.append(self.wake)
@@ -167,15 +170,18 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         )
 
     def _opened(self, stream: ProducerStream) -> None:
-        stream.vbucket.changed.add(self.wake)
+        listener = self._listeners[stream] = partial(self._changed, stream)
+        stream.vbucket.changed.add(listener)
+        listener()
+
+    def _changed(self, stream: ProducerStream) -> None:
         self._turns[stream] = None
         self.wake()
 
     def _forget(self, stream: ProducerStream) -> None:
         super()._forget(stream)
-        del self._turns[stream]
-        if not any(other.vbucket is stream.vbucket for other in self.streams.values()):
-            stream.vbucket.changed.discard(self.wake)
+        self._turns.pop(stream, None)
+        stream.vbucket.changed.discard(self._listeners.pop(stream))
 
     def _refusal(self, fault: RefusalFault) -> Refused:
         """Return the refusal that a fault asks for. A rollback without `value` goes to seqno 0."""
@@ -228,6 +234,8 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
                 if size:
                     counted_bytes += size
                     ready.append(stream)
+            elif not stream.has_more:
+                self._turns.pop(stream, None)
         while ready and counted_bytes < free_bytes:
             stream = ready.popleft()
             size = stream.add_message(out)
