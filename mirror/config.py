@@ -77,9 +77,6 @@ class Settings:
     follows within 0.2 s, so a power cut may undo a group's last commit, which is fetched again. `full`: both.
     `unsafe`: nothing; a power cut can damage the file."""
 
-    commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 25
-    """Longest wait of a complete snapshot for a commit with others; none while commits take less than half of a
-    worker's time."""
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
     """Limit of the received rows in a worker's memory, and in an LMDB transaction."""
 

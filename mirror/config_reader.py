@@ -30,7 +30,7 @@ NAMES = tuple(each.name for each in fields(Settings))
 
 SECTIONS = {
     "source": "What is mirrored, and where",
-    "commit_interval_ms": "Committing",
+    "batch_bytes_max": "Committing",
     "connection_buffer_size": "Flow control, timeouts, retries",
     "change_streams": "What is requested from the source",
     "tls_ca_file": "Security of the connection to the source",

@@ -41,7 +41,7 @@ def test_the_password_is_not_shown() -> None:
 def test_the_settings_for_people_are_a_table() -> None:
     result = call_here("config", "show")
     assert result.out.splitlines()[0].split() == ["setting", "value", "from"]
-    assert any(line.split()[:1] == ["commit_interval_ms"] for line in result.out.splitlines())
+    assert any(line.split()[:1] == ["batch_bytes_max"] for line in result.out.splitlines())
 
 
 def test_each_setting_is_explained_with_its_bounds_and_its_reload_policy() -> None:

@@ -33,9 +33,9 @@ def test_a_text_that_is_no_duration_or_size_is_refused(text: str) -> None:
 
 def test_settings_take_units_and_plain_numbers() -> None:
     found = validated(
-        {"history_s": "2h", "commit_interval_ms": "0.1s", "batch_bytes_max": "4MiB", "ready_lag_limit_s": "90"}
+        {"history_s": "2h", "retry_delay_max_ms": "0.1s", "batch_bytes_max": "4MiB", "ready_lag_limit_s": "90"}
     )
-    assert (found.history_s, found.commit_interval_ms, found.batch_bytes_max) == (7200, 100, 4 * 2**20)
+    assert (found.history_s, found.retry_delay_max_ms, found.batch_bytes_max) == (7200, 100, 4 * 2**20)
     assert found.ready_lag_limit_s == 90
     assert validated({"connection_buffer_size": "20MiB", "history_bytes": "1g"}).history_bytes == 2**30
 

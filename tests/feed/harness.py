@@ -65,7 +65,6 @@ class Mirror:
         self.settings = validated(
             {
                 "password_file": self.password_file,
-                "commit_interval_ms": 5,
                 "map_poll_interval_s": 0.1,
                 "retry_delay_max_ms": 100,
                 "request_timeout_s": 10,

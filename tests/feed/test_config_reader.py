@@ -28,11 +28,11 @@ def test_a_flag_outranks_the_environment_the_file_and_the_default(
     monkeypatch.setenv("DCP_MIRROR_SYNC", "unsafe")
     loaded = load({"sync": "safe", "data": tmp_path, "kv": None}, config_file=file)
     settings = loaded.settings
-    assert (settings.workers, settings.groups, settings.sync, settings.commit_interval_ms) == (3, 5, "safe", 25)
+    assert (settings.workers, settings.groups, settings.sync, settings.batch_bytes_max) == (3, 5, "safe", 8 * 2**20)
     assert loaded.provenance["workers"] == f"file {file}"
     assert loaded.provenance["groups"] == "environment"
     assert loaded.provenance["sync"] == "flag"
-    assert loaded.provenance["commit_interval_ms"] == "default"
+    assert loaded.provenance["batch_bytes_max"] == "default"
     assert loaded.provenance["kv"] == "default"
 
 

@@ -193,7 +193,7 @@ def test_a_reader_never_sees_part_of_a_write_or_goes_back_in_time(
 ) -> None:
     data = tmp_path / "data"
     rng = random.Random(5)
-    flags = ("--workers", "2", "--groups", "2", "--kv", "0", "--http", "0", "--set", "commit_interval_ms=2")
+    flags = ("--workers", "2", "--groups", "2", "--kv", "0", "--http", "0")
     with Service(source.thread.connection_string, data, *flags) as service:
         service.start()
 

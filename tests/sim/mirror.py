@@ -309,7 +309,6 @@ class Mirror:
         self.window_bytes = rng.choice((0, 600, 5_000, 1 << 20))
         self.settings = Settings(
             batch_bytes_max=rng.choice((1, 500, 3_000, 1 << 20)),
-            commit_interval_ms=rng.choice((0, 5, 25, 200)),
             connection_buffer_size=self.window_bytes,
             stall_timeout_s=5.0,
         )

@@ -103,7 +103,7 @@ def test_a_map_that_changed_has_a_later_revision() -> None:
         ({"kv"}, False, True),
         ({"dcp"}, False, False),
         ({"users_file", "ready_lag_limit_s"}, False, True),
-        ({"commit_interval_ms"}, True, False),
+        ({"batch_bytes_max"}, True, False),
         ({"log_level"}, True, True),
         ({"workers", "kv_processes", "http_processes", "kv_nodes"}, False, False),
         (set(), False, False),

@@ -178,7 +178,7 @@ async def test_a_reload_opens_moves_and_closes_listeners_one_by_one(data: Path) 
         taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
         port = taken.sockets[0].getsockname()[1]
         running = servers(supervisor)
-        settings[0] = settings_for(data, kv=f"{port}", commit_interval_ms=7)
+        settings[0] = settings_for(data, kv=f"{port}", batch_bytes_max=2**20)
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: supervisor.reports.document()["events"][0]["event"] == "settings-refused")
         assert f"kv: cannot listen at 127.0.0.1:{port}" in supervisor.reports.document()["events"][0]["why"]

@@ -41,7 +41,7 @@ async def test_fewer_workers_after_a_reload_take_over_the_groups(tmp_path: Path)
 
 
 async def test_changed_settings_restart_the_workers(tmp_path: Path) -> None:
-    fresh = settings_for(tmp_path, commit_interval_ms=50)
+    fresh = settings_for(tmp_path, batch_bytes_max=2**20)
     async with serving(service_of(tmp_path, reload=lambda: (fresh, None))) as service:
         await eventually(running(service))
         before = pids(service)

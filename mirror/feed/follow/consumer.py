@@ -76,9 +76,7 @@ class Consumer:
         )
         self.map_follower.queries.session_at = self.connections.session_at
         self.collections = CollectionWatch(selection, self.connections, self.map_follower, self._on_collections)
-        self.commits = GroupCommits(
-            writers, settings, self.clock, lambda vbid: self.attach_if_ready(self.vbuckets[vbid])
-        )
+        self.commits = GroupCommits(writers, settings, lambda vbid: self.attach_if_ready(self.vbuckets[vbid]))
         self.vbuckets: dict[int, MirroredVbucket] = {}
         self._gated = settings.publish == "persisted"
         for group in self.commits.groups:

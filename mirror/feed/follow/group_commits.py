@@ -1,8 +1,8 @@
 """The commits of a worker's groups, and recovery when a group's store fails.
 
-Waiting groups commit one after the other. The first one commits at once while commits take less than `COMMIT_SHARE` of
-the time, otherwise at most `commit_interval_ms` after it began to wait. A failed group drops its machines; after a
-pause new machines start from the stored state, except after a permanent error.
+Waiting groups commit one after the other, one in each turn of the event loop. The more there is to receive or to
+commit, the longer is a turn, and the more snapshots are in a commit. A failed group drops its machines; after a pause
+new machines start from the stored state, except after a permanent error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from mirror.clock import Clock, happens
+from mirror.clock import happens
 from mirror.config import Settings
 from mirror.feed.host import VbucketHost
 from mirror.ingest.events import Published
@@ -25,37 +25,12 @@ log = get_logger("feed")
 STEP_IDLE_S = 0.1
 """Longest pause between checks for background work. A new job ends the pause."""
 STEP_SHARE_S = 0.002
-COMMIT_SHARE = 1 / 2
-"""Share of a worker's time for scheduled commits; the rest is for receiving."""
 STORE_RETRY_S = 1.0
 """Pause of a failed group, such as one that waits for space on a full disk."""
 REOPEN_FACTOR_MAX = 16
 """Longest pause of a group that cannot reopen, in units of `STORE_RETRY_S`."""
 FREE_BYTES_TO_RESUME = 2
 """Free space required before a group retries a full disk, in units of `batch_bytes_max`."""
-
-
-class CommitPace:
-    """Times the groups' commits.
-
-    Groups commit one at a time, in the order in which they began to wait. A commit of t seconds uses up t /
-    `COMMIT_SHARE` seconds, and the next commit waits until that time has passed. Up to `wait_max_s` of idle time is
-    credited, so the first commits after an idle time do not wait. This rule delays no group by more than `wait_max_s`,
-    even if commits exceed their share; a group also waits for commits of earlier groups. Only scheduled commits count,
-    not writes that full memory forces.
-    """
-
-    def __init__(self, wait_max_s: float) -> None:
-        """`wait_max_s` limits the delay of a group, and the idle time that is credited."""
-        self._wait_max_s = wait_max_s
-        self._paid_at = 0.0
-
-    def delay_s(self, now: float, waiting_since: float) -> float:
-        """Return how much longer a group that began to wait at `waiting_since` must wait."""
-        return max(0.0, min(self._paid_at, waiting_since + self._wait_max_s) - now)
-
-    def committed(self, started: float, ended: float) -> None:
-        self._paid_at = max(self._paid_at, started - self._wait_max_s) + (ended - started) / COMMIT_SHARE
 
 
 def unusable(error: StorageError) -> VbucketStatus:
@@ -71,7 +46,6 @@ class Group:
         self.violations: Counter[int | None] = Counter()
         """Number of failures because rows were out of order, by vbid."""
         self.commit_waits = False
-        self.waiting_since = 0.0
         self.retry_timer: asyncio.TimerHandle | None = None
         self.error: StorageError | None = None
         self.reopen_count = 0
@@ -175,7 +149,6 @@ class GroupCommits:
         self,
         writers: Sequence[GroupWriter],
         settings: Settings,
-        clock: Clock,
         on_reopened: Callable[[int], None],
     ) -> None:
         """`on_reopened` requests a vbucket's stream, after its group's store works again."""
@@ -185,18 +158,14 @@ class GroupCommits:
         """Bytes that may still be received before the groups' pending bytes must be summed again."""
         self.on_reopened = on_reopened
         self.settings = settings
-        self._clock = clock
-        self._pace = CommitPace(settings.commit_interval_ms / 1000)
-        self._timer: asyncio.TimerHandle | None = None
+        self._turn: asyncio.Handle | None = None
         self.has_work = asyncio.Event()
 
     # -- commits --------------------------------------------------------------------------------------------------
 
     def enqueue(self, group: Group) -> None:
-        group.waiting_since = self._clock.monotonic()
         self.queue.append(group)
-        if self._timer is None:
-            self._schedule_next()
+        self._schedule_next()
 
     def flush_over_budget(self) -> None:
         """Write the fullest group's rows to the file if the rows of all groups reach `batch_bytes_max`."""
@@ -211,8 +180,8 @@ class GroupCommits:
                 fullest.failed(error)
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._turn is not None:
+            self._turn.cancel()
         for group in self.groups:
             if group.retry_timer is not None:
                 group.retry_timer.cancel()
@@ -223,24 +192,21 @@ class GroupCommits:
                     log.error("last-commit-failed", group=group.writer.group, error=str(error))
 
     def _schedule_next(self) -> None:
-        delay_s = self._pace.delay_s(self._clock.monotonic(), self.queue[0].waiting_since)
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._commit_due)
+        if self._turn is None and self.queue:
+            self._turn = asyncio.get_running_loop().call_soon(self._commit_next)
 
-    def _commit_due(self) -> None:
-        self._timer = None
+    def _commit_next(self) -> None:
+        self._turn = None
         if not self.queue:
             return
         group = self.queue.popleft()
         group.commit_waits = False
-        started = self._clock.monotonic()
         try:
             group.commit()
         except StorageError as error:
             group.failed(error)
         finally:
-            self._pace.committed(started, self._clock.monotonic())
-            if self._timer is None and self.queue:
-                self._schedule_next()
+            self._schedule_next()
 
     async def work_in_background(self) -> None:
         while True:
