@@ -7,8 +7,7 @@
   end. A marker with an earlier end is a violation.
 - On connections without collections a source sends nothing for filtered changes, so perhaps no message has the end's
   seqno. Then the next marker that starts beyond the end, or a regular end of the stream, completes the snapshot.
-- After an accepted mid-snapshot request, the first marker replaces the end of the open snapshot. If the marker's end is
-  earlier, the old end stays: the held part left out documents whose newer versions may come as late as the old end.
+- After an accepted mid-snapshot request, the first marker replaces the end of the open snapshot, if it is not earlier.
 - An out-of-order snapshot (OSO) is a violation, because no request allows it.
 
 A message that breaks a rule raises Violation. The instructions already in `out` must still be executed.
@@ -101,6 +100,7 @@ class Assembler:
     # --- messages of the stream ---
 
     def marker(self, event: SnapshotMarker, out: list[Instruction]) -> None:
+        # Never earlier than before the resume: the held part left out versions that come up to that end.
         end_seqno = Seqno(max(event.end_seqno, self._resumed_end))
         if end_seqno < self.position_seqno:
             raise Violation(f"a snapshot that ends at {end_seqno}, below {self.position_seqno} which is already held")
@@ -141,6 +141,7 @@ class Assembler:
             out.append(StageRows(rows, byte_count, open_snapshot))
             self._moved_to(last_seqno, out)
             return
+        # What completes the snapshot is right, although the source then breaks the rules.
         within = rows[: bisect_right(rows, int(end_seqno), key=_seqno_of)]
         if within and _seqno_of(within[-1]) == end_seqno:
             within_byte_count = sum(len(value) for _, value in within)
@@ -178,6 +179,7 @@ class Assembler:
             raise Violation(f"{count} scopes and collections at {seqno}; {collections.NAMES_MAX} at most")
         change = collections.change_by(content, before, after) if before is self.manifest else None
         self.manifest = after
+        # Stream id and opaque belong to the connection, not to the change.
         row_value = encode(replace(event, stream_id=None), opaque=0)
         out.append(StageSystemEvent(seqno, row_value, after, within, change))
         self._moved_to(seqno, out)

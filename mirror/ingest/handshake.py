@@ -184,6 +184,7 @@ def _go_back(machine: MachineState, seqno: int, why: str, out: list[Instruction]
         text = f"{why} although this mirror holds no data; asking again. If it repeats, look at the source's log"
         return machine.retry(Reaction(Action.RETRY, text), out)
     too_many = machine.handshake.rollback_rounds > ROLLBACK_ROUNDS_MAX
+    # Not below the start: the same request would get the same answer for ever.
     if seqno == 0 or too_many or seqno >= machine.offset.start_seqno:
         return _before_zero(machine, why, out)
     machine.handshake.next_vbuuid = None
@@ -280,6 +281,7 @@ def resync(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
 
 def rolled_back(machine: MachineState, event: ev.RolledBack, out: list[Instruction]) -> Phase:
     machine.load(event.state)
+    # Newer entries are histories that the vbucket has left (docs/protocol.md 2.5).
     log = machine.stored.failover_log.pruned(machine.assembler.boundary_seqno, machine.handshake.next_vbuuid)
     machine.save(out, failover_log=log)
     return begin(machine, out)

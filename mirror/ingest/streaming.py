@@ -129,6 +129,7 @@ def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Ph
         if machine.unsaved_marker is not None:
             _save_purge_seqno(machine, machine.unsaved_marker, out)
         machine.assembler.stream_ended_regularly(out)
+    # A stream that brought a row proves that the position is good.
     is_barren = machine.offset.inside_snapshot and machine.assembler.position_seqno == machine.offset.start_seqno
     machine.barren_ends = machine.barren_ends + 1 if is_barren else 0
     machine.forget_stream()

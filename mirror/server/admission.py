@@ -277,12 +277,14 @@ class Acceptor:
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 connected, address = self._listening.accept()
+            # No client is left: the processes of a Unix socket all wake up for one.
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionError:  # the client has hung up
                 continue
             except OSError as error:
                 self._admission.failed(error)
+                # The client stays in the queue: the loop would call here again at once, with the same result.
                 self._loop.remove_reader(self._listening.fileno())
                 self._retry = self._loop.call_later(RETRY_S, self._go_on)
                 return
@@ -300,6 +302,7 @@ class Acceptor:
             self._admission.failed(error)
             return
         task = self._loop.create_task(self._connect(connected, slot))
+        # Until there is a connection, a slot that is dropped ends the handshake.
         slot.abort = task.cancel
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)

@@ -179,6 +179,7 @@ def _unix_socket(path: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         made.bind(path)
+        # Before `listen`: until then no client can connect, whatever the mode.
         os.chmod(path, stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IWGRP)
         made.listen(BACKLOG)
     except BaseException:

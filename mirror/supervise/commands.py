@@ -104,8 +104,10 @@ class Commands:
         if not renewed and len(covered) < len(record.positions):
             raise SupervisionError("not all workers run", hint="try again in a second", retryable=True)
         answers = (child.request(order, OWNER_TIMEOUT_S) for child, order in orders)
+        # All answers, because a lease that one worker refuses is ended at the others.
         results = await asyncio.gather(*answers, return_exceptions=True)
         failures = [each for each in results if isinstance(each, Exception)]
+        # The refusal is shown, rather than the silence of another worker.
         failures.sort(key=lambda each: not isinstance(each, WorkerRefused))
         if failures and (not renewed or isinstance(failures[0], WorkerRefused)):
             self._end_lease(record.id)

@@ -87,6 +87,7 @@ class MapBook:
         if not self._unsaved or self._maps.floor is None:
             return
         try:
+            # Before workers follow it: after a crash the mirror must not go back to an older map.
             directory.save_map(self._data, MapRecord(self._bucket_uuid, *self._maps.floor))
         except StorageError as error:
             log.error("map-revision-not-recorded", error=str(error))

@@ -119,6 +119,7 @@ class LeaseBook:
         try:
             with open(unfinished, "w", opener=partial(os.open, mode=0o600)) as file:
                 json.dump([asdict(record) for record in self._records.values()], file)
+            # Without fsync: a power cut may empty the book, which costs leases, but no data.
             os.replace(unfinished, self._path)
         except OSError as error:
             log.warning("leases-not-written", path=str(self._path), error=error.strerror)

@@ -45,6 +45,7 @@ class ServiceLock:
                 hint="give --data a directory that this user may write to",
             ) from None
         try:
+            # Not lockf: that lock ends when the process closes any descriptor of the file (fcntl(2)).
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()

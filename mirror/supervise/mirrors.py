@@ -49,7 +49,7 @@ async def _ask(context: ServiceContext, node: MapNode, refused: set[MapNode]) ->
     except BucketMissing:
         return f"{address} does not have the bucket {identity.bucket_name}"
     except AuthRejected:
-        refused.add(node)
+        refused.add(node)  # failed logins would add up
         return None
     except (ClusterError, ConfigError):
         return None
@@ -61,6 +61,7 @@ async def _ask(context: ServiceContext, node: MapNode, refused: set[MapNode]) ->
             return f"{address} names no mirror for {nowhere} vbuckets"
         for vbid in node.held or (0, identity.vbucket_count - 1):
             timeout_s = settings.request_timeout_s
+            # No history has the vbuuid 0: the answer only tells if the mirror holds the vbucket.
             answer = await link.request(Opcode.OBSERVE_SEQNO, value=bytes(8), vbucket=vbid, timeout_s=timeout_s)
             if answer.status == Status.NOT_MY_VBUCKET:
                 return f"{address} does not hold vbucket {vbid}, which kv_nodes names for it"

@@ -93,6 +93,7 @@ class Setup:
                 known = context.identity
                 source = await self._look_up(context.settings, None if known is None else known.bucket_uuid)
                 if known is not None:
+                    # First: another bucket has maps of its own, whose revisions say nothing here.
                     check_bucket(known, source.bucket_uuid, source.vbucket_count)
                 if context.maps is not None and source.cluster_map is not None:
                     context.maps.check(source.cluster_map)

@@ -171,6 +171,7 @@ class Supervisor:
             await control.stop()
             self._listeners.release()
             self._notifier.close()
+            # After the last child: a second service must not start beside a worker that still writes.
             lock.release()
             await self._hook.close()  # last, because `on_event` commands may take seconds
         if self._failure is not None:

@@ -139,6 +139,7 @@ def description(identity: Identity) -> dict[str, object]:
 def create_environment(path: str, group: int, identity: Identity, *, time_ms: int = 0) -> None:
     """Create a group's environment with empty vbuckets: branch 1, nothing published. Raises StorageError."""
     vbids = identity.group_vbids(group)
+    # On the disk before `mirror.json`, which says that the groups are there.
     environment = Environment(path, vbids, writable=True, create=True, sync="full")
     try:
         environment.open_all()
@@ -296,6 +297,7 @@ def replacing(path: str | os.PathLike[str], *, mode: int = 0o600, like: str | No
                     os.fchown(descriptor, -1, found.st_gid)
                 os.fchmod(descriptor, stat.S_IMODE(found.st_mode))
             yield file
+            # Before the rename: after a power cut the new name could otherwise have an empty file.
             file.flush()
             os.fsync(descriptor)
         os.rename(unfinished, path)

@@ -235,6 +235,7 @@ class Environment:
         """The last commit that was found in the mapped file."""
         self.remapping = False
         """True while the map changes size; no read may begin."""
+        # A list, because append and pop are one step for the interpreter, and += on a number is not.
         self.running: list[None] = []
         """An entry for each read transaction of this process. A thread adds its entry before it checks `remapping`."""
         self._handles: dict[bytes, Any] = {}
@@ -256,6 +257,7 @@ class Environment:
         then no longer read.
         """
         try:
+            # A page beyond the end of the file would end the process by SIGBUS.
             self._refuse_cut_short(tries=1 if writable else READER_TRIES)
             if writable and sync != "unsafe":
                 self._settle_meta_pages()
@@ -280,7 +282,9 @@ class Environment:
                 create=create,
                 metasync=sync == "full",
                 sync=sync != "unsafe",
+                # Point reads would otherwise fill the memory with pages that are not requested.
                 readahead=False,
+                # Saves zeroing new pages. What is left in their gaps is as secret as the documents beside it.
                 meminit=False,
                 mode=0o600,
                 lib_version=0,
@@ -412,6 +416,7 @@ class Environment:
             except lmdb.MapResizedError:
                 pass
             except lmdb.ReadersFullError as error:
+                # The slots of readers that were killed are free now, if there were any: then try again.
                 if not self.env.reader_check():
                     self._forget_read(write)
                     raise storage_error(error, self.path) from error

@@ -91,6 +91,7 @@ class CollectionWatch:
         """Query nodes in turn until one answers. Each call begins with another node."""
         sessions = self._connections.ready_sessions()
         self._turn += 1
+        # A node that has just started may have an old manifest (docs/protocol.md 2.11): do not ask it alone.
         turn = self._turn % max(1, len(sessions))
         for session in sessions[turn:] + sessions[:turn]:
             if not session.handshake.collections:
@@ -111,10 +112,12 @@ class CollectionWatch:
     def take(self, manifest: SourceManifest) -> None:
         """Resolve the selection by a manifest. A manifest older than the last one is ignored."""
         before = self.resolved
+        # A node that lags behind must not take collections away that streams already have.
         if manifest.uid < before.uid:
             return
         self.resolved = self.selection.resolve(manifest)
         current = self._maps.current
+        # Without the right to see them, the source leaves them out of streams silently (docs/protocol.md 2.2).
         hidden = current is not None and current.system_collections and manifest.hides_system
         if hidden and not self.hidden and self.selection.whole:
             log.warning("collections-hidden", text=HIDDEN)

@@ -119,6 +119,7 @@ class FailureCount:
 
     def add(self, error: MirrorError) -> float:
         """Count a failure; return the pause in seconds before the next try."""
+        # All passing errors are one kind: a node that starts fails in several ways, one after the other.
         kind = MirrorError if error.retryable else type(error)
         self._alike = self._alike + 1 if kind is self._kind else 0
         self._kind = kind
@@ -127,6 +128,7 @@ class FailureCount:
         if not error.retryable:
             return delay_s(RetryReason.REFUSED_FOR_NOW, self._alike, jitter)
         full_ms = min(FIRST_DELAY_MS << min(self._alike, 20), settings.retry_delay_max_ms)
+        # Spread, because all workers lost the node at the same moment.
         return full_ms * (0.5 + 0.5 * jitter) / 1000
 
     def clear(self) -> None:
@@ -225,6 +227,7 @@ class NodeKeeper:
                     log.info("node-back", node=str(self.address), failures=self.failures.count)
                 self.session, self.error = session, None
                 self.failures.clear()
+                # A session that opens during backpressure holds back, too.
                 session.acks_held = connections.acks_held
                 try:
                     connections.owner.on_node_ready(self)

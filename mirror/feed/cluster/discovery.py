@@ -155,6 +155,7 @@ async def _ask_all(
                     answers[address] = found
                     network = network or found.network
                     ask(map(access.address_of, found.nodes))
+                # The first answer ends the patience: silent nodes must not delay a start.
                 deadline_s = min(deadline_s, loop.time() + SURVEY_S)
     finally:
         for task in waiting:

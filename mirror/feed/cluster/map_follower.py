@@ -202,6 +202,7 @@ class MapFollower:
             return
         if config:
             self._on_sent(config, address)
+        # A brief announcement names only the revision: ask for the map itself.
         elif self.current is None or (epoch, rev) > self.current.revision:
             self.queries.wake()
 

@@ -109,6 +109,7 @@ class MapQueries:
                 node.task.cancel()
         for address in targets:
             node = self.nodes.setdefault(address, _Node(address, self._access, self._clock))
+            # A slow node is not asked twice at a time, and delays no round of the others.
             if (node.task is None or node.task.done()) and not node.pausing:
                 node.task = queries.create_task(self._ask(node), name=f"map of {address}")
 

@@ -118,6 +118,7 @@ async def enter(
     tls = Tls.of(settings) if access.source.tls else None
     link = await open_link(address, tls=tls, timeout_s=CONNECT_TIMEOUT_S, clock=clock, opaques=opaques)
     link.tap = access.tap
+    # A read may exceed the budget of uncommitted rows by its own size.
     link.read_bytes_max = min(READ_BYTES_MAX, settings.batch_bytes_max // 2)
     try:
         features = await _greet(link, access, name or clock.unique())
@@ -217,6 +218,7 @@ async def fetch_high_seqnos(
             raise HandshakeFailed(f"{link.address} sent no high seqnos: {status_name(answer.status)}")
         try:
             for vbid, seqno in decode_all_vb_seqnos(answer.value):
+                # One answer for each collection: the newest of them is what a filtered stream can reach.
                 highest[vbid] = max(seqno, highest.get(vbid, 0))
         except RemoteProtocolError as error:
             raise HandshakeFailed(f"{link.address} broke the protocol: {error}") from None

@@ -93,6 +93,7 @@ class StreamRequests:
             self._await_oldest(link)
 
         def settle(outcome: Frame | ClusterError) -> None:
+            # The time begins anew for the next one: a node opens a thousand streams one after the other.
             is_oldest = opaque == next(iter(self.unanswered))
             del self.unanswered[opaque]
             if is_oldest:
@@ -167,6 +168,7 @@ class NodeSession:
         self._link = link
         link.on_batch, link.on_lost = self.on_batch, self.on_lost
         if link.closed:
+            # The loss came while nobody listened: `on_lost` was set only above.
             raise HandshakeFailed(f"{self.address} hung up after the negotiation")
         self.ready = True
         self._watch = asyncio.create_task(self._keep_watch(link))
@@ -267,6 +269,7 @@ class NodeSession:
         for item in items:
             if isinstance(item, Run):
                 byte_count += item.byte_count
+            # At once: staging the rest may take longer than the source waits for an answer.
             elif item.opcode == Opcode.DCP_NOOP and item.magic == Magic.REQUEST:
                 link.send(encode_frame(response(item)))
             else:
@@ -288,6 +291,7 @@ class NodeSession:
         except RemoteProtocolError as error:
             self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}"))
             return
+        # Also the bytes of dropped messages, or the window would leak shut (docs/protocol.md 3).
         self.ledger.received(byte_count)
         self._ack(force=False)
 

@@ -177,6 +177,7 @@ async def speaks_tls(address: NodeAddress) -> bool:
     context.verify_mode = ssl.CERT_NONE
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing)
+    # Without a peer the handshake cannot go on, but its first message is there.
     with contextlib.suppress(ssl.SSLWantReadError):
         tls.do_handshake()
     hello = outgoing.read()

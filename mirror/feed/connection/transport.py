@@ -107,7 +107,7 @@ class Link(asyncio.BufferedProtocol):
         if self.tap is not None:
             self.tap(self, bytes(data), False)
         self._have += len(data)
-        if self._have < self._need:
+        if self._have < self._need:  # joining at each read would copy a message of 20 MiB thousands of times
             self._pieces.append(bytes(data))
             return
         try:
@@ -165,6 +165,7 @@ class Link(asyncio.BufferedProtocol):
             return
         if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
             error = SourceTimeout(f"{self.address} does not read our requests")
+            # Not now: `close` calls the owners of requests back, and one of them may be the caller.
             asyncio.get_running_loop().call_soon(self.close, error)
             return
         if self.tap is not None:
@@ -177,6 +178,7 @@ class Link(asyncio.BufferedProtocol):
         if error is None and len(self._pending) >= PENDING_REQUESTS_MAX:
             error = SourceTimeout(f"{self.address} left {len(self._pending)} requests unanswered")
         if error is not None:
+            # Not now: the caller would get the answer before it knows that it has asked.
             asyncio.get_running_loop().call_soon(on_answer, error)
             return
         assert frame.opaque not in self._pending, "an opaque is used once"

@@ -80,6 +80,7 @@ class Group:
         self.error = error
         if self.commit_waits:
             self.commit_waits = False
+            # The store has failed: a commit that was due would fail, too.
             self.commits.queue.remove(self)
         log.error("store-failed", group=self.writer.group, error=str(error))
         for host in self.hosts.values():
@@ -88,6 +89,7 @@ class Group:
         delay_s = STORE_RETRY_S
         if isinstance(error, SeqnoOrder):
             self.violations[error.vbid] += 1
+            # The source is at fault, not the disk, so begin with a short pause.
             delay_s = min(delay_s, 0.1 * 2 ** min(self.violations[error.vbid], 10))
         elif not self.may_be_retried:
             self._give_up()
@@ -173,6 +175,7 @@ class GroupCommits:
         pending_bytes = sum(group.writer.pending_bytes for group in self.groups)
         self.free_bytes = limit_bytes - pending_bytes
         if pending_bytes >= limit_bytes:
+            # One commit frees the most memory.
             fullest = max(self.groups, key=lambda group: group.writer.pending_bytes)
             try:
                 fullest.commit(flush_open=True)

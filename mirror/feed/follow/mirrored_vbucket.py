@@ -129,6 +129,7 @@ class MirroredVbucket:
             session.backfill_at = session.received_at
         try:
             host.on_rows(opaque, rows, byte_count)
+            # A group waits once for all snapshots that complete meanwhile: one commit has them all.
             if not group.commit_waits and self.writer.publishable:
                 group.schedule()
         except StorageError as error:

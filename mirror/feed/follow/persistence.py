@@ -44,6 +44,7 @@ def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
     """Return the seqno up to which the copy that answered has persisted the history `vbuuid`."""
     if seen.old_vbuuid is None:
         return seen.persisted_seqno if seen.vbuuid == vbuuid else 0
+    # The answer tells of the last failover alone, not of histories before it.
     if seen.old_vbuuid != vbuuid:
         return 0
     return min(seen.persisted_seqno, seen.last_seqno_received or 0)
@@ -89,6 +90,7 @@ class PersistencePoller:
                 found = await self.ask({vbucket.vbid: vbuuid for vbucket, vbuuid in held.items()})
                 for vbucket, vbuuid in held.items():
                     slowest = found[vbucket.vbid]
+                    # The map may have changed meanwhile: a new replica was not asked.
                     if self._copies.copies_of(vbucket.vbid) == slowest.copies:
                         assert vbucket.gate is not None, "it holds a snapshot"
                         vbucket.gate.wait_for(slowest.text, self._clock.monotonic())
@@ -148,6 +150,7 @@ class PersistencePoller:
         for vbid in vbids:
             request = codec_kv.observe_seqno(vbid, vbuuids[vbid], opaque=link.next_opaque())
             link.ask(request, lambda outcome, at=vbid: settle(at, outcome))  # type: ignore[misc]
+        # The vbuckets that were answered for can go on.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.request_timeout_s):
                 await done

@@ -207,6 +207,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         if stream in self._is_ready:
             return
         self._is_ready.add(stream)
+        # A live stream has little to send, and would wait for whole vbuckets behind a first snapshot.
         if self.controls.round_robin or not stream.filling:
             self._live.append(stream)
         elif stream.snapshot_count:
@@ -240,6 +241,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
                 else:
                     await self._turn_in_worker(stream, stream.large_bytes)
                 await self._port.writable()
+                # Otherwise a client that reads fast would keep other clients, and its own requests, waiting.
                 await asyncio.sleep(0)
                 self._send_stream_ends()
 

@@ -98,6 +98,7 @@ class QueryChild:
             self.writer.write_eof()
         try:
             async with asyncio.timeout(END_S):
+                # What it still sends is read: a process that waits for room would not notice the end.
                 while await self.reader.read(PIECE_BYTES):
                     pass
         except (TimeoutError, ConnectionError):

@@ -68,6 +68,7 @@ class QueryProcess:
     def _watch(self) -> None:
         """End this process once the other end has hung up."""
         hung_up = select.poll()
+        # Not a read: the bytes are the next query, which the main thread reads.
         hung_up.register(self._line, select.POLLRDHUP)
         hung_up.poll()
         for _ in range(LEAVE_TRIES):
@@ -126,6 +127,7 @@ def main() -> None:
     os.nice(NICENESS)
     limit = int(sys.argv[1]) + ABOVE_LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    # A core dump would hold documents.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     QueryProcess(line).run()
     os._exit(0)  # skips the messages of DuckDB's module at exit

@@ -82,6 +82,7 @@ class Hook:
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
                 env=environment,
+                # A session of its own, so that the timeout can kill what the command has started, too.
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:

@@ -45,6 +45,7 @@ class ControlServer:
         try:
             with socket_address(self._directory) as address:
                 (self._directory / SOCKET_NAME).unlink(missing_ok=True)
+                # Not a chmod afterwards: until then other users could connect.
                 mask = os.umask(0o177)
                 try:
                     listener.bind(address)

@@ -104,6 +104,7 @@ def plan(
         worker_known = known.get(slot)
         if worker_known is not None and (worker_known.alive or now_ms < worker_known.not_before_ms):
             continue
+        # A worker that was killed may still be writing until it is reaped.
         if held.isdisjoint(groups):
             actions.append(StartProcess(slot, groups))
     return actions

@@ -37,6 +37,7 @@ class GroupMark:
     @staticmethod
     def descriptor() -> int:
         """Create the memory. Return its descriptor, which the worker inherits."""
+        # Not a message to the supervisor: the signal ends the worker before it could send one.
         descriptor = os.memfd_create("dcp-mirror group")
         os.ftruncate(descriptor, _BYTES)
         return descriptor

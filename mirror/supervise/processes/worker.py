@@ -193,6 +193,7 @@ def restore_missing(data: str, identity: Identity, group: int, now_ms: int) -> N
         shutil.rmtree(unfinished, ignore_errors=True)
         os.makedirs(unfinished, mode=0o700)
         directory.create_environment(unfinished, group, identity, time_ms=now_ms)
+        # Whole or absent: a crash before leaves a `.new` folder, which the next start removes.
         os.rename(unfinished, path)
     except OSError as error:
         raise storage_error(error, path) from error

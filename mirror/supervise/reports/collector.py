@@ -161,6 +161,7 @@ class Reports:
     async def collect(self) -> None:
         """Collect a report from every running process, except silent ones, and assess the result."""
         now_ms = self._context.now_ms()
+        # A silent process would use up the whole wait, each time.
         children = [each for each in self._processes.running() if each.heartbeat.age_ms(now_ms) <= HEARD_S * 1000]
         requests = [asyncio.create_task(self._ask_for_report(child)) for child in children]
         for task in requests:

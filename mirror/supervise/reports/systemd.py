@@ -55,4 +55,5 @@ class Notifier:
     def _send(self, message: str) -> None:
         if self._line is not None:
             with contextlib.suppress(OSError):
+                # The manager may be gone, or its queue full: the service goes on.
                 self._line.sendto(message.encode(), self._address)
