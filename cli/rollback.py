@@ -77,13 +77,13 @@ def rollback(
             raise ConfigError(f"there is no vbucket {vbid}", hint=f"the bucket has {view.identity.vbucket_count}")
         boundary, predicted = view.retracted_by(vbid, to_seqno)
         before = view.state(vbid)
-        since = view.token(vbid, before.branch, before.published_seqno)
+        since = view.token(vbid)
         done = not dry_run and boundary.seqno < before.published_seqno
         if not done:
             shown, counts = take(predicted, limit)
     result = {
         "boundary_seqno": int(boundary.seqno),
-        "from_branch": int(before.branch),
+        "from_branch": int(since.branch),
         "from_seqno": int(before.published_seqno),
         "branch": int(before.branch),
     }

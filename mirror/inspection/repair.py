@@ -61,7 +61,7 @@ def _wait(view: View, target_branches: dict[int, int], timeout_s: float, progres
     since = time.monotonic()
     left = dict(target_branches)
     while left:
-        done = [vbid for vbid, branch in left.items() if view.pin(vbid).branch >= branch and not view.stale(vbid)]
+        done = [vbid for vbid, branch in left.items() if view.state(vbid).branch >= branch and not view.stale(vbid)]
         for vbid in done:
             del left[vbid]
             since = time.monotonic()

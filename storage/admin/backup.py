@@ -285,7 +285,7 @@ def read_manifest(data: bytes) -> dict[str, Any]:
         version, store_format, digest = manifest["version"], manifest["store_format"], manifest.pop("sha256")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptedError(f"{MANIFEST} is damaged, or is not that of a backup", hint=AGAIN) from None
-    if version != VERSION or store_format not in directory.FORMATS_READ:
+    if version != VERSION or store_format != directory.FORMAT:
         raise UnknownFormat(
             f"the backup is of version {version} with data of format {store_format}; this program knows version "
             f"{VERSION} and format {directory.FORMAT}",

@@ -176,6 +176,10 @@ class _VbucketCheck:
                 self._add(f"branch {branch} has no parent but base seqno {row.base_seqno}")
             if row.parent is not None and row.parent not in self.bases:
                 self._add(f"branch {branch} has the unknown parent {row.parent}")
+            elif row.parent is not None and row.base_seqno <= self.bases[row.parent]:
+                self._add(
+                    f"branch {branch} begins at {row.base_seqno}, not above its parent's {self.bases[row.parent]}"
+                )
             self.bases[branch] = row.base_seqno
         for name, branch in (("served", self.state.branch), ("staging", self.state.staging_branch)):
             if branch not in self.bases:

@@ -37,9 +37,7 @@ from storage.errors import (
 from storage.format import keys, records
 from storage.model import Branch, BranchReason, FailoverLog, Identity, Seqno
 
-FORMAT = 2
-FORMATS_READ = (2,)
-"""Readable formats, oldest first. tests/whole/test_upgrade.py opens a mirror of each released format."""
+FORMAT = 3
 FILE = "mirror.json"
 MAP_FILE = "map.json"
 MAP_HINT = "remove the file: the next start follows the newest map of all nodes that answer"
@@ -159,9 +157,9 @@ def create_environment(path: str, group: int, identity: Identity, *, time_ms: in
         environment.close()
 
 
-def identity_bytes(identity: Identity, group: int, stored_format: int = FORMAT) -> bytes:
+def identity_bytes(identity: Identity, group: int) -> bytes:
     """Return the value of `identity` in the tree `meta`. A file with another value belongs to another mirror."""
-    return bytes(msgpack.packb([stored_format, group, *_fields(identity).values()]))
+    return bytes(msgpack.packb([FORMAT, group, *_fields(identity).values()]))
 
 
 def _fields(identity: Identity) -> dict[str, object]:
@@ -175,10 +173,10 @@ def _fields(identity: Identity) -> dict[str, object]:
 
 def check_identity(stored: bytes | None, identity: Identity, group: int, path: str) -> None:
     """Raise WrongBucket, UnknownFormat or CorruptedError if `stored`, an environment's identity, is not `identity`."""
-    if any(stored == identity_bytes(identity, group, known) for known in FORMATS_READ):
+    if stored == identity_bytes(identity, group):
         return
     found = _stored_description(stored, path)
-    if found["format"] not in FORMATS_READ:
+    if found["format"] != FORMAT:
         raise _other_format(found["format"], path)
     raise WrongBucket(
         f"holds group {msgpack.unpackb(stored)[1]} of bucket {found['bucket_name']!r} ({found['bucket_uuid']}), "
@@ -189,14 +187,11 @@ def check_identity(stored: bytes | None, identity: Identity, group: int, path: s
 
 
 def _other_format(stored_format: object, path: str) -> UnknownFormat:
-    older = isinstance(stored_format, int) and stored_format < FORMATS_READ[0]
-    return UnknownFormat(
-        f"format {stored_format}; this program knows format {', '.join(map(str, FORMATS_READ))}",
-        path=path,
-        hint="move the directory away and run again: the mirror is filled from the source"
-        if older
-        else "use the version of dcp-mirror that wrote it",
-    )
+    if isinstance(stored_format, int) and stored_format < FORMAT:
+        message = f"format {stored_format}, filled by a pre-release; this program knows format {FORMAT}"
+        return UnknownFormat(message, path=path, hint="move it away and fill it again: run with the same source")
+    hint = "use the version of dcp-mirror that wrote it"
+    return UnknownFormat(f"format {stored_format}; this program knows format {FORMAT}", path=path, hint=hint)
 
 
 def load(path: str) -> Identity:
@@ -221,7 +216,7 @@ def load(path: str) -> Identity:
         raise CorruptedError(f"cannot be read: {error}", path=file_path, hint=DAMAGED_HINT) from error
     if not isinstance(data, dict) or not isinstance(data.get("format"), int):
         raise CorruptedError("holds no mirror description", path=file_path, hint=DAMAGED_HINT)
-    if data["format"] not in FORMATS_READ:
+    if data["format"] != FORMAT:
         raise _other_format(data["format"], file_path)
     try:
         required = [field.name for field in fields(Identity) if field.name not in ("held", "selection")]

@@ -315,14 +315,14 @@ def _pack(*fields: Any) -> bytes:
     return bytes(msgpack.packb((1, *fields)))
 
 
-def _unpack(data: bytes | None, what: str, *counts: int) -> list[Any]:
+def _unpack(data: bytes | None, what: str, count: int) -> list[Any]:
     if data is None:
         raise CorruptedError(f"the {what} record is missing", hint=RUN_CHECK)
     try:
         fields = msgpack.unpackb(data)
     except Exception as error:
         raise CorruptedError(f"the {what} record cannot be read: {error}") from error
-    if not isinstance(fields, list) or len(fields) - 1 not in counts or fields[0] != 1:
+    if not isinstance(fields, list) or len(fields) - 1 != count or fields[0] != 1:
         raise CorruptedError(f"the {what} record has an unknown shape")
     return fields[1:]
 
@@ -385,8 +385,6 @@ class BranchRow(NamedTuple):
     """The purger may have removed the branch's rows above this seqno."""
     history_ms: int = 0
     """The moment of `time_ms` by the `HistoryClock` (storage/write/owner.py), in milliseconds, for the purger."""
-    first_branch: int = 0
-    """The oldest branch that this branch replaced (`branches.abandon`); 0 or this branch's own number: none."""
     history_ids: HistoryIds = ()
 
 
@@ -396,7 +394,7 @@ def encode_branch(row: BranchRow) -> bytes:
 
 @_reads("branch")
 def decode_branch(data: bytes | None) -> BranchRow:
-    *fields, history_ids = _unpack(data, "branch", 9)
+    *fields, history_ids = _unpack(data, "branch", 8)
     return BranchRow(*fields)._replace(history_ids=tuple((int(each), int(above)) for each, above in history_ids))
 
 
@@ -435,13 +433,12 @@ def encode_state(row: StateRow) -> bytes:
 
 @_reads("state")
 def decode_state(data: bytes | None) -> StateRow:
-    fields = _unpack(data, "state", 9, 11)
+    fields = _unpack(data, "state", 11)
     snapshot, log = fields[4:6]
     fields[4:6] = (
         SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None,
         FailoverLog.of(log),
     )
-    fields += (None, SEQNO_MAX)[len(fields) - 9 :]  # earlier versions wrote 9 fields
     return StateRow(*fields)
 
 

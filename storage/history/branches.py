@@ -168,8 +168,7 @@ def resyncs(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
 
 
 def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
-    """Remove the records of branches without rows: their entries in `branch`, `span` and `manifest`, and the copy of
-    the boundary at their base.
+    """Remove the records of branches without rows: their entries in `branch`, `span` and `manifest`.
 
     `numbers` never contains the newest branch, so no branch number is used again.
     """
@@ -177,7 +176,6 @@ def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
     for number in numbers:
         row, prefix = get_branch(txn, vbid, number), keys.BRANCH_KEY.pack(vbid, number)
         resyncs_gone += row.reason == BranchReason.RESYNC and row.time_ms > 0
-        txn.delete(keys.rows_db(vbid), keys.ROW.pack(number, row.base_seqno) + keys.BOUNDARY_SUFFIX)
         txn.delete(keys.DB_BRANCH, prefix)
         for tree in (keys.DB_MANIFEST, keys.DB_SPAN):
             cursor = txn.cursor(tree)
@@ -238,11 +236,9 @@ def put_published(
             change_purge_row(txn, vbid, purged_seqno=0, local_purge_seqno=0)
     txn.put_pub(vbid, records.Pub(branch, seqno, after.history_floor_seqno, manifest_key))
     previous = before.staging_published_seqno
-    if before.rollback_deferred and seqno == previous:
-        return counters  # the boundary was written when the branch was opened
-    if not seqno and branch == before.branch:
-        return counters  # the source's vbucket is empty: seqno 0 needs no boundary
-    counters = BoundaryCounters(counters.ordinal + (seqno != previous), counters.row_bytes)
+    if seqno == previous:  # that boundary is stored, perhaps on the parent; seqno 0 needs none
+        return counters
+    counters = BoundaryCounters(counters.ordinal + 1, counters.row_bytes)
     start, vbuuid = min(snap_start_seqno, seqno), before.failover_log.vbuuid_at(seqno)
     _put_boundary(txn, vbid, branch, seqno, start, vbuuid, *now, *counters)
     chain.put_span(txn, vbid, branch, seqno, previous)
@@ -255,28 +251,18 @@ def _put_boundary(txn: Transaction, vbid: int, branch: int, seqno: int, *fields:
     txn.put(keys.rows_db(vbid), key, keys.BOUNDARY.pack(*fields))
 
 
-def _copy_boundary(txn: Transaction, vbid: int, branch: int, at: Boundary, vbuuid: int) -> None:
-    moment = at.time_ms, at.history_ms
-    _put_boundary(txn, vbid, branch, at.seqno, at.snap_start_seqno, vbuuid, *moment, at.ordinal, at.row_bytes)
-
-
 def _open_branch(
-    txn: Transaction,
-    vbid: int,
-    parent: int | None,
-    base_seqno: int,
-    vbuuid: int,
-    reason: int,
-    now: Moment = NEVER,
-    history_ids: records.HistoryIds = (),
-    first_branch: int = 0,
+    txn: Transaction, vbid: int, at: Boundary | None, vbuuid: int, reason: int, now: Moment = NEVER
 ) -> Branch:
+    """Open a branch that begins at a boundary (None: at seqno 0). Its parent is the branch with that boundary, so a
+    branch on which nothing was published is never a parent.
+    """
     newest = txn.newest_branch(vbid)
     if not newest:
         raise CorruptedError("the vbucket has no branch", path=txn.path, vbid=vbid)
-    history_ids = (*history_ids, (txn.environment.history_id, base_seqno))
-    times = now.wall_ms, SEQNO_MAX, now.history_ms
-    row = records.BranchRow(parent, base_seqno, vbuuid, reason, *times, first_branch, history_ids)
+    parent, base_seqno = (None, 0) if at is None else (at.branch, at.seqno)
+    history_ids = ((txn.environment.history_id, base_seqno),)
+    row = records.BranchRow(parent, base_seqno, vbuuid, reason, now.wall_ms, SEQNO_MAX, now.history_ms, history_ids)
     put_branch(txn, vbid, newest + 1, row)
     return Branch(newest + 1)
 
@@ -317,9 +303,8 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     log = own_log.pruned(at, boundary.vbuuid)
     vbuuid = log.vbuuid_at(at)
     manifest_key = manifests.key_on(txn, vbid, chain.load(txn, vbid, state.branch, at))
-    branch = _open_branch(txn, vbid, state.branch, at, vbuuid, BranchReason.ROLLBACK, now)
+    branch = _open_branch(txn, vbid, boundary, vbuuid, BranchReason.ROLLBACK, now)
     txn.put_pub(vbid, records.Pub(branch, at, min(floor_seqno, at), manifest_key))
-    _copy_boundary(txn, vbid, branch, boundary, vbuuid)
     _put_rollback(txn, state, branch, at, vbuuid, now.wall_ms)
     # A resync overwrites the served copy's `stream_filter` and `missing_seqno`. The lost `missing_seqno` was at most
     # the floor.
@@ -344,10 +329,9 @@ def _put_rollback(
     to_vbuuid: int,
     now_ms: int,
 ) -> None:
-    left = state.vbid, state.branch, state.published_seqno
-    newest = chain.boundary_at(txn, *left)
-    vbuuids = Vbuuid(0) if newest is None else newest.vbuuid, Vbuuid(to_vbuuid)
-    rollback = Rollback(*left, branch, Seqno(to_seqno), *vbuuids, now_ms)
+    left = _published_boundary(txn, state, state.published_seqno)
+    vbuuids = left.vbuuid, Vbuuid(to_vbuuid)
+    rollback = Rollback(state.vbid, left.branch, left.seqno, branch, Seqno(to_seqno), *vbuuids, now_ms)
     key = keys.ROLLBACK_KEY.pack(state.vbid, state.rollback_count + 1)
     txn.put(keys.DB_ROLLBACK, key, records.encode_rollback(rollback))
 
@@ -359,8 +343,7 @@ def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) ->
     """
     log = state.failover_log.pruned(boundary.seqno, boundary.vbuuid)
     vbuuid = log.vbuuid_at(boundary.seqno)
-    branch = _open_branch(txn, state.vbid, state.branch, boundary.seqno, vbuuid, BranchReason.DEFERRED_ROLLBACK)
-    _copy_boundary(txn, state.vbid, branch, boundary, vbuuid)
+    branch = _open_branch(txn, state.vbid, boundary, vbuuid, BranchReason.DEFERRED_ROLLBACK)
     _put_state(txn, state, branch, boundary.seqno, failover_log=log)
 
 
@@ -375,20 +358,10 @@ def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
     if state.staging_branch != state.branch:
         begin_resync(txn, state)
         return
+    boundary = _published_boundary(txn, state, base) if base else None
     log = state.failover_log if base else FailoverLog()  # at seqno 0 a log means that the source's vbucket is empty
-    parent: int = state.branch
-    first_branch = parent + 1
-    history_ids: records.HistoryIds = ()
-    left = get_branch(txn, vbid, parent)
-    if left.reason == BranchReason.ABANDONED and left.base_seqno == base and left.parent is not None:
-        # Nothing was published on the old branch, so the new branch replaces it (`ChainLink.first_branch`).
-        parent, first_branch, history_ids = left.parent, left.first_branch, left.history_ids[:1]
-    vbuuid = log.vbuuid_at(base)
-    branch = _open_branch(txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now, history_ids, first_branch)
+    branch = _open_branch(txn, vbid, boundary, log.vbuuid_at(base), BranchReason.ABANDONED, now)
     txn.put_pub(vbid, txn.pub(vbid)._replace(branch=branch))
-    if base:
-        boundary = _published_boundary(txn, state, base)
-        _copy_boundary(txn, vbid, branch, boundary, boundary.vbuuid)
     _put_state(txn, state, branch, base, failover_log=log, missing_seqno=state.missing_seqno if base else 0)
 
 
@@ -408,7 +381,7 @@ def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> None:
 
 def begin_resync(txn: Transaction, state: VbucketState, *, unavailable: bool = False) -> None:
     """Open a staging branch without a parent, next to the served copy. The branch has time 0 until published."""
-    branch = _open_branch(txn, state.vbid, None, 0, 0, BranchReason.RESYNC)
+    branch = _open_branch(txn, state.vbid, None, 0, BranchReason.RESYNC)
     pub = txn.pub(state.vbid)
     flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
     txn.put_pub(state.vbid, pub._replace(flags=pub.flags | flags))

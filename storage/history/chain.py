@@ -31,10 +31,6 @@ class ChainLink(NamedTuple):
     cut: int
     kept_seqno: int = SEQNO_MAX
     """Seqno above which the purger may have removed the branch's rows. The served chain does not see those rows."""
-    first_branch: int = 0
-    """The number of the oldest branch that this branch replaced (`branches.abandon`); this branch's own number or 0:
-    none. Nothing was published on a replaced branch, so a position on that branch means this branch's `base_seqno`.
-    """
     history_ids: records.HistoryIds = ()
 
     def history_id(self, seqno: int) -> int:
@@ -42,7 +38,9 @@ class ChainLink(NamedTuple):
 
 
 Chain = tuple[ChainLink, ...]
-"""Links from the tip to the root."""
+"""Links from the tip to the root, without those that show nothing: the newest link has the row or boundary at the
+position. Empty at seqno 0, which is the same in every history.
+"""
 
 Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and stored row."""
@@ -65,40 +63,24 @@ SPAN_SEQNOS = 100
 def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
     links: list[ChainLink] = []
     current: int | None = branch
-    while current is not None:
-        data = txn.get(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, current))
-        if data is None and not links:
-            data = _successor(txn.cursor(keys.DB_BRANCH), vbid, current)
+    while current is not None and cut:
         try:
-            row = records.decode_branch(data)
+            row = records.decode_branch(txn.get(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, current)))
         except CorruptedError as error:
             raise CorruptedError(f"branch {current}: {error.message}", path=txn.path, vbid=vbid) from error
         if row.parent is not None and row.parent >= current:
             raise CorruptedError(f"branch {current} has parent {row.parent}", path=txn.path, vbid=vbid)
-        links.append(
-            ChainLink(current, row.base_seqno, cut, row.kept_seqno, row.first_branch or current, row.history_ids)
-        )
-        cut = min(cut, row.base_seqno)
+        if row.base_seqno < cut:
+            links.append(ChainLink(current, row.base_seqno, cut, row.kept_seqno, row.history_ids))
+            cut = row.base_seqno
         current = row.parent
     return tuple(links)
 
 
-def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
-    """Return the record of the branch that replaced a removed branch (`branches.abandon`), or None.
-
-    Both branches have the same parent and base. Nothing was ever published on the removed branch.
-    """
-    key = keys.BRANCH_KEY.pack(vbid, branch)
-    if not cursor.set_range(key) or cursor.key()[:2] != key[:2]:
-        return None
-    data: bytes = cursor.value()
-    return data if 0 < records.decode_branch(data).first_branch <= branch else None
-
-
 def recut(chain: Chain, cut: int) -> Chain:
-    if chain and cut >= chain[0].base_seqno:  # the cuts of the other links are at most this base
+    if chain and cut > chain[0].base_seqno:  # the cuts of the other links are at most this base
         return chain if cut >= chain[0].cut else (chain[0]._replace(cut=cut), *chain[1:])
-    return tuple(link if link.cut <= cut else link._replace(cut=cut) for link in chain)
+    return tuple(link if link.cut <= cut else link._replace(cut=cut) for link in chain if link.base_seqno < cut)
 
 
 def same(one: Chain, other: Chain) -> bool:
@@ -110,10 +92,7 @@ def same(one: Chain, other: Chain) -> bool:
 
 def sees(chain: Chain, branch: int, seqno: int) -> bool:
     at = _link_of(chain, branch, 0)
-    if at < len(chain) and chain[at].branch == branch:
-        return seqno <= chain[at].cut
-    replaced = at > 0 and 0 < chain[at - 1].first_branch <= branch
-    return replaced and seqno <= min(chain[at - 1].base_seqno, chain[at - 1].cut)
+    return not seqno or (at < len(chain) and chain[at].branch == branch and seqno <= chain[at].cut)
 
 
 def common_seqno(served: Chain, other: Chain) -> int | None:
@@ -175,15 +154,13 @@ def newest_boundary(txn: Transaction, vbid: int, chain: Chain, to_seqno: int) ->
 
 
 def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
-    """Yield the kept boundaries of a chain, newest first. If a branch begins with a copy of an older branch's boundary,
-    yield only the copy.
+    """Yield the kept boundaries of a chain, newest first.
 
     Walks rows backwards, and skips long snapshots by `span`: at most `SPAN_SEQNOS` rows are read between two
     boundaries.
     """
     cursor = txn.cursor(keys.rows_db(vbid))
     spans = txn.cursor(keys.DB_SPAN)
-    last = None
     for link in chain:
         prefix = keys.PREFIX.pack(link.branch)
         position: int | None = _before_span(spans, vbid, link)
@@ -196,9 +173,7 @@ def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
                     break
                 if len(key) == keys.BOUNDARY_KEY_SIZE:
                     boundary = boundary_of(key, cursor.value(), vbid, link)
-                    if boundary.seqno != last:
-                        last = boundary.seqno
-                        yield boundary
+                    yield boundary
                     if spans.set_key(keys.SPAN_KEY.pack(vbid, link.branch, boundary.seqno)):
                         (position,) = keys.SEQNO.unpack(spans.value())
                         break

@@ -10,8 +10,6 @@ branch, and a row moves few times.
 Invariants:
 - a step is one transaction and leaves the same rows visible at the same seqnos; another process may do the next step;
 - rows move only after the purger has removed the retracted rows of both branches;
-- rows keep their seqnos, so a branch is merged only if its base is at or above its parent's base. A branch with a lower
-  base hides all rows of the parent; then the parent is merged first;
 - a moved row may get the position (branch and seqno) of a retracted row of the parent, so these positions get a new
   history id;
 - each step draws a new chain id, so readers load their chains again.
@@ -53,10 +51,12 @@ class Moved(NamedTuple):
     to_seqno: int
 
 
-def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pair | None:
-    """Return the branch of the served chain to merge next, with parent and child, or None.
+def next_pair(links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pair | None:
+    """Return the branch of the served chain to merge next, with parent and child, or None. A branch with two children
+    waits: one of them will be forgotten.
 
-    Call this only after the purger has visited all rows up to the floor. `known`: every branch of the vbucket.
+    Call this only after the purger has visited all rows up to the floor, and removed the retracted rows of rollbacks to
+    below the floor. `known`: every branch of the vbucket.
     """
     history = [number for number, link in enumerate(links) if number and link.cut < floor_seqno]
     if len(history) <= LINKS_MAX:
@@ -73,24 +73,11 @@ def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int,
             link.branch,
             links[number - 1].branch,
             link.base_seqno,
-            max(link.base_seqno, link.cut),
+            link.cut,
         )
-        if _is_ready(txn, vbid, pair, min(link.base_seqno, link.cut), known):
+        if [branch for branch, row in known.items() if row.parent == pair.branch] == [pair.child]:
             return pair
     return None
-
-
-def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: branches.Known) -> bool:
-    """True if parent and branch hold only visible rows, `pair.child` is the branch's only child, and the parent's base
-    is not above the branch's base.
-    """
-    if known[pair.parent].base_seqno > pair.base_seqno:
-        return False
-    if [branch for branch, row in known.items() if row.parent == pair.branch] != [pair.child]:
-        return False
-    return not (
-        chain.has_rows(txn, vbid, pair.parent, above_seqno) or chain.has_rows(txn, vbid, pair.branch, pair.top_seqno)
-    )
 
 
 def step(txn: Transaction, vbid: int, pair: Pair, limit: int) -> Moved:
@@ -129,7 +116,7 @@ def _move_rows(txn: Transaction, vbid: int, pair: Pair, limit: int) -> int:
 def _move_base(txn: Transaction, vbid: int, pair: Pair, to_seqno: int, done: bool) -> None:
     row = branches.get_branch(txn, vbid, pair.branch)
     parent = branches.get_branch(txn, vbid, pair.parent)
-    if row.reason != BranchReason.MERGING and pair.top_seqno > pair.base_seqno:
+    if row.reason != BranchReason.MERGING:
         ids = branches.with_history(parent.history_ids, secrets.randbits(64) or 1, pair.base_seqno)
         parent = parent._replace(history_ids=ids, kept_seqno=SEQNO_MAX)
         branches.put_branch(txn, vbid, pair.parent, parent)
@@ -145,22 +132,26 @@ def forget_rollbacks(txn: Transaction, found: list[bytes]) -> None:
         txn.delete(keys.DB_ROLLBACK, key)
 
 
-def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
+def old_rollbacks(txn: Transaction, vbid: int, pub: records.Pub, limit: int) -> list[bytes]:
     """Return the keys of the oldest rollback records, up to the first needed record. The newest `ROLLBACKS_KEPT` are
-    needed, and each record whose new branch is still stored and begins at or above the floor.
+    needed, and those of the served copy that went to the floor or above.
     """
     cursor = txn.cursor(keys.DB_ROLLBACK)
     if not seek_before(cursor, keys.ROLLBACK_KEY.pack(vbid, 2**32 - 1)) or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):
         return []
     newest = keys.ROLLBACK_KEY.unpack(cursor.key())[1]
     found: list[bytes] = []
+    first_branch = None
     cursor.set_range(keys.VBID_KEY.pack(vbid))
     for key, value in cursor.iternext():
         if len(found) == limit or keys.ROLLBACK_KEY.unpack(key)[1] > newest - ROLLBACKS_KEPT:
             break
+        if first_branch is None:
+            first_branch = min(
+                [link.branch for link in chain.load(txn, vbid, pub.branch, pub.seqno)], default=pub.branch
+            )
         rollback = records.decode_rollback(vbid, value)
-        branch_key = keys.BRANCH_KEY.pack(vbid, rollback.to_branch)
-        if rollback.to_seqno >= floor_seqno and txn.get(keys.DB_BRANCH, branch_key) is not None:
+        if rollback.to_seqno >= pub.floor_seqno and rollback.to_branch > first_branch:
             break
         found.append(key)
     return found

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NamedTuple
 
 from storage.env.environment import Environment
@@ -133,7 +133,7 @@ class Purger:
             return lambda txn: self._forget(txn, vbid, numbers[:rows])
         pub = txn.pub(vbid)
         floor = pub.floor_seqno
-        if old := merge.old_rollbacks(txn, vbid, floor, rows):
+        if old := merge.old_rollbacks(txn, vbid, pub, rows):
             return lambda txn: merge.forget_rollbacks(txn, old)
         purged = branches.purge_row(txn, vbid).purged_seqno
         if pub.seqno == floor == purged and self._short.get(vbid) == pub.branch:
@@ -143,7 +143,7 @@ class Purger:
             return lambda txn: self._purge_versions(txn, vbid, links, purged, floor)
         if purged == floor and (pair := self._next_pair(txn, vbid, links, floor)) is not None:
             return lambda txn: self._merge(txn, vbid, pair)
-        if (target := self._target_floor(txn, vbid, links, floor, now_ms, rows)) > floor:
+        if (target := self._target_floor(txn, vbid, pub, links, now_ms, rows)) > floor:
             return lambda txn: txn.put_pub(vbid, pub._replace(floor_seqno=Seqno(target)))
         return None
 
@@ -177,10 +177,10 @@ class Purger:
 
     def _next_pair(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int) -> merge.Pair | None:
         if len(links) <= merge.LINKS_MAX + 1:
-            self._short[vbid] = links[0].branch
+            self._short[vbid] = txn.pub(vbid).branch
             return None
         known = branches.all_branches(txn, vbid)
-        return merge.next_pair(txn, vbid, links, floor, known)
+        return merge.next_pair(links, floor, known)
 
     # -- the floor ------------------------------------------------------------------------------------------------
 
@@ -195,11 +195,11 @@ class Purger:
         return boundary is None or boundary.history_ms <= now_ms - window.time_ms
 
     def _target_floor(
-        self, txn: Transaction, vbid: int, links: chain.Chain, floor: int, now_ms: int, looks: int
+        self, txn: Transaction, vbid: int, pub: records.Pub, links: chain.Chain, now_ms: int, looks: int
     ) -> int:
         """Return the floor that the window requires, at most `looks` boundaries above the present floor."""
-        window = self.window
-        tip = chain.newest_boundary(txn, vbid, links, links[0].cut)
+        window, floor = self.window, pub.floor_seqno
+        tip = chain.newest_boundary(txn, vbid, links, pub.seqno)
         at = chain.newest_boundary(txn, vbid, links, floor)
         if tip is None or at is None:
             return floor
@@ -214,7 +214,7 @@ class Purger:
         target = int(at.seqno)
         if target > floor and (held := self.leases.floor_max(txn, vbid, links, now_ms)) is not None:
             target = max(floor, min(target, held))
-        if target > floor and (base := self._deferred_base(txn, vbid, links[0].branch)) is not None:
+        if target > floor and (base := self._deferred_base(txn, vbid, pub.branch)) is not None:
             target = max(floor, min(target, base))
         return max(floor, target)
 
@@ -408,28 +408,26 @@ class _Victims:
 def _forget_boundaries(
     txn: Transaction, vbid: int, links: chain.Chain, boundaries: list[bytes], purged: int, floor: int, position: int
 ) -> None:
-    """Up to `position`, remove the given boundaries, the boundary at `purged`, and the copies at branch bases."""
-    row_tree = keys.rows_db(vbid)
-    for key in boundaries:
-        if records.seqno_of(key) <= position:
-            txn.delete(row_tree, key)
+    """Up to `position`, remove the given boundaries, and the one at `purged`, the floor of an earlier purge."""
+    last = [keys.ROW.pack(link.branch, purged) + keys.BOUNDARY_SUFFIX for link in links if link.base_seqno < purged]
+    for key in [*last[:1], *boundaries]:
+        if records.seqno_of(key) <= min(position, floor - 1):
+            txn.delete(keys.rows_db(vbid), key)
             txn.delete(keys.DB_SPAN, keys.VBID_KEY.pack(vbid) + key[records.ROW_KEY])
-    for link in links:
-        for seqno in {purged, link.base_seqno}:
-            if purged <= seqno < floor and seqno <= position:
-                txn.delete(row_tree, keys.ROW.pack(link.branch, seqno) + keys.BOUNDARY_SUFFIX)
-                txn.delete(keys.DB_SPAN, keys.SPAN_KEY.pack(vbid, link.branch, seqno))
 
 
 def dead_ranges(txn: Transaction, vbid: int) -> list[Dead]:
-    """Return every range of rows that no view of the served branch or the staging branch will ever see."""
+    """Return every range of rows that no view of the served branch or the staging branch will ever see.
+
+    Repeats the history: each branch was opened at a boundary of the chain that was served then.
+    """
     known = branches.all_branches(txn, vbid)
     if len(known) == 1:
         return []
     served = txn.pub(vbid).branch
     staging = txn.state_row(vbid).staging_branch
     found = []
-    links: list[list[int]] = []  # chain served so far, root to tip: branch, base_seqno, cut
+    links: list[chain.ChainLink] = []  # the chain served so far, root to tip
     for branch, row in known.items():
         if is_unseen(row):
             if branch != staging:  # else it is an unfinished resync or deferred rollback
@@ -438,15 +436,14 @@ def dead_ranges(txn: Transaction, vbid: int) -> list[Dead]:
         if branch > served:
             continue
         since_ms = None if row.reason == BranchReason.ABANDONED else row.history_ms
-        while links and (row.parent is None or (links[-1][1] >= row.base_seqno and links[-1][0] != row.parent)):
-            number, base_seqno, cut = links.pop()
-            found.append(Dead(number, base_seqno, cut, since_ms))
-        for link in reversed(links):
-            if link[2] <= row.base_seqno:
-                break
-            found.append(Dead(link[0], row.base_seqno, link[2], since_ms))
-            link[2] = row.base_seqno
-        links.append([branch, row.base_seqno, SEQNO_MAX])
+        while links and links[-1].branch != row.parent:
+            left = links.pop()
+            found.append(Dead(left.branch, left.base_seqno, left.cut, since_ms))
+        if links and row.base_seqno < links[-1].cut:
+            left = links.pop()
+            found.append(Dead(left.branch, row.base_seqno, left.cut, since_ms))
+            links.append(left._replace(cut=row.base_seqno))
+        links.append(chain.ChainLink(branch, row.base_seqno, SEQNO_MAX))
     return found
 
 
@@ -455,31 +452,21 @@ def is_unseen(row: records.BranchRow) -> bool:
 
 
 def forgettable(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Return the branches whose records are not needed, newest first: a child must be removed before its parent. These
-    branches have no rows, and are of one of these kinds: never published, replaced before a publish
-    (`branches.abandon`), or of a copy that a resync replaced. `with_rows`: the branches of dead ranges.
-    """
-    found = {
-        branch for branch, row in known.items() if is_unseen(row) and branch != staging and branch not in with_rows
-    }
-    seen = [(branch, row) for branch, row in known.items() if not is_unseen(row)]
-    for (branch, row), (_, following) in pairwise(seen):
-        if (
-            branch not in with_rows
-            and branch not in (served, staging)
-            and row.reason == following.reason == BranchReason.ABANDONED
-            and (row.parent, row.base_seqno) == (following.parent, following.base_seqno)
-        ):
-            found.add(branch)
-    return sorted(found.union(_replaced(known, served, staging, with_rows)), reverse=True)
-
-
-def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Return the branches of the copies that a resync replaced, without copies that still have rows: readers of such a
-    copy need its branches to check which rows are kept (`storage.read.validity`).
+    """Return the branches whose records are not needed, newest first. Needed are the chains of the served branch, of
+    the staging branch and of each branch with rows (`with_rows`). If a copy that a resync replaced has rows, the chain
+    that it served last is needed, too, to check which rows are kept (`storage.read.validity`).
     """
     copy_of: dict[int, int] = {}
+    newest_of: dict[int, int] = {}
     for branch, row in known.items():
-        copy_of[branch] = branch if row.parent is None else copy_of.get(row.parent, row.parent)
-    in_use = {copy_of[branch] for branch in (served, staging, *with_rows) if branch in copy_of}
-    return [branch for branch, copy in copy_of.items() if copy not in in_use]
+        copy_of[branch] = branch if row.parent is None else copy_of[row.parent]
+        if not is_unseen(row):
+            newest_of[copy_of[branch]] = branch
+    needed = {served, staging, *with_rows, *(newest_of.get(copy_of[branch], 0) for branch in with_rows)}
+    found = []
+    for branch in sorted(known, reverse=True):  # a parent's number is smaller
+        if branch in needed:
+            needed.add(known[branch].parent or 0)
+        else:
+            found.append(branch)
+    return found

@@ -16,7 +16,7 @@ from storage.errors import ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.tokens import Token
 from storage.history import branches, chain
-from storage.model import Branch, Document, Manifest, Rollback, Seqno, Vbuuid
+from storage.model import Branch, Document, Manifest, Rollback, Seqno
 from storage.read import retractions, scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
@@ -53,6 +53,8 @@ class Range(NamedTuple):
     """The state at the end of the range."""
     lost: chain.Chain
     """The chain of the range's start if `served` does not see the start; otherwise empty."""
+    rollback: Rollback | None
+    """The rollback by which readers left `lost`."""
     after_seqno: Seqno
     """The last seqno of the history that start and end share."""
     purged_before: int = 0
@@ -75,19 +77,17 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
     """
     with reader.environment.read() as txn:
         served = reader.readable(txn) if end is None else validity.served_at(reader, txn, end)
-        if start is None:
-            return Range(served, (), Seqno(0), validity.purged_seqno(reader, txn, served, 0))
-        reader.chain_of_position(txn, start.branch, start.seqno, start.history_id)
-        lost: chain.Chain = ()
-        after = start.seqno
-        if not chain.sees(served.links, start.branch, start.seqno):
-            lost = chain.load(txn, reader.vbid, start.branch, start.seqno)
-            after = _common_seqno(reader.vbid, served, lost, start)
-        if any(link.kept_seqno < link.cut and after < link.cut for link in lost):
+        if start is None or not start.seqno:
+            return Range(served, (), None, Seqno(0), validity.purged_seqno(reader, txn, served, 0))
+        lost = reader.chain_of_position(txn, start.branch, start.seqno, start.history_id)
+        if chain.sees(served.links, start.branch, start.seqno):
+            way = Range(served, (), None, start.seqno)
+        else:
+            way = Range(served, lost, *_taken_back_by(txn, served, lost, start))
+        if any(link.kept_seqno < link.cut > way.after_seqno for link in way.lost):
             raise retractions.rows_gone(reader.vbid)
-        before = validity.purged_seqno(reader, txn, served, after) if not start.seqno else 0
-        validity.check_tombstones(reader, txn, served, after, before)
-    return Range(served, lost, after, before)
+        validity.check_tombstones(reader, txn, served, way.after_seqno)
+    return way
 
 
 def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
@@ -114,18 +114,19 @@ def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> M
         return reader.manifest_on(txn, reader.chain_at(txn, branch, seqno))
 
 
-def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) -> Seqno:
-    """Return the last seqno of the history that `served` shares with `start`, a position that `served` does not see.
-    Raises ViewInvalidated.
+def _taken_back_by(txn: Transaction, served: Served, lost: chain.Chain, start: Token) -> tuple[Rollback, Seqno]:
+    """Return the rollback by which readers left `lost`, and the last seqno that `lost` shares with `served`. Raises
+    ViewInvalidated.
     """
-    if start.seqno < lost[0].base_seqno:
-        raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
-    after = chain.common_seqno(served.links, lost)
-    if after is None:
-        raise ViewInvalidated("the vbucket was resynced since this token", vbid=vbid, hint=_FROM_BEGINNING)
-    if not any(link.base_seqno == after and link.branch > start.branch for link in served.links):
-        raise ViewInvalidated("the token is ahead of the published seqno", vbid=vbid, hint=_FROM_BEGINNING)
-    return Seqno(after)
+    common_seqno = chain.common_seqno(served.links, lost)
+    if common_seqno is None:
+        raise ViewInvalidated("the vbucket was resynced since this token", vbid=start.vbid, hint=_FROM_BEGINNING)
+    for each in recorded_rollbacks(txn, start.vbid):
+        if each.to_branch > start.branch and each.to_seqno == common_seqno:
+            return each, Seqno(common_seqno)
+    if served.pub.branch == start.branch:
+        raise ViewInvalidated("the token is ahead of the published seqno", vbid=start.vbid, hint=_FROM_BEGINNING)
+    raise retractions.rows_gone(start.vbid)
 
 
 def since(reader: VbucketReader, token: Token | None, raw: bool, pieces: Pieces | None = None) -> Iterator[Change]:
@@ -157,22 +158,16 @@ def _taken_back(reader: VbucketReader, token: Token, way: Range, raw: bool, piec
     """Yield a rollback, its retractions and restorations. A reader that stopped within these events gets all of them
     again, also after further rollbacks.
     """
-    common_seqno = way.after_seqno
-    rising = (link for link in reversed(way.served.links) if link.branch > token.branch)
-    child = next(link for link in rising if link.base_seqno == common_seqno)
-    begin = Branch(child.branch)
-    unknown = Rollback(reader.vbid, token.branch, token.seqno, begin, common_seqno, Vbuuid(0), Vbuuid(0), 0)
-    record = next((each for each in rollbacks(reader) if each.to_branch == begin), unknown)
-    undone = retractions.undone(
-        reader, way.served, way.lost, common_seqno, None if pieces is None else pieces.bytes_max
-    )
-    end = Token(reader.vbid, begin, common_seqno, child.history_id(common_seqno))
+    bytes_max = None if pieces is None else pieces.bytes_max
+    undone = retractions.undone(reader, way.served, way.lost, way.after_seqno, bytes_max)
+    shared = next(link for link in way.lost if link.base_seqno < way.after_seqno)
+    end = Token(reader.vbid, Branch(shared.branch), way.after_seqno, shared.history_id(way.after_seqno))
 
     def change(each: retractions.Undone, at: Token) -> Change:
         return Change(each.kind, at, retractions.document_of(reader, each, raw))
 
     following = next(undone, None)  # look one position ahead, to know which event is the last
-    yield from _repeated(lambda: Change("rollback", token if following else end, rollback=record), pieces)
+    yield from _repeated(lambda: Change("rollback", token if following else end, rollback=way.rollback), pieces)
     while following is not None:
         each, following = following, next(undone, None)
         yield from _repeated(partial(change, each, token if following else end), pieces)
@@ -188,7 +183,7 @@ def _repeated(change: Callable[[], Change], pieces: Pieces | None) -> Iterator[C
 
 def rows(reader: VbucketReader, way: Range, raw: bool, pieces: Pieces | None = None) -> Iterator[Document]:
     """Yield every row of a range, rising in seqno. Raises ViewInvalidated."""
-    served, _, after_seqno, purged_before = way
+    served, after_seqno, purged_before = way.served, way.after_seqno, way.purged_before
     pieces = pieces or Pieces(scan.CHUNK_BYTES)
 
     def document(branch: Branch, row_key: bytes, stored: bytes) -> Document:

@@ -23,7 +23,7 @@ from storage.format.records import HEAD_BYTES_MAX, KIND, MUTATION, ROW_KEY, SEQN
 from storage.format.seal import RESIDUE
 from storage.format.tokens import AsOf, CollectionName, collection_id_of
 from storage.history import chain
-from storage.model import Branch, Document, Manifest
+from storage.model import Document, Manifest
 from storage.read.groups import Groups
 from storage.read.vbucket_reader import VbucketReader, Visible, end_of_references
 
@@ -303,7 +303,7 @@ class PointReads:
                 reader.readable(txn)
         else:
             served, boundary = reader.as_of(txn, options.as_of)
-            branch, seqno, links = Branch(served.links[0].branch), served.pub.seqno, served.links
+            (branch, seqno, _), links = served.position, served.links
             manifest = reader.manifest(txn, served.pub.manifest_key)
             if now is None and boundary is not None:
                 now = boundary.time_ms / 1000

@@ -43,7 +43,7 @@ def pin_of(reader: VbucketReader, as_of: AsOf = None, now_ms: int | None = None)
         served, boundary = reader.as_of(txn, as_of)
     if now_ms is None:
         now_ms = boundary.time_ms if boundary is not None else time.time_ns() // 1_000_000
-    return Pin(reader.vbid, served.pub.branch, served.pub.seqno, served.history_id, now_ms)
+    return Pin(reader.vbid, *served.position, now_ms)
 
 
 def check_readable(groups: Groups, vbids: Collection[int]) -> None:

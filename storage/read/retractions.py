@@ -8,7 +8,7 @@ all documents of the collection are restored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from storage.env.transaction import Transaction
@@ -104,14 +104,19 @@ class _RetractionWalk:
                 validity.check(self.reader, txn, self.served)
                 undone, position = self._next(txn, position)
             yield from undone
-        restored = replace(self.served, links=self.restored_links)
         for collection_id, begin_seqno in self.back.items():
             prefix = keys.encode_collection_id(collection_id)
             left = scan.WireRange(prefix, prefix, None, begin_seqno, len(prefix))
             while left.start:
                 with self.reader.environment.read() as txn:
                     found, following = scan.references(
-                        self.reader, txn, restored, left, deletions=False, rows_max=self.rows_max
+                        self.reader,
+                        txn,
+                        self.served,
+                        left,
+                        deletions=False,
+                        rows_max=self.rows_max,
+                        links=self.restored_links,
                     )
                 left = left._replace(start=following)
                 yield from (Undone("restoration", wire_key, dup) for wire_key, dup in found)

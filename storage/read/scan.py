@@ -126,15 +126,23 @@ def chunk(
 
 
 def references(
-    reader: VbucketReader, txn: Transaction, served: Served, wire_range: WireRange, *, deletions: bool, rows_max: int
+    reader: VbucketReader,
+    txn: Transaction,
+    served: Served,
+    wire_range: WireRange,
+    *,
+    deletions: bool,
+    rows_max: int,
+    links: chain.Chain | None = None,
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
     """Return the newest visible versions (wire key, reference) of at most `rows_max` of the next keys, and the key to
-    continue from (empty: the end). Raises ViewInvalidated.
+    continue from (empty: the end). `links`: an older position on the chain of `served`. Raises ViewInvalidated.
 
     Skips the older versions of a key that has very many. If most keys have several versions, looks at more references
     than `rows_max`, but returns fewer keys rather than look at many more than `CHUNK_ROWS`.
     """
     validity.check(reader, txn, served)
+    links = served.links if links is None else links
     cursor = txn.raw.cursor(reader.keys)
     if not cursor.set_range(wire_range.start):
         return [], b""
@@ -151,7 +159,7 @@ def references(
     if len(pairs) == looks:
         following = pairs[-1][0]  # there may be more versions of this key
         if pairs[0][0] == following:  # skip the others: there may be many
-            pairs, following = _of_one_key(reader, txn, cursor, following, served.links)
+            pairs, following = _of_one_key(reader, txn, cursor, following, links)
         else:
             del pairs[bisect_left(pairs, (following,)) :]
     if pairs and not wire_range.has(pairs[-1][0]):
@@ -160,7 +168,7 @@ def references(
         following = b""
         del pairs[end:]
     # The versions of a key rise along the chain, so the last visible one is the newest.
-    limits = {keys.PREFIX.pack(each.branch): end_of_references(each.branch, each.cut) for each in served.links}
+    limits = {keys.PREFIX.pack(each.branch): end_of_references(each.branch, each.cut) for each in links}
     if len(limits) == 1:
         ((first, last),) = limits.items()
         visible = [pair for pair in pairs if first <= pair[1] <= last]

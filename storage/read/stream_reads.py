@@ -19,8 +19,6 @@ from storage.history import branches, chain
 from storage.model import (
     SEQNO_MAX,
     Boundary,
-    Branch,
-    BranchReason,
     FailoverLog,
     Manifest,
     Rollback,
@@ -138,12 +136,11 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
     if seqno < pinned.pub.floor_seqno:
         return 0
     rollbacks = changes.rollbacks(reader)
-    lost = {each.to_branch: each for each in rollbacks}
-    passed = [lost[Branch(link.branch)] for link in pinned.links if link.branch in lost and link.base_seqno <= seqno]
+    passed = [each for each in reversed(rollbacks) if each.to_seqno <= seqno]
     of_history = [each for each in passed if each.from_vbuuid == vbuuid]
     with reader.environment.read() as txn:
-        root = branches.get_branch(txn, reader.vbid, pinned.links[-1].branch)
-        if root.reason == BranchReason.RESYNC or len(of_history) > 1:
+        _, resync_count = branches.resyncs(txn, reader.vbid)
+        if resync_count or len(of_history) > 1:
             return 0
         left = of_history or [each for each in passed if each.from_seqno > seqno][:1]
         base_seqno = int(left[0].to_seqno) if left else _kept_seqno(reader, txn, pinned, vbuuid, seqno)

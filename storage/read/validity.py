@@ -32,6 +32,8 @@ def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survi
 
 def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
     """Raise ViewInvalidated if a document that `pinned` sees is gone or, without `survives_rollback`, not served."""
+    if not pinned.links:
+        return None  # nothing was published
     pub = txn.pub(reader.vbid)
     check_unmoved(reader, txn, pinned.links)
     if pinned.survives_rollback:
@@ -69,7 +71,7 @@ def purged_seqno(reader: VbucketReader, txn: Transaction, pinned: Served, after_
     before the tombstone or with it, and now removes no more tombstones of this copy. So no tombstone is missing above a
     kept boundary.
     """
-    if pinned.survives_rollback:
+    if pinned.survives_rollback and pinned.links:
         pub = txn.pub(reader.vbid)
         if chain.common_seqno(reader.chain_at(txn, pub.branch, pub.seqno), pinned.links) is None:
             kept = chain.newest_boundary(txn, reader.vbid, pinned.links, after_seqno)
@@ -98,8 +100,6 @@ def _check_kept(
     elif floor_seqno > common_seqno:
         raise _gone(f"history before seqno {floor_seqno}", reader)
     for link in pinned.links:
-        if link.cut <= link.base_seqno:
-            continue  # no row of this branch is visible, and the branch's record may be gone
         if branches.get_branch(txn, reader.vbid, link.branch).kept_seqno < link.cut > common_seqno:
             raise _gone("the history that a rollback left", reader)
 
@@ -112,14 +112,10 @@ def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served
     the copy's last served chain.
     """
     vbid, seqno = reader.vbid, int(pinned.pub.seqno)
-    below = [link.branch for link in pinned.links if link.base_seqno < seqno]
-    shared = {int(pinned.pub.branch), *below[:1]}  # an unpublished branch has no child: look at the branch below, too
+    shared = {link.branch for link in pinned.links}
     for branch, row in branches.all_branches(txn, vbid).items():
-        if branch > pinned.pub.branch and row.parent in shared:
-            shared.add(branch)
+        if branch > pinned.links[0].branch and row.parent in shared:  # a later rollback left the chain at its base
             seqno = min(seqno, row.base_seqno)
-    if not seqno:
-        return
     owner = next(link.branch for link in pinned.links if link.base_seqno < seqno)
     if txn.raw.get(keys.ROW.pack(owner, seqno) + keys.BOUNDARY_SUFFIX, db=reader.rows) is None:
         raise _gone(f"history at seqno {seqno}", reader)

@@ -71,9 +71,13 @@ class Served:
     """True if the position stays valid after a rollback or resync, as long as all its rows are kept."""
 
     @property
-    def history_id(self) -> int:
-        """The position's history id (`Token.history_id`)."""
-        return self.links[0].history_id(self.pub.seqno)
+    def position(self) -> tuple[Branch, Seqno, int]:
+        """Branch, seqno and history id, as in a `Token`. The branch has the boundary at the seqno, and so differs from
+        `pub.branch` if nothing was published on that. All 0 if nothing was published at all.
+        """
+        if not self.links:
+            return Branch(0), Seqno(0), 0
+        return Branch(self.links[0].branch), self.pub.seqno, self.links[0].history_id(self.pub.seqno)
 
 
 class _Memory:
@@ -181,20 +185,20 @@ class VbucketReader:
         return links
 
     def chain_at(self, txn: Transaction, branch: int, seqno: int) -> chain.Chain:
-        return chain.recut(self.whole_chain(txn, branch), seqno)
+        return chain.recut(self.whole_chain(txn, branch), seqno) if seqno else ()
 
     def chain_of_position(self, txn: Transaction, branch: int, seqno: int, history_id: int) -> chain.Chain:
         """Return the chain up to a position. Raises ViewInvalidated if the position's history is unknown."""
         hint = "start the read again"
         try:
-            whole = self.whole_chain(txn, branch)
+            links = self.chain_at(txn, branch, seqno)
         except CorruptedError as error:
             message = f"this mirror knows no branch {branch} (any more)"
             raise ViewInvalidated(message, vbid=self.vbid, hint=hint) from error
-        if whole[0].history_id(seqno) != history_id:
+        if links and (links[0].branch, links[0].history_id(seqno)) != (branch, history_id):
             message = f"the position {branch}:{seqno} is of a history that this mirror does not have (any more)"
             raise ViewInvalidated(message, vbid=self.vbid, hint=hint)
-        return chain.recut(whole, seqno)
+        return links
 
     def manifest(self, txn: Transaction, key: tuple[int, int]) -> Manifest:
         known = self.remembered(txn).manifests

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import Self
 
 from storage.format.keys import vbid_of
+from storage.format.records import Pub
 from storage.format.tokens import TOKEN_LENGTH_MAX, AsOf, CollectionName, Pin, Time, Token
 from storage.history import chain, extent
 from storage.history.extent import History
@@ -218,9 +219,9 @@ class View(PointReads):
         with reader.environment.read() as txn:
             if branch is None or seqno is None:
                 served = reader.readable(txn)
-                branch, seqno = served.pub.branch, served.pub.seqno
-            history_id = reader.whole_chain(txn, branch)[0].history_id(seqno)
-        return Token(reader.vbid, Branch(branch), Seqno(seqno), history_id)
+            else:
+                served = Served(Pub(Branch(branch), Seqno(seqno), Seqno(0)), reader.chain_at(txn, branch, seqno))
+        return Token(reader.vbid, *served.position)
 
     def history(self, vbid: int) -> History:
         """Return how far back a vbucket's history reaches, and its size."""

@@ -72,6 +72,8 @@ class VbucketWriter(PendingVbucket):
         boundary = self._boundary_at(state, to_seqno)
         if boundary is None or boundary.seqno < max(1, state.history_floor_seqno):
             return RollbackResult(Seqno(0), state.published_seqno, state.branch, state.branch)
+        left = self._boundary_at(state, state.published_seqno)
+        assert left is not None, "an older one is kept"
         self._discard_pending()
         moment = self.owner.moment()
         if deferred:
@@ -79,7 +81,7 @@ class VbucketWriter(PendingVbucket):
         else:
             self.owner.write(lambda txn: branches.roll_back(txn, state, boundary, moment))
         self._reread()
-        return RollbackResult(boundary.seqno, state.published_seqno, self.base.staging_branch, state.branch)
+        return RollbackResult(boundary.seqno, state.published_seqno, self.base.staging_branch, left.branch)
 
     @contained
     def abandon(self, *, keep_complete: bool = True) -> bool:

@@ -100,7 +100,7 @@ MUTATIONS = (
     ),
     Mutation(
         "storage/read/stream_reads.py",
-        "if root.reason == BranchReason.RESYNC or len(of_history) > 1:",
+        "if resync_count or len(of_history) > 1:",
         "if len(of_history) > 1:",
         "tests/storage/test_stream.py -k replaced_copy",
     ),
@@ -347,13 +347,12 @@ MUTATIONS = (
         _OF_MERGE,
     ),
     Mutation(_MERGE, "    branches.draw_chain_id(txn, vbid)", "    pass", _OF_MERGE),
-    Mutation(_MERGE, "if known[pair.parent].base_seqno > pair.base_seqno:", "if False:", _OF_MERGE),
-    Mutation(_MERGE, "chain.has_rows(txn, vbid, pair.parent, above_seqno) or chain", "chain", _OF_MERGE),
+    Mutation(_MERGE, "if row.parent == pair.branch] == [pair.child]:", "if row.parent == pair.branch]:", _OF_MERGE),
     Mutation(_MERGE, "if number and link.cut < floor_seqno]", "if number and link.cut <= floor_seqno]", _OF_MERGE),
     Mutation(
         _PURGE,
-        "in_use = {copy_of[branch] for branch in (served, staging, *with_rows) if branch in copy_of}",
-        "in_use = {copy_of[branch] for branch in (served, staging) if branch in copy_of}",
+        ", *(newest_of.get(copy_of[branch], 0) for branch in with_rows)}",
+        "}",
         _OF_MERGE,
     ),
     Mutation(
@@ -650,7 +649,9 @@ MUTATIONS = (
     Mutation(_READER, "if commit != (seen := txn.raw.id()):", "if (seen := txn.raw.id()) and commit < 0:", _OF_CHANGES),
     Mutation(_VALIDITY, "return SEQNO_MAX if kept is None else int(kept.seqno)", "return 0", _OF_CHANGES),
     Mutation(_CHANGES, "validity.check_tombstones(reader, txn, served, position, purged_before)", "pass", _OF_CHANGES),
-    Mutation(_CHANGES, "if start.seqno < lost[0].base_seqno:", "if False:", _OF_CHANGES),
+    Mutation(_READER, "if links and (links[0].branch, links", "if links and (branch, links", _OF_CHANGES),
+    Mutation("storage/history/chain.py", "if row.base_seqno < cut:", "if True:", _OF_PURGE),
+    Mutation(_BRANCHES, "else (at.branch, at.seqno)", "else (newest, at.seqno)", _OF_PURGE),
     Mutation(_VALIDITY, "    check(reader, txn, pinned)\n    return pinned", "    return pinned", _OF_SCAN),
     # --- a vbucket without a node gets one as soon as there is one
     Mutation(

@@ -196,8 +196,9 @@ def test_invalid_positions_are_refused(site: Site) -> None:
         assert answer.status_code in (400, 404), since
     site.get("/v1/changes", 400, params={"since": "1:1:1", "vbid": 2})
     site.get("/v1/changes", 410, params={"since": "1:77:1:00000000000000ff", "vbid": 1})
-    known = site.server.service.view.token(1)
-    site.get("/v1/changes", 410, params={"since": str(replace(known, history_id=known.history_id ^ 1)), "vbid": 1})
+    site.source.put(site.source.key_of(2), b"1")
+    known = site.server.service.view.token(2)
+    site.get("/v1/changes", 410, params={"since": str(replace(known, history_id=known.history_id ^ 1)), "vbid": 2})
     problem = site.get("/v1/changes", 400, params={"since": "1:1:1", "vbid": 1}).json()
     assert "of an earlier version" in problem["detail"]
     assert site.client.head("/v1/changes").status_code == 200

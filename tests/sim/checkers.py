@@ -36,7 +36,7 @@ from storage.format import keys
 from storage.format.records import Pub
 from storage.history import branches, chain
 from storage.history.removal import Dead
-from storage.model import SEQNO_MAX, Branch, Document, Seqno
+from storage.model import Branch, BranchReason, Document, Seqno
 from storage.read.view import Change, Rollback, Time, Token, View
 from storage.write.writer import GroupWriter, RollbackResult
 from tests.ingest.toy_store import validate
@@ -233,10 +233,10 @@ class Checker:
         watched = self.watched[vbid]
         branch, seqno, floor, *_ = pub
         with writer.environment.read() as txn:
-            links = chain.load(txn, vbid, branch, SEQNO_MAX)
-            reason = branches.get_branch(txn, vbid, branch).reason
+            row = branches.get_branch(txn, vbid, branch)
+            before = chain.load(txn, vbid, watched.branch, watched.seqno)
             shown = txn.state_row(vbid).stream_filter or None
-        if not watched.seqno or (len(links) == 1 and branch != watched.branch):
+        if not watched.seqno or (row.reason == BranchReason.RESYNC and branch != watched.branch):
             watched.shown = shown
         if branch == watched.branch:
             assert seqno >= watched.seqno, f"vb {vbid}: published {seqno} after {watched.seqno}"
@@ -244,14 +244,15 @@ class Checker:
                 self._is_persisted(vbid, seqno)
                 watched.boundaries.append(seqno)
                 self.counts["publishes"] += 1
-        elif len(links) > 1:
-            follows = links[1].branch == watched.branch or links[0].first_branch <= watched.branch < branch
-            assert follows, f"vb {vbid}: branch {branch} does not follow {watched.branch}"
-            base = links[0].base_seqno
-            assert base == seqno or reason == 6, f"vb {vbid}: branch {branch} from {base} published {seqno}"
-            if reason == 6:
+        elif row.reason != BranchReason.RESYNC:
+            base = row.base_seqno
+            begins = [link.branch for link in before if link.base_seqno < base <= link.cut]
+            assert begins == [row.parent] * (base > 0), f"vb {vbid}: branch {branch} does not follow {watched.branch}"
+            deferred = row.reason == BranchReason.DEFERRED_ROLLBACK
+            assert base == seqno or deferred, f"vb {vbid}: branch {branch} from {base} published {seqno}"
+            if deferred:
                 self._deferred(vbid, base, seqno)
-            elif reason == 4:
+            elif row.reason == BranchReason.ABANDONED:
                 assert seqno == watched.seqno, f"vb {vbid}: abandoning moved {watched.seqno} to {seqno}"
                 self.counts["staged rows abandoned on disk"] += 1
             else:

@@ -31,6 +31,7 @@ from storage.env import directory
 from storage.env.environment import SHARED
 from storage.env.transaction import Transaction
 from storage.errors import NoSuchBoundary
+from storage.format.records import Pub
 from storage.history.chain import Chain
 from storage.history.leases import Leases
 from storage.history.purge import Purger, Step, Window
@@ -109,11 +110,11 @@ class SimPurger(Purger):
 
     fate: Fate
 
-    def _target_floor(self, txn: Transaction, vbid: int, links: Chain, floor: int, now_ms: int, looks: int) -> int:
-        target = super()._target_floor(txn, vbid, links, floor, now_ms, looks)
+    def _target_floor(self, txn: Transaction, vbid: int, pub: Pub, links: Chain, now_ms: int, looks: int) -> int:
+        target = super()._target_floor(txn, vbid, pub, links, now_ms, looks)
         if self.leases.of(vbid, now_ms):
             held, self.leases = self.leases, Leases()
-            if super()._target_floor(txn, vbid, links, floor, now_ms, looks) > target:
+            if super()._target_floor(txn, vbid, pub, links, now_ms, looks) > target:
                 self.fate.counts["floors held by a lease"] += 1
             self.leases = held
         return target

@@ -119,16 +119,20 @@ def test_the_selection_is_part_of_the_identity(tmp_path: Path) -> None:
         ("", CorruptedError, "cannot be read"),
         ("[]", CorruptedError, "no mirror description"),
         ("{}", CorruptedError, "no mirror description"),
-        ('{"format": 99}', UnknownFormat, "format 99; this program knows format 2 .use the version"),
-        ('{"format": 1}', UnknownFormat, "format 1; this program knows format 2 .move the directory away"),
-        ('{"format": 2}', CorruptedError, "lacks 'cluster_uuid'"),
+        ('{"format": 99}', UnknownFormat, "format 99; this program knows format 3 .use the version"),
         (
-            '{"format":2,"cluster_uuid":"","bucket_name":"b","bucket_uuid":"u","vbucket_count":0,"group_count":1}',
+            '{"format": 2}',
+            UnknownFormat,
+            "format 2, filled by a pre-release; this program knows format 3 .move it away and fill it again",
+        ),
+        ('{"format": 3}', CorruptedError, "lacks 'cluster_uuid'"),
+        (
+            '{"format":3,"cluster_uuid":"","bucket_name":"b","bucket_uuid":"u","vbucket_count":0,"group_count":1}',
             CorruptedError,
             "cannot be true",
         ),
         (
-            '{"format":2,"cluster_uuid":"","bucket_name":7,"bucket_uuid":"u","vbucket_count":4,"group_count":1}',
+            '{"format":3,"cluster_uuid":"","bucket_name":7,"bucket_uuid":"u","vbucket_count":4,"group_count":1}',
             CorruptedError,
             "cannot be true",
         ),
@@ -168,7 +172,7 @@ def test_the_lock_is_exclusive_until_it_is_released(tmp_path: Path) -> None:
 def test_the_description_has_the_fields_of_the_format(tmp_path: Path) -> None:
     directory.create(str(tmp_path / "m"), IDENTITY)
     assert json.loads((tmp_path / "m" / "mirror.json").read_text()) == {
-        "format": 2,
+        "format": 3,
         "cluster_uuid": "cluster",
         "bucket_name": "bucket",
         "bucket_uuid": "uuid",

@@ -139,7 +139,7 @@ def test_a_view_reads_the_file_that_replaced_its_own(path: str, monkeypatch: pyt
         reader = other.reader(0)
         with reader.environment.read() as txn:
             served = validity.served_at(reader, txn, other.pin(0))
-        scan = changes.rows(reader, changes.Range(served, (), Seqno(0)), raw=False)
+        scan = changes.rows(reader, changes.Range(served, (), None, Seqno(0)), raw=False)
         os.rename(folder, folder + ".aside")
         with pytest.raises(CorruptedError, match="data file is missing"):
             view.get(key)

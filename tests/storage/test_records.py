@@ -139,7 +139,7 @@ def test_a_manifest_is_read_as_written(uid: int, scopes: dict[int, str], collect
 def test_branches_and_rollbacks_are_read_as_they_were_written() -> None:
     for row in (
         records.BranchRow(None, 0, 1, 1, 9),
-        records.BranchRow(4, 50, 1, 2, 9, 60, 8, 3, ((7, 50), (2**64 - 1, 70))),
+        records.BranchRow(4, 50, 1, 2, 9, 60, 8, ((7, 50), (2**64 - 1, 70))),
     ):
         assert records.decode_branch(records.encode_branch(row)) == row
     rollback = Rollback(8, Branch(1), Seqno(2), Branch(3), Seqno(4), Vbuuid(5), Vbuuid(6), 7)

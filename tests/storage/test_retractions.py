@@ -155,7 +155,7 @@ def test_a_row_purged_while_a_rollback_is_read_is_gone_from_history(writer: Grou
     writer.vbuckets[0].rollback(1)
     writer.commit()
     reader = view.reader(0)
-    served, lost, after, _ = events_of.resolve_range(reader, token, None)
+    served, lost, _, after, _ = events_of.resolve_range(reader, token, None)
     found = list(retractions.undone(reader, served, lost, after))
     assert [each.kind for each in found] == ["retraction", "restoration"]
     gone = found[0]._replace(reference=keys.DUP.pack(1, 7, 0x57))
@@ -172,7 +172,7 @@ def test_a_row_purged_between_two_steps_is_gone_from_history(writer: GroupWriter
     writer.vbuckets[0].rollback(6)
     writer.commit()
     reader = view.reader(0)
-    served, lost, after, _ = events_of.resolve_range(reader, token, None)
+    served, lost, _, after, _ = events_of.resolve_range(reader, token, None)
     found = retractions.undone(reader, served, lost, after, bytes_max=2 * retractions.UNDONE_BYTES)
     assert next(found).kind == "retraction"
     clock.now += 2 * HOUR_MS

@@ -1,10 +1,10 @@
-"""A data directory of each recorded format opens with this program: read, checked, followed on, without a refill."""
+"""A recorded data directory of this format is read, checked and followed on, without a refill. One of a pre-release's
+format is refused.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
 
 from mirror.sandbox import SandboxThread
 from storage.admin.check import check
@@ -15,15 +15,20 @@ from tests.crash.judge import differences, published_seqnos
 from tests.crash.service import Service, until
 from tests.whole.recorded_directory import FLAGS, RESYNCED, ROLLED_BACK, VBUCKETS, formats, source_of, unpacked
 
-
-def test_a_directory_of_each_readable_format_is_recorded() -> None:
-    assert set(formats()) == set(directory.FORMATS_READ)
-    assert max(directory.FORMATS_READ) == directory.FORMAT
+PRE_RELEASE = 2
 
 
-@pytest.mark.parametrize("number", sorted(directory.FORMATS_READ))
-def test_a_recorded_directory_is_read_checked_and_streamed_on(number: int, tmp_path: Path) -> None:
-    data = unpacked(formats()[number], tmp_path)
+def test_a_directory_of_a_pre_release_is_refused_in_one_line(tmp_path: Path) -> None:
+    data = unpacked(formats()[PRE_RELEASE], tmp_path)
+    result = call("state", "--data", data)
+    assert result.code == 3
+    (line,) = result.err.splitlines()
+    assert "format 2, filled by a pre-release" in line
+    assert "fill it again" in line
+
+
+def test_a_recorded_directory_is_read_checked_and_streamed_on(tmp_path: Path) -> None:
+    data = unpacked(formats()[directory.FORMAT], tmp_path)
     report = check(str(data))
     assert not report.problems, report.problems
     cluster = source_of(data)

@@ -69,7 +69,7 @@ class DcpStream:
         self.snapshot_count = 0
         self.row_count = 0
         self._view = view
-        self._branch = served.pub.branch
+        self._branch = served.position[0]
         self._failover_log = served.failover_log
         self.filter = stream_filter
         self._encoder = RowEncoder(controls, stream_filter)
@@ -159,7 +159,7 @@ class DcpStream:
         elif now.pub.seqno <= position:
             self.waiting = self._level = True
         else:
-            self._branch, self._shared_seqno = now.pub.branch, 0
+            self._branch, self._shared_seqno = now.position[0], 0
             self._open(out, self._ends.pop(0))
 
     def _open(self, out: bytearray, now: ServedState) -> None:

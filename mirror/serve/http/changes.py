@@ -133,7 +133,7 @@ def _served(view: View, vbids: Iterable[int]) -> dict[int, Served]:
 
 
 def _token(vbid: int, published: Served) -> Token:
-    return Token(vbid, published.pub.branch, published.pub.seqno, published.history_id)
+    return Token(vbid, *published.position)
 
 
 def _check_since(service: Service, position: Mapping[int, Token]) -> None:

@@ -87,10 +87,10 @@ def _begun(session: ScanSession, vbid: int, bounds: ScanBounds, begun_s: float) 
     """Return the scan at the vbucket's present moment. None: the moment does not meet the requirements; try again."""
     bucket, reader = session.bucket, session.known_reader
     bucket.check_collection(vbid, bounds.collection_id, reader)
-    pin = bucket.pin(vbid)
     state = bucket.state(vbid)
-    if state.branch != pin.branch:
-        return None  # a rollback came between the two reads
+    pin = bucket.pin(vbid)
+    if bucket.state(vbid).branch != state.branch:
+        return None  # a rollback came between the reads
     now_s = bucket.clock.monotonic()
     required = bounds.requirements
     if required is not None:

@@ -150,10 +150,9 @@ class LocalChanges(ChangesDriver):
         again: set[int] = set()
         for vbid, published in self._view.published().items():
             at = start.of(vbid)
-            now = (published.pub.branch, published.pub.seqno, published.history_id)
-            if vbid not in self._vbids or (vbid in self._known and place(at) == now):
+            if vbid not in self._vbids or (vbid in self._known and place(at) == published.position):
                 continue
-            lag, lost = self._lag(vbid, at, limited)
+            lag, lost = self._lag(vbid, at, limited, is_served=at.branch == published.pub.branch)
             self._known.add(vbid)
             if lag is not None:
                 lags[vbid] = lag
@@ -164,8 +163,10 @@ class LocalChanges(ChangesDriver):
         self._undelivered -= moved.keys()
         return replace(start, at={**start.at, **moved})
 
-    def _lag(self, vbid: int, at: At, limited: bool) -> tuple[Lag | None, bool]:
-        """Return how far a vbucket is behind (None: leave it out), and True if the whole vbucket must be sent again."""
+    def _lag(self, vbid: int, at: At, limited: bool, *, is_served: bool) -> tuple[Lag | None, bool]:
+        """Return how far a vbucket is behind (None: leave it out), and True if the whole vbucket must be sent again.
+        `is_served`: `at` is on the served branch.
+        """
         try:
             published, common = states.published_since(self._view.reader(vbid), token(self._view, vbid, at))
         except Unavailable:
@@ -180,7 +181,7 @@ class LocalChanges(ChangesDriver):
                 published = states.following(self._view.reader(vbid), limit)
         if published is None or (vbid in self._known and place(at) == place(at_of(published))):
             return None, False
-        ahead = at.branch == published.branch and at.seqno > published.seqno and at.vbuuid == published.vbuuid
+        ahead = is_served and at.seqno > published.seqno and at.vbuuid == published.vbuuid
         if ahead and at.history_id in states.history_ids(self._view.reader(vbid), at.branch):
             return None, False  # wait: a power cut undid the mirror's last commits, and it fetches their rows again
         lost = self._lost(vbid, at, published)
