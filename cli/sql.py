@@ -114,7 +114,7 @@ def print_table(found: Iterator[Any]) -> int:
     names = [output.for_people(name.encode(errors="replace")) for name in schema.names]
     render.show(render.plain_table(names, lines[:SHOWN_ROWS], right=right))
     if len(lines) > SHOWN_ROWS:
-        output.echo(f"the first {SHOWN_ROWS:,} rows; --csv, --json and --to give all", err=True)
+        output.echo(f"the first {SHOWN_ROWS:,} rows; a pipe (as CSV), --json and --to give all", err=True)
     return min(len(lines), SHOWN_ROWS)
 
 
@@ -164,7 +164,6 @@ def sql(
     query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="Without one: a shell, or stdin.")] = None,
     data: options.DataOption = None,
     as_of: options.AsOfTimeOption = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     to: Annotated[
         str | None, options.optional("--to", metavar="FILE.parquet", help="Write the answer into a Parquet file.")
     ] = None,
@@ -174,10 +173,10 @@ def sql(
     """Answer SQL (DuckDB's) from one boundary of each vbucket. Each collection is a table: `documents` is the
     default one, `SCOPE.NAME` another.
     """
-    if as_csv + as_json + (to is not None) > 1:
-        raise ConfigError("--csv, --json and --to exclude each other", hint="give one of them")
+    if as_json and to is not None:
+        raise ConfigError("--json and --to exclude each other", hint="give one of them")
     if to is not None and not to.endswith(".parquet"):
-        raise ConfigError(f"--to {to!r} is no Parquet file", hint="name it FILE.parquet, or print --csv")
+        raise ConfigError(f"--to {to!r} is no Parquet file", hint="name it FILE.parquet")
     need("duckdb", "pyarrow")
     from mirror.sql import Session
 
@@ -196,7 +195,7 @@ def sql(
                 output.echo(f"{output.counted(write_file(found, to), 'row')} written to {to}", err=True)
             elif as_json:
                 write_json(found)
-            elif as_csv or not sys.stdout.isatty():
+            elif not sys.stdout.isatty():
                 write_csv(found)
             else:
                 print_table(found)

@@ -8,7 +8,7 @@ the status document has the counts of all processes. An unknown figure is left o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -105,7 +105,7 @@ def _seconds(ms: int | None) -> float | None:
 
 
 def families(report: Report) -> Iterator[Metric]:
-    rows, workers, sums = report["vbuckets"], report["workers"], report["totals"]
+    rows, sums = report["vbuckets"], report["totals"]
     yield _one("up", "1 while the service runs, 0 when only its store was read.", report["service"] == "up")
     yield _one("ready", "1 when /readyz says so.", not report["reasons"])
     judged = [([state], report["state"] == state) for state in health.STATES]
@@ -133,6 +133,14 @@ def families(report: Report) -> Iterator[Metric]:
     yield _one("history_versions", "Stored versions of documents, tombstones included.", sums["versions"])
     yield _one("history_row_bytes", "Pages of the trees of rows.", sums["row_bytes"])
     yield _one("history_key_bytes", "Pages of the trees of keys.", sums["key_bytes"])
+    yield from _vbuckets(rows)
+    yield from _processes("worker", report["workers"])
+    yield from _processes("server", report.get("servers") or ())
+    yield _latencies(report.get("servers") or ())
+    yield from _disk_and_history(report)
+
+
+def _vbuckets(rows: Sequence[Report]) -> Iterator[Metric]:
     for name, text, field in (
         ("published_seqno", "Published seqno.", "published_seqno"),
         ("staged_seqno", "Received seqno, published or not.", "staged_seqno"),
@@ -142,30 +150,24 @@ def families(report: Report) -> Iterator[Metric]:
         ("vbucket_rollbacks", "Rollbacks.", "rollback_count"),
     ):
         yield _gauge(name, text, [([str(row["vbid"])], row[field]) for row in rows], ("vbid",))
-    for kind, processes in (("worker", workers), ("server", report.get("servers") or ())):
-        named = [(_name(kind, row), row) for row in processes]
-        for name, text, field in (
-            ("cpu_percent", "Share of one core.", "cpu_percent"),
-            ("private_bytes", "Memory that is its own (RssAnon).", "private_bytes"),
-            ("uptime_seconds", "Age of the process.", "uptime_s"),
-        ):
-            yield _gauge(f"{kind}_{name}", text, [([own], row.get(field)) for own, row in named], (kind,))
-        yield _gauge(
-            f"{kind}_running", "1 while it does its work.",
-            [([own], row.get("phase") == "running") for own, row in named], (kind,),
-        )  # fmt: skip
-        yield _counter(
-            f"{kind}_restarts", "Restarts after a death.", [([own], row.get("restarts")) for own, row in named],
-            (kind,),
-        )  # fmt: skip
-        for counter in sorted({name for row in processes for name in row.get("counters") or {}}):
-            family = _gauge if counter.endswith("_connections") else _counter
-            yield family(
-                f"{kind}_{counter}", "Since the process started.",
-                [([own], (row.get("counters") or {}).get(counter)) for own, row in named], (kind,),
-            )  # fmt: skip
-    yield _latencies(report.get("servers") or ())
-    yield from _disk_and_history(report)
+
+
+def _processes(kind: str, processes: Sequence[Report]) -> Iterator[Metric]:
+    named = [(_name(kind, row), row) for row in processes]
+    for name, text, field in (
+        ("cpu_percent", "Share of one core.", "cpu_percent"),
+        ("private_bytes", "Memory that is its own (RssAnon).", "private_bytes"),
+        ("uptime_seconds", "Age of the process.", "uptime_s"),
+    ):
+        yield _gauge(f"{kind}_{name}", text, [([own], row.get(field)) for own, row in named], (kind,))
+    running = [([own], row.get("phase") == "running") for own, row in named]
+    yield _gauge(f"{kind}_running", "1 while it does its work.", running, (kind,))
+    restarts = [([own], row.get("restarts")) for own, row in named]
+    yield _counter(f"{kind}_restarts", "Restarts after a death.", restarts, (kind,))
+    for counter in sorted({name for row in processes for name in row.get("counters") or {}}):
+        family = _gauge if counter.endswith("_connections") else _counter
+        counts = [([own], (row.get("counters") or {}).get(counter)) for own, row in named]
+        yield family(f"{kind}_{counter}", "Since the process started.", counts, (kind,))
 
 
 def _holders(report: Report) -> Iterator[Metric]:

@@ -84,7 +84,7 @@ def test_documents_that_are_not_json_are_rows_with_null_columns(ask: Ask) -> Non
         (["SELECT 'infinity'::timestamp"], "VARCHAR"),
         (["SELECT 1 AS a, 2 AS a", "--json"], "two columns are named a"),
         (["SELECT 1 AS a, 2 AS a", "--to", "answer.parquet"], "two columns are named a"),
-        (["SELECT 1", "--json", "--csv"], "exclude each other"),
+        (["SELECT 1", "--json", "--to", "a.parquet"], "exclude each other"),
         (["SELECT 1", "--to", "answer.txt"], "parquet"),
         (["SELECT 1", "--to", "/dev/null/a.parquet"], "/dev/null"),
         (["SELECT n FROM documents", "--as-of", "soon"], "soon"),

@@ -134,17 +134,7 @@ def export(
         options = Options(
             path=str(data), collections=collections, vbuckets=vbuckets, as_of_ms=as_of_ms, partitions=count
         )
-        job, shares = plan(options, Restriction())
-        lease = hold(job)
-        try:
-            url = place.folder.url
-            tasks = [
-                ExportTask(job, vbids, shape, url, f"part-{place.run}-{number:05d}")
-                for number, vbids in enumerate(shares)
-            ]
-            written = runner.run(export_task, tasks, progress)
-        finally:
-            lease.release()
+        job, written = _write(runner, options, shape, place, progress)
         parts = [part for each in written for part in each.parts]
         place.check(parts)
         misfits = sum(each.counts.misfits for each in written)
@@ -168,6 +158,22 @@ def export(
         orphans_removed=place.orphans_removed,
         elapsed_s=time.monotonic() - start_s,
     )
+
+
+def _write(
+    runner: Runner, options: Options, shape: Shape, place: _Target, progress: Progress | None
+) -> tuple[Job, list[Written]]:
+    """Write the files, while a lease holds the boundaries."""
+    job, shares = plan(options, Restriction())
+    lease = hold(job)
+    try:
+        tasks = [
+            ExportTask(job, vbids, shape, place.folder.url, f"part-{place.run}-{number:05d}")
+            for number, vbids in enumerate(shares)
+        ]
+        return job, runner.run(export_task, tasks, progress)
+    finally:
+        lease.release()
 
 
 def export_task(task: ExportTask) -> Written:
