@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.serve.dcp_model import World, client_of
+from mirror.serve.dcp.dcp_stream import DcpStream
+from mirror.serve.dcp.filter import ServedFilter
+from mirror.wire import codec_dcp
+from mirror.wire.constants import StreamEndReason
+from mirror.wire.events import StreamEnd, StreamRequest
+from storage.model import SEQNO_MAX
+from storage.read import stream_reads
+from tests.serve.dcp_model import Change, World, client_of
 
 EVENTFUL = {"accepted", "middle", "rolled back", "begins again", "waits", "complete", "STATE_CHANGED", "not whole"}
 
@@ -88,3 +96,35 @@ def test_the_random_histories_contain_every_kind_of_event(tmp_path: Path) -> Non
         seen += run(tmp_path / str(seed), seed, 150)
     assert seen.keys() >= EVENTFUL, seen
     assert seen["complete"] > 500
+
+
+def went_back(world: World) -> None:
+    """The row at 98 replaced one at 92. A client that holds a part of that snapshot would lack it at 96."""
+    assert world.writer.vbuckets[0].rollback(90).boundary_seqno == 90
+    world.writer.vbuckets[0].save(failover_log=world.log)
+    world.receive(96)
+
+
+def began_again(world: World) -> None:
+    world.resync()
+    world.receive(98, publish=False)
+    assert world.writer.vbuckets[0].base.failover_log == world.log
+
+
+@pytest.mark.parametrize("happen", [went_back, began_again])
+def test_a_stream_ends_if_the_mirror_leaves_its_branch_under_the_same_failover_log(
+    tmp_path: Path, happen: Callable[[World], None]
+) -> None:
+    world = World(tmp_path, Random(1))
+    world.changes = [
+        Change(seqno, key, True) for seqno, key in ((90, b"\0a"), (92, b"\0b"), (95, b"\0c"), (98, b"\0b"))
+    ]
+    world.high_seqno = 98
+    world.receive(90)
+    world.receive(98)
+    served = stream_reads.served_state(world.view.reader(0))
+    request = StreamRequest(0, 0, 95, SEQNO_MAX, world.log.vbuuid_at(95), 90, 98, opaque=7)
+    stream = DcpStream(request, served, ServedFilter(), client_of(world, world.rng).controls, lambda: world.view)
+    happen(world)
+    assert stream.take(1000) == codec_dcp.encode(StreamEnd(0, int(StreamEndReason.STATE_CHANGED), opaque=7))
+    world.close()
