@@ -1,11 +1,40 @@
-"""Finds the rows of a vbucket that a view sees, and the kept boundaries among these rows.
+"""Visibility: which rows of a vbucket a reader sees, and at which seqnos it can stand.
 
-Knows the tree (LMDB database) `branch` and boundary rows; writes only the tree `span`. A chain is a branch, its parent,
-and so on to the root. Each link (a branch of the chain) has a cut: the branch's rows with seqno <= cut are visible.
-Invariants:
-- a parent's number is smaller than its child's;
-- a parent's cut is the smaller of its child's cut and its child's base_seqno, so cuts never rise towards the root;
-- the rows of a branch lie above its base_seqno, so the visible rows strictly rise in seqno from root to tip.
+**The problem.** The source sends snapshots: documents a (seqno 1) and b (2) in one, c (3) in the next. A reader must
+see a snapshot as a whole or not at all, even if its rows take a hundred transactions. Then a failover loses c, and the
+source gives seqno 3 to d. The rollback must take effect at once for a million rows as for one, and c must stay stored
+for a while: readers of changes have to be told what they lost.
+
+    key (branch, seqno)   (1,1) (1,2) |2   (1,3) |3   (2,3) |3   (2,4)          |2: the boundary at seqno 2
+    row                     a     b          c          d          e
+    `pub`                 branch 2, published_seqno 3
+    chain                 branch 2: base 2, cut 3, then branch 1: base 0, cut 2
+    visible                 a     b                     d
+    not visible                        c: above the cut of branch 1      e: staged, above published_seqno
+
+**The rule.**
+
+1. A row is visible if its branch is on the chain of the served branch and its seqno is at most the cut there: of the
+   served branch the published_seqno, of a parent the base of its child. Nothing in a row says if it is visible.
+2. Rows are staged above published_seqno. One transaction writes the last of them, the boundary, and `pub`.
+3. A rollback goes to a kept boundary B, never between two, because a snapshot has only the newest version of each key.
+   It opens the next branch with base B. The parent is the branch with that boundary. So a branch without publishes is
+   never a parent, and bases and branch numbers both rise from the root to the tip.
+4. A chain holds only links that show something. Its first link is the branch with the row or boundary at the position,
+   and that branch is in tokens and pins. At seqno 0 a chain is empty, and all histories are the same.
+5. Therefore the references of a key, sorted by (branch, seqno), rise along every chain: the last visible one is the
+   newest version, mostly the very last (`newest_version`).
+
+**Rejected.** *To remove rows in the rollback*: a rollback of a million rows takes seconds, a crash leaves half of it,
+and readers cannot learn what was taken back. *A flag in each row*: the same writes. *One line of history instead of a
+tree*, in which a rollback hides the range of keys behind its boundary: no parents, and reads after failovers were
+faster; but nothing then moves old rows together (`merge`), and after 3,000 rollbacks of a vbucket with 2,000 documents
+the file was larger by half. *The branch served just before as the parent*: each snapshot that was given up made the
+chain longer, and branches without rows needed rules for the positions on them.
+
+**What would break.** If a row could lie at or below its branch's base, two rows of one seqno would be visible. If a
+rollback went to R itself, an older version could be missing that the source has again. If `pub` changed in another
+transaction than the boundary, a crash between them would leave a position to which no rollback can go.
 """
 
 from __future__ import annotations

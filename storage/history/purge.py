@@ -1,21 +1,40 @@
-"""In small steps, the purger raises the floor and removes rows that no boundary at or above the floor sees.
+"""Purge: how old history goes, in small steps, without any reader noticing.
 
-Knows boundaries, versions, branches and the time of `HistoryClock`. The group's writer calls the purger when idle. The
-purger visits each row once, in seqno order, after the floor has passed the row. So the work grows with the changes, not
-with the bucket. Invariants:
-- the floor is a kept boundary and falls only with a resync;
-- a new floor is committed before any row below it is removed;
-- readers cannot read as of a boundary below the floor (`vbucket_reader` and `validity` refuse);
-- a version is removed only if the key's next newer version on the served chain is at or below the floor;
-- a tombstone is also removed if it is the key's newest version at or below the floor, and no older version is left;
-  this raises local_purge_seqno;
-- rows of a dropped or flushed collection are removed if the drop or flush is at or below the floor;
-- retracted rows are removed once the rollback is older than `Window.time_ms`, or the floor has passed the rollback's
-  boundary; until then a reader of changes may need them;
-- rows that were never published are removed at once;
-- history that a lease holds is kept until the lease ends (`leases`);
-- if many links of a chain lie below the floor, they are merged one at a time (`merge`);
-- every step is one write transaction of bounded size (`STEP_ROWS`), and the purger may stop after any step.
+**The problem.** a is written (seqno 1), b (2), a again (3), and b is deleted (4); snapshots end at 2 and 4. Readers may
+go back an hour (`Window`). After that hour no read needs a@1 or b@2. The tombstone b@4 shows no
+document, but a follower that holds b needs it. To look at every document for this would cost as much as the bucket is
+large, every hour.
+
+    rows         a@1  b@2  |2   a@3  b@4 deleted  |4                    |2: the boundary at 2
+    floor at 2   nothing is removed: reads as of 2 see a@1 and b@2
+    floor at 4   a@1 and b@2 go, with the boundary at 2; b@4 goes; local_purge_seqno = 4
+                 a follower below 4 may hold b: it must begin again
+
+**The rule.** The group's writer calls the purger when it is idle. Each step is one transaction of bounded size, and the
+purger may stop after any.
+
+1. The floor rises to a kept boundary first, in a commit of its own. Readers as of a boundary below are refused from
+   then on. It rises as far as window, leases and a deferred rollback allow, and falls only with a resync.
+2. The purger then visits the rows in (purged, floor] once, in seqno order. Each row lets the older versions of its key
+   go: so the work grows with the changes, not with the bucket. A tombstone goes with them if it is the newest version
+   of its key at the floor. A drop or flush lets the collection's rows go.
+3. local_purge_seqno rises in the transaction that removes a tombstone.
+4. Retracted rows are on no chain. They go when the rollback is older than the window, or when the floor has passed its
+   boundary; `kept_seqno` of their branch falls before. Rows that were never published go at once. What a lease holds
+   stays (`leases`).
+5. A key row goes before its row, so no key row names a missing row (`removal`).
+6. A branch record goes when no needed branch stands on it. If many links lie below the floor, they are joined
+   (`merge`).
+
+Ages are measured by `HistoryClock`, which setting the wall clock does not move.
+
+**Rejected.** *To remove the older version when the newer one is written*: no reads in the past, and readers that are in
+the middle of a scan would miss documents. *A walk over all keys*: hours of reading to find the few that
+changed. *Tombstones kept for ever*: the file of a queue would grow for ever.
+
+**What would break.** If rows went before the floor was committed, a reader as of 2 would miss a without an error. If
+local_purge_seqno rose later, a follower could resume between the two commits and keep b for ever. If the tombstone went
+while an older version was kept, b would be back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,40 @@
-"""Published events of a vbucket in seqno order, from any position on, also across a rollback.
+"""Changes: the published events of a vbucket in seqno order, and a rollback as readers of them see it.
 
-As long as the events between two positions are kept, every read of them yields the same events. If part of a range is
-already gone, the read raises before the first event.
+**The problem.** A follower applied a (seqno 1), b (2), a newer version of a (3) and c (4). A failover lost 3 and 4, and
+the source gave 3 to d. The follower's copy has a@3, b and c; it must become a@1, b and d. The follower may have stopped
+anywhere, also while it was told this, and further failovers may follow.
+
+    follower's token    (1, 4)      its chain, now lost:   branch 1 up to 4
+    served position     (2, 3)      its chain:             branch 2 above 2, branch 1 up to 2
+    shared                          up to seqno 2
+
+    event               rollback   retraction a@3   restoration a@1   retraction c@4   mutation d@3
+    its token            (1, 4)        (1, 4)            (1, 4)           (1, 2)          (2, 3)
+
+**The rule.**
+
+1. The token's chain and the served chain share their rows up to one seqno (`chain.common_seqno`). The rollback that
+   went to that seqno is reported first.
+2. Each key that the lost rows changed gets one retraction, of its newest lost version. If an older version is visible
+   again, its restoration follows. A drop or flush has no events of documents, so after a lost drop the collection's
+   documents are all restored (`retractions`).
+3. Then come the served rows above the shared seqno, as for any reader.
+4. All events of a rollback but the last have the token from which the reader came. A reader that stopped among them
+   gets all of them again. To apply them twice is harmless: one removes a key, the other sets it.
+5. A deferred rollback (`publish = persisted`) gives the same events, once the new history is served.
+
+A read from the beginning never sees lost rows. If part of a range is gone, the read raises before its first event;
+`validity` checks every transaction.
+
+**Rejected.** *A reset*, after which the follower reads the vbucket again: each failover would make every follower copy
+the bucket. *The difference of both histories*, without the events that both have: after a promotion of a replica these
+are most. It was built, and needed a filter with rules for drops, flushes and overwritten versions, and the same answer
+at each reading although the served history grew meanwhile.
+
+**What would break.** If the first of two retractions already had the token (1, 2), a follower that stopped behind it
+would keep c for ever. If every lost version were retracted, and not only the newest, a follower would remove a key
+after its restoration. If the shared seqno came from the rollback's record and not from the chains, a second rollback
+below the first would leave rows between the two.
 """
 
 from __future__ import annotations

@@ -1,9 +1,34 @@
-"""Checks for reads that take several transactions.
+"""Validity: reads that take several transactions.
 
-The promises: a read of documents sees one boundary; a reader that applied all changes of a read has the documents of
-the boundary at which the read ended. The checks raise ViewInvalidated if a rollback, resync, purge or merge of branches
-between two transactions breaks a promise. Every transaction of a read begins with `check`; a read of changes then calls
-`check_tombstones`.
+**The problem.** A scan of a million documents cannot stay in one LMDB transaction: the writer may not use a page again
+that an open transaction sees, and the file would grow with each commit. So a read is a series of short transactions,
+and anything may happen between two of them. A scan reads a (seqno 1) of the boundary at 3; then a failover takes c (3)
+back and d gets seqno 3. The rest of the scan must be b and c, or an error, but never b and d.
+
+    transaction 1    `pub` (1, 3)    reads a          pinned: branch 1, seqno 3, history id x
+                     rollback to 2, d is published
+    transaction 2    `pub` (2, 3)    check: are all rows of (1, 3) still stored?
+
+**The rule.** Every transaction of a read begins with `check`, and reads its rows in the same transaction. What may have
+happened, and the answer:
+
+- *a publish*: passes, because new rows lie above the pinned position;
+- *a rollback or resync passed the position*: refused, unless the read survives this (`Served`) and its rows are kept;
+- *the purger began with those retracted rows*: refused; it noted that in `kept_seqno` first;
+- *the floor rose above the position*: refused, because the purger may have removed versions that the read sees;
+- *a merge, or the removal of a branch*: refused; the chain id told the reader to load the chain again, and it differs;
+- *a refill, a power cut, an older copy of the file*: refused by the history id (`VbucketReader.chain_of_position`).
+
+A copy that a resync replaced has no floor any more. But the purger removes a boundary before any version visible there,
+or with it, so one kept boundary proves that it took no version. A read of changes also calls `check_tombstones`: a
+reader that holds a deleted document must get the tombstone, or an error.
+
+**Rejected.** *One long transaction*: see above. *A lock against the
+writer*: a slow client would stop the mirror. A lease holds only the purger back. *To check once, at the end*: the
+documents were given out by then.
+
+**What would break.** With the check in a transaction of its own, the purger could commit between check and rows. With a
+comparison of published_seqno instead of chains, the 3 of d would pass for the 3 of c.
 """
 
 from __future__ import annotations
