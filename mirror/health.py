@@ -114,10 +114,6 @@ class Health:
     """The reasons why the mirror is not ready, worst state first."""
 
     @property
-    def ready(self) -> bool:
-        return not self.troubles
-
-    @property
     def message(self) -> str:
         return "; ".join(trouble.text for trouble in self.troubles)
 

@@ -113,7 +113,7 @@ def test_each_situation_has_its_state_and_its_reasons(name: str) -> None:
     rows, state, reasons = SITUATIONS[name]
     found = assess(rows, 2, lag_limit_s=30)
     assert (found.state, found.reasons) == (state, reasons)
-    assert found.ready == (reasons == []) == (state == "following")
+    assert (not found.troubles) == (reasons == []) == (state == "following")
     assert found.state in STATES
 
 
@@ -188,7 +188,7 @@ def test_rows_of_a_silent_worker_are_never_good(ages: list[float | None]) -> Non
     rows = [row(vbid, worker=vbid, report_age_s=age) for vbid, age in enumerate(ages)]
     found = assess(rows, len(rows), lag_limit_s=30)
     oldest = max(age or 0.0 for age in ages)
-    assert found.ready == (found.state == "following") == (oldest <= HEARD_S)
+    assert (not found.troubles) == (found.state == "following") == (oldest <= HEARD_S)
     assert (found.state == "degraded") == (oldest > SILENT_S)
     for each in rows:
         named = any(f"of worker {each['worker']}, silent for" in reason for reason in found.reasons)
@@ -212,7 +212,7 @@ def test_the_error_of_a_silent_worker_is_that_of_its_reports() -> None:
 
 def test_silent_servers_are_one_trouble_of_the_service() -> None:
     found = assess([GOOD], 1, lag_limit_s=30, servers=["kv 0, silent for 4 s", "dcp 1, silent for 5 s"])
-    assert (found.state, found.ready) == ("degraded", False)
+    assert (found.state, bool(found.troubles)) == ("degraded", True)
     assert found.reasons == ["servers do not report: kv 0, silent for 4 s, dcp 1, silent for 5 s"]
 
 
@@ -230,11 +230,11 @@ def test_a_listener_that_is_configured_and_not_open_is_not_ready(
 ) -> None:
     """Its process died again and again, and the port was refused for 30 s at a time under `following` and 200."""
     found = assess([GOOD], 1, lag_limit_s=30, closed=closed)
-    assert (found.state, found.ready, found.reasons) == (state, not reasons, reasons)
+    assert (found.state, bool(found.troubles), found.reasons) == (state, bool(reasons), reasons)
 
 
 def test_a_mirror_that_lacks_vbuckets_named_for_it_degrades_the_service() -> None:
     found = assess([GOOD], 1, lag_limit_s=30, mirrors=["db2:11410 does not hold vbucket 7"])
-    assert (found.state, found.ready) == ("degraded", False)
+    assert (found.state, bool(found.troubles)) == ("degraded", True)
     assert found.reasons == [f"{MISLED}: db2:11410 does not hold vbucket 7"]
     assert found.troubles[0].procedure == "settings.md#kv_nodes"

@@ -50,7 +50,6 @@ class StopProcess:
     """Ask the slot's process to commit, close and exit."""
 
     slot: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +89,8 @@ def plan(
         if worker.phase in (ProcessPhase.STARTING, ProcessPhase.RUNNING):
             if worker.overdue:
                 actions.append(KillProcess(worker.slot, "no heartbeat"))
-            elif stopping:
-                actions.append(StopProcess(worker.slot, "the service stops"))
-            elif target.get(worker.slot) != worker.groups:
-                actions.append(StopProcess(worker.slot, "its groups move"))
-            elif worker.outdated:
-                actions.append(StopProcess(worker.slot, "the settings changed"))
+            elif stopping or worker.outdated or target.get(worker.slot) != worker.groups:
+                actions.append(StopProcess(worker.slot))
         elif worker.phase is ProcessPhase.STOPPING and now_ms - worker.stopping_since_ms > stop_grace_ms:
             actions.append(KillProcess(worker.slot, "did not stop in time"))
     held = {group for worker in actual if worker.alive for group in worker.groups}
