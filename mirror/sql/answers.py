@@ -1,7 +1,7 @@
 """Write the rows of an answer as JSON, CSV, Parquet or an Arrow stream, or make them a pandas.DataFrame.
 
-Invariants, for JSON and CSV: a number keeps all its digits (a decimal with a fraction and more than `DOUBLE_DIGITS`
-digits becomes text); bytes become base64, a time its ISO 8601 text, NaN and infinities null.
+In JSON and CSV a number keeps all its digits (a decimal with a fraction and more than `DOUBLE_DIGITS` digits becomes
+text); bytes become base64, a time its ISO 8601 text, NaN and infinities null.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Read documents as Arrow batches, at one boundary of each vbucket.
-
-Knows readings of a view; never SQL. Memory holds one batch.
-"""
+"""Read documents as Arrow batches, at one boundary of each vbucket. Memory holds one batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Infer the columns of a collection from a sample of its documents.
 
-Knows JSON and Arrow types. Invariants: `mirror.typed` can read each inferred type, and parse `Column.ddl`; a field
-whose values have no common type becomes a `mixed` column of text. Fields whose names differ only in case are one column
-with the first name, or no column if a document has two of them.
+`mirror.typed` can read each inferred type. A field whose values have no common type becomes a `mixed` column of text.
+Fields whose names differ only in case are one column with the first name, or no column if a document has two of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Answer SQL over a view: each collection is a table of a DuckDB connection that can read nothing else.
 
-Knows DuckDB. This module first reads a query's syntax tree. It makes a table for each collection that the query names,
-and refuses table functions other than TABLE_FUNCTIONS. Then DuckDB runs the query, and requests from each table the
-needed columns, and the rows that pass a filter. Invariants: the connection's configuration is locked before the first
-query; a query is one read of the view, which ends even after an error; an incomplete answer is an error.
+This module first reads a query's syntax tree. It makes a table for each collection that the query names, and refuses
+table functions other than TABLE_FUNCTIONS. Then DuckDB runs the query, and requests from each table the needed columns,
+and the rows that pass a filter. The connection's configuration is locked before the first query.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Documents as Arrow columns: metadata, and fields of JSON bodies as a user's schema names them.
 
-Knows stored rows, not their origin. Only a schema with the type variant needs PySpark.
+Only a schema with the type variant needs PySpark.
 """

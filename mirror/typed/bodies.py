@@ -1,13 +1,13 @@
 """Read JSON bodies into the columns of a user's schema: with Arrow's JSON reader, or with values.py if Arrow refuses.
 
-Knows bodies and Arrow types; never the origin of bodies. Fields that a document lacks are null, fields that the schema
-does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object, or that has
-a value which its column's type cannot take. `Reading.mode` decides what becomes of misfits.
+Fields that a document lacks are null, fields that the schema does not name are left out, and an empty body has no
+fields. A misfit is a body that is not one JSON object, or that has a value which its column's type cannot take.
+`Reading.mode` decides what becomes of misfits.
 
 Arrow reads many bodies at once, and refuses all of them for one misfit. Refused batches are halved until they are
 small; then values.py reads their bodies. values.py also reads all columns whose types Arrow's reader lacks (map,
-variant, JSON), and fields in another spelling than their column: Arrow compares names exactly. Invariants: each body
-gives one row, in order; Arrow and values.py give the same values.
+variant, JSON), and fields in another spelling than their column: Arrow compares names exactly. Arrow and values.py give
+the same values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Parse a schema written as for Spark, `total double, items array<struct<sku:string,count:int>>`, into Arrow types.
 
-Knows the words of Spark's types and needs no Java. Invariants: a text that this module accepts means the same columns
-in `spark.read.schema(text)`; the error for any other text gives the position.
+It needs no Java. A text that this module accepts means the same columns in `spark.read.schema(text)`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Turn stored rows into Arrow columns, many at a time.
 
-Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know the origin of rows. A
-column that is read is cut out of all rows at once, in C. Invariants: the values equal those of
-`storage.format.records.decode_row`, which also raises the error for a damaged row. A value whose body cannot be taken
-out (it cannot be decompressed, would exceed `VALUE_LENGTH_MAX`, or is shorter than its xattr section claims) stays as
-stored, with its datatype bits.
+A column that is read is cut out of all rows at once, in C, by the layout of a stored mutation (storage/FORMAT.md, "A
+row"). The values equal those of `storage.format.records.decode_row`, which also raises the error for a damaged row. A
+value whose body cannot be taken out (it cannot be decompressed, would exceed `VALUE_LENGTH_MAX`, or is shorter than its
+xattr section claims) stays as stored, with its datatype bits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Reads every document of a vbucket at one boundary, as undecoded rows.
 
-Knows the key tree and the row tree (LMDB's named databases). Invariants:
-- a read yields all documents of the boundary, also expired ones, or raises ViewInvalidated, whatever writes, purges and
-  rollbacks happen meanwhile;
-- a transaction reads about `rows_max` rows; it ends early after the run of `GET_ROWS` rows that makes the chunk larger
-  than `CHUNK_BYTES`.
+A read yields all documents of the boundary, also expired ones, or raises ViewInvalidated, whatever writes, purges and
+rollbacks happen meanwhile.
 
 A read of all keys walks the rows from the newest to the oldest and takes the first row of each key. This is several
 times faster than a look-up of each row. But the walk must remember keys, and visits older versions and rows of
