@@ -169,8 +169,8 @@ class Settings:
     sql: bool = takes(Effect.SERVERS, False)
     """Answer SQL at `POST /v1/query`. Needs the extra `dcp-mirror[sql]`."""
     sql_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.SERVERS, 2)
-    """Queries that an HTTP process runs at a time, a process and a core each. Others wait; meanwhile a user keeps one
-    process, and further queries of this user are ended with a 503.
+    """Queries that an HTTP process runs at a time; a large one has up to four processes. Others wait; meanwhile a user
+    keeps one process, and further queries of this user are ended with a 503.
     """
     sql_memory_bytes: Annotated[int, Field(ge=64 * MIB, le=1024 * 1024 * MIB)] = takes(Effect.SERVERS, 512 * MIB)
     """Memory of a query. One that needs more fails: nothing is spilled to disk."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -37,16 +37,16 @@ def batches(
     key: bytes | None = None,
     key_range: KeyRange = EVERY_KEY,
     after_seqno: int = 0,
-    progress: Callable[[int, int], None] = lambda _done, _of: None,
+    vbids: Iterable[int] | None = None,
 ) -> Iterator[Any]:
     """Yield record batches of the documents of a collection (None: of all). A lease holds the boundaries, except for a
     read of one key.
 
-    The batches hold every document that has `key`, is in `key_range` and above `after_seqno`. They may also hold
-    documents at or below `after_seqno`. `progress` gets the numbers of vbuckets that were begun and ended. Raises
-    DocumentDoesNotFit, CorruptedError and the errors of `BoundaryRead.hold`.
+    The batches hold every document that has `key`, is in `key_range`, above `after_seqno`, and in a vbucket of `vbids`
+    (None: all). They may also hold documents at or below `after_seqno`. Raises DocumentDoesNotFit, CorruptedError and
+    the errors of `BoundaryRead.hold`.
     """
-    vbids, rows_max = of.vbids, bulk.ROWS_MAX
+    rows_max = bulk.ROWS_MAX
     if key is not None:
         rows_max = 1
         vbids = [vbid for vbid in (of.vbid_of(key),) if vbid in of.vbids]
@@ -55,11 +55,9 @@ def batches(
         of.hold()
     names = None if collection is None else (collection,)
     maker = Maker(shape, None, seal.SIZE)
-    progress(len(vbids), 0)
-    for vbid in vbids:
+    for vbid in of.vbids if vbids is None else vbids:
         for rows in of.rows(vbid, names, key_range, rows_max=rows_max, after_seqno=after_seqno):
             yield from maker.add(*rows)
-        progress(0, 1)
     yield from maker.rest()
 
 

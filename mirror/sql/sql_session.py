@@ -14,13 +14,15 @@ from contextlib import nullcontext, suppress
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
+from weakref import proxy
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 
 from mirror.errors import ConfigError, QueryCancelled, QueryFailed
 from mirror.lease import of_reading
-from mirror.sql.read import DEFAULT_COLLECTION, Columns, batches
+from mirror.sql.read import DEFAULT_COLLECTION
+from mirror.sql.readers import EVERY_VBID, Read, Readers
 from mirror.sql.schema import Column, sample
 from mirror.typed.rows import DOCUMENTS
 from mirror.typed.values import folded
@@ -43,7 +45,7 @@ _JSON = pa.json_()
 _VALUE = pa.field(VALUE, _JSON)
 _PREFIX_FUNCTIONS = {"~~": r"([^%_\\]+)%.*", "^@": "(.+)", "starts_with": "(.+)", "prefix": "(.+)"}
 """Functions that test for a prefix, each with the pattern that finds the prefix in its argument."""
-_TERM = re.compile(r'\((_key|_seqno) (>=|>|<=|<|==) (?:"((?:[^"\\]|\\["\\])*)"|(\d+))\)')
+_TERM = re.compile(r'\((_key|_seqno|_vbid) (>=|>|<=|<|==) (?:"((?:[^"\\]|\\["\\])*)"|(\d+))\)')
 _AMBIGUOUS = re.compile(r'[()"\\]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LIST = re.compile(r'value_set=\w+:\[\n(?:  (?:"[^"\n\\]*"|[\w.+-]+),?\n)*\]')
@@ -103,6 +105,7 @@ class SqlSession:
         self.failure: BaseException | None = None
         """The error that ended the read of a table. It is kept because DuckDB passes on only its text."""
         self._result: Result | None = None
+        self.readers = Readers()
 
     def __enter__(self) -> SqlSession:
         return self
@@ -114,8 +117,10 @@ class SqlSession:
         if self._result is not None:
             self._result.close()
         self._connection.close()
+        self.readers.close()
 
     def release(self) -> None:
+        self.readers.abandon()
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.close()
@@ -305,7 +310,7 @@ class _Table(ds.Dataset):  # type: ignore[misc]
     """A collection as a dataset: DuckDB calls `scanner` with the columns it needs, and a filter of the rows."""
 
     def __init__(self, session: SqlSession, collection: str, columns: Sequence[Column]) -> None:
-        self._session = session
+        self._session: SqlSession = proxy(session)  # the session's connection has this table: no cycle through DuckDB
         self._collection = collection
         # DuckDB reads the first column if a query needs none, so `_vbid`, which costs least, is the first.
         ordered = sorted(columns, key=lambda each: each.name != "_vbid")
@@ -338,15 +343,15 @@ class _Table(ds.Dataset):  # type: ignore[misc]
                 raise QueryFailed("the query has ended")
             tested = "" if condition is None else str(condition)
             conditions = [name for name in self._fields if name in tested and self._is_tested(name, condition)]
-            read = [*names, *(name for name in conditions if name not in names)]
-            table = Columns(pa.schema([self._fields[name] for name in read]), "_")
+            needed = [*names, *(name for name in conditions if name not in names)]
             shown = "".join(f"{name}{self._fields[name].type}" for name in conditions)
             bounds = {} if _AMBIGUOUS.search(shown) else _bounds(tested)
-            for batch in batches(reading, self._collection, table.shape, progress=session.count_vbuckets, **bounds):
-                found = table.finished(batch)
-                if condition is not None:
-                    found = found.filter(condition)
-                yield found.select(names)
+            columns = pa.schema([self._fields[name] for name in needed])
+            read = Read(self._collection, columns, names, condition, bounds)
+            if "key" in bounds:
+                yield from read.batches(reading)
+            else:
+                yield from session.readers.batches(read, reading, session.count_vbuckets)
         except GeneratorExit:
             raise
         except BaseException as error:  # Ctrl-C included
@@ -428,7 +433,7 @@ def _following(prefix: str) -> str | None:
 
 
 def _bounds(text: str) -> dict[str, Any]:
-    """Return bounds on the keys and seqnos of the rows that pass a filter. The caller also applies the filter.
+    """Return bounds on the keys, seqnos and vbuckets of the rows that pass a filter. The caller also filters the rows.
 
     `text` is an Arrow expression. Its column names and types must have no parenthesis, quote or backslash.
     """
@@ -441,6 +446,11 @@ def _bounds(text: str) -> dict[str, Any]:
         key = re.sub(r'\\(["\\])', r"\1", word or "").encode()
         if column == "_seqno" and number and sign in (">", ">=", "=="):
             found["after_seqno"] = max(found.get("after_seqno", 0), int(number) - (sign != ">"))
+        elif column == "_vbid" and number:
+            vbids = found.get("vbids", EVERY_VBID)
+            first = int(number) + (sign == ">") if sign[0] in "=>" else 0
+            stop = int(number) + (sign != "<") if sign[0] in "=<" else EVERY_VBID.stop
+            found["vbids"] = range(max(vbids.start, first), min(vbids.stop, stop))
         elif column == "_key" and not number and sign == "==":
             return {"key": key}
         elif column == "_key" and not number and sign[0] == ">":

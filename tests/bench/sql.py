@@ -1,19 +1,22 @@
-"""SQL over a mirror, next to DuckDB over the same documents as NDJSON on disk, both on one core.
+"""SQL over a mirror, next to DuckDB over the same documents as NDJSON on disk, both on the same cores.
 
-Jobs of a round run in turn, after one that does not count. `ratio` is a job's processor time to that of the job it is
-next to, `anonymous_mib` the peak of the process's own memory; DuckDB's limit is `memory_mib`. A point query runs after
-its table was opened.
+Jobs of a round run in turn, after one that does not count. `ratio` is a job's time to that of the job it is next to,
+`anonymous_mib` the peak of the own memory of this process and its helpers; DuckDB's limit is `memory_mib`. `cold`
+queries open a session of their own. A point query runs after its table was opened.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import duckdb
+import psutil
 
 from mirror import open_view
 from mirror.sandbox.workload import Orders, order_key
@@ -22,12 +25,13 @@ from tests.bench import stores
 from tests.bench.limits import Stopwatch
 
 GROUPS = 8
-NEXT_TO = {
-    "count": "count of NDJSON",
-    "metadata": "count of NDJSON",
-    "group by": "group by of NDJSON",
-    "nested, two": "nested, two of NDJSON",
-    "by key": "view.get",
+QUERIES = {
+    "count": "SELECT count(*) FROM {}",
+    "metadata": "SELECT sum(_seqno) FROM {}",
+    "group by": "SELECT state, sum(total) FROM {} GROUP BY 1",
+    "nested": "SELECT customer.city, sum(total) FROM {} GROUP BY 1",
+    "top ten": "SELECT number, total FROM {} ORDER BY total DESC LIMIT 10",
+    "percentile": "SELECT quantile_cont(total, 0.99) FROM {}",
 }
 
 
@@ -37,6 +41,7 @@ def measure(
     documents: int = 1_000_000,
     value_bytes: int = 300,
     vbuckets: int = 64,
+    cores: int = 2,
     memory_mib: int = 256,
     rounds: int = 5,
 ) -> Iterator[dict[str, float | str]]:
@@ -48,60 +53,71 @@ def measure(
     key = orders[len(orders) // 2][0]
     del orders
     with (
+        _on(cores),
         open_view(path) as view,
-        Session(view, threads=1, memory_bytes=memory_mib << 20) as session,
-        duckdb.connect(config={"threads": 1}) as bare,
+        Session(view, threads=cores, memory_bytes=memory_mib << 20) as session,
+        duckdb.connect(config={"threads": cores}) as bare,
     ):
 
         def ask(query: str) -> None:
-            session.run(query).reader.read_all()
+            session.run(query.format("documents")).reader.read_all()
+
+        def ask_cold(query: str) -> None:
+            with Session(view, threads=cores, memory_bytes=memory_mib << 20) as another:
+                another.run(query.format("documents")).reader.read_all()
 
         def ask_file(query: str) -> None:
-            bare.execute(query.format(f"read_ndjson('{lines}')")).fetchall()
+            bare.execute(query.replace("_seqno", "number").format(f"read_ndjson('{lines}')")).fetchall()
 
-        group = "SELECT state, count(*) FROM {} GROUP BY 1"
-        nested = "SELECT customer.city, sum(total) FROM {} GROUP BY 1"
-        jobs: dict[str, Callable[[], object]] = {
-            "count of NDJSON": lambda: ask_file("SELECT count(*) FROM {}"),
-            "group by of NDJSON": lambda: ask_file(group),
-            "nested, two of NDJSON": lambda: ask_file(nested),
-            "view.get": lambda: view.get(key),
-            "count": lambda: ask("SELECT count(*) FROM documents"),
-            "metadata": lambda: ask("SELECT sum(_seqno) FROM documents"),
-            "group by": lambda: ask(group.format("documents")),
-            "nested, two": lambda: ask(nested.format("documents")),
-            "by key": lambda: ask(f"SELECT state, total FROM documents WHERE _key = '{key.decode()}'"),
-        }
+        by_key = f"SELECT state, total FROM documents WHERE _key = '{key.decode()}'"
+        jobs: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
+            (name, partial(ask, query), partial(ask_file, query)) for name, query in QUERIES.items()
+        ]
+        jobs.append(("group, cold", partial(ask_cold, QUERIES["group by"]), partial(ask_file, QUERIES["group by"])))
+        jobs.append(("by key", partial(ask, by_key), partial(view.get, key)))
         for number in range(-1, rounds):
-            found = {}
-            for name, job in jobs.items():
+            for name, job, other in jobs:
                 with _anonymous_peak() as peak:
                     watch = Stopwatch()
                     job()
-                    found[name] = (watch.timing(documents), peak)
-            for name, next_to in NEXT_TO.items():
-                timing, peak = found[name]
+                    timing = watch.timing(documents)
+                watch = Stopwatch()
+                other()
+                limit = watch.timing(documents)
                 if number >= 0:
                     yield {
                         "query": name.rjust(11),
-                        "next to": next_to.rjust(21),
-                        "documents_per_cpu_s": documents / timing.cpu_s,
-                        "cpu_ms": timing.cpu_s * 1e3,
-                        "ratio": timing.cpu_s / found[next_to][0].cpu_s,
+                        "documents_per_s": timing.per_s,
+                        "ms": timing.elapsed_s * 1e3,
+                        "limit_ms": limit.elapsed_s * 1e3,
+                        "ratio": timing.elapsed_s / limit.elapsed_s,
                         "anonymous_mib": max(peak),
                     }
 
 
 @contextmanager
+def _on(cores: int) -> Iterator[None]:
+    kept = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(kept)[:cores])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, kept)
+
+
+@contextmanager
 def _anonymous_peak() -> Iterator[list[float]]:
-    """Note how many MiB this process has of its own, every 20 ms."""
+    """Note how many MiB this process and its children have of their own, every 20 ms."""
     seen: list[float] = []
     ended = threading.Event()
 
     def note() -> None:
+        own = psutil.Process()
         while True:
-            status = Path("/proc/self/status").read_text()
-            seen.append(next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) / 1024)
+            with suppress(OSError):  # a child has ended
+                statuses = [Path(f"/proc/{each.pid}/status").read_text() for each in (own, *own.children())]
+                lines = [line for text in statuses for line in text.splitlines() if line.startswith("RssAnon")]
+                seen.append(sum(int(line.split()[1]) for line in lines) / 1024)
             if ended.wait(0.02):
                 return
 
