@@ -27,11 +27,9 @@ INTRODUCTION = f"""\
 
 For operators: each setting with its default, its bounds in brackets, and when a change takes effect.
 
-A setting comes from the first of these that has it: a flag (`--set NAME=VALUE` works for all), the environment
-variable `{ENV_PREFIX}NAME`, the TOML file of `--config`, its default. `config show` prints values and origins.
-Values take units (`1h`, `64MiB`); a plain number has the unit in the setting's name.
-
-The password is no setting: it comes from `{ENV_PREFIX}PASSWORD`, or `password_file`.
+A setting comes from a flag (`--set NAME=VALUE` works for all), else from the environment variable `{ENV_PREFIX}NAME`,
+the TOML file of `--config`, its default. Values take units (`1h`, `64MiB`); a plain number has the unit in the
+setting's name. The password is no setting: it comes from `{ENV_PREFIX}PASSWORD`, or `password_file`.
 
 A change takes effect at SIGHUP (`systemctl reload`), which restarts the workers, unless the setting says otherwise:
 
