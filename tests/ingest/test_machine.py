@@ -606,12 +606,6 @@ def test_a_resync_begins_after_common_history_was_tried_in_vain() -> None:
     assert not rig.machine.caught_up
 
 
-def test_a_resync_without_common_history_begins_at_once() -> None:
-    rig = rig_at(80, 100)
-    rollback(rig, 0)
-    assert kinds(rig.feed(ev.FailoverLogReceived(log((0xC, 0))))) == [ins.BeginResync, ins.RequestStream]
-
-
 def test_a_resync_is_swapped_in_by_its_publish() -> None:
     rig = resyncing_at_100()
     assert status_of(rig) is ins.VbucketStatus.RESYNCING

@@ -96,7 +96,7 @@ MUTATIONS = (
         "storage/read/stream_reads.py",
         "for seqno in seqnos or [now.pub.seqno]]",
         "for seqno in [now.pub.seqno]]",
-        "tests/serve/test_dcp_producer.py -k backlog_comes",
+        "tests/serve/test_dcp_stream.py",
     ),
     Mutation(
         "storage/read/stream_reads.py",

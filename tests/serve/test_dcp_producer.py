@@ -45,23 +45,6 @@ async def test_a_stream_sends_a_backfill_and_then_each_publish(store: Store, dcp
     assert await client.silent()
 
 
-async def test_a_backlog_comes_in_the_snapshots_that_the_mirror_had_published(store: Store, dcp: DcpEndpoint) -> None:
-    """So no failover ends inside of one that a client got, and its deletion at 81 cannot be passed over."""
-    for seqno in (79, 80):
-        store.put(b"k", b"x", seqno)
-    store.delete(b"k", 81)
-    store.put(b"k", b"again", 82)
-    client = await dcp.client()
-    assert (await client.stream(0, 80, vbuuid=UUID)).status == 0
-    found = await client.events(4)
-    assert [each.end_seqno for each in found if isinstance(each, ev.SnapshotMarker)] == [81, 82]
-    assert isinstance(found[1], ev.Deletion)
-    store.writer.vbuckets[0].rollback(81)
-    store.log(0, (UUID + 1, 81), (UUID, 0))
-    await client.event()
-    assert (await client.stream(0, 82, vbuuid=UUID)).rollback_seqno == 81
-
-
 async def test_a_new_history_ends_the_streams_before_anything_of_it_is_sent(store: Store, dcp: DcpEndpoint) -> None:
     """Or the client would call what comes by the old history's name."""
     store.put(b"a", b"1", 1)
