@@ -6,6 +6,7 @@ that requests say what the store holds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +100,10 @@ def ended(rig: Rig, reason: int) -> list[ins.Instruction]:
     return rig.feed(StreamEnd(0, reason, opaque=rig.opaque_counter))
 
 
+def advanced(rig: Rig, seqno: int) -> list[ins.Instruction]:
+    return rig.feed(SeqnoAdvanced(0, seqno, opaque=rig.opaque_counter))
+
+
 def kinds(done: list[ins.Instruction]) -> list[type]:
     """Return the kinds of instructions, without reports."""
     return [type(instruction) for instruction in done if not isinstance(instruction, ins.ReportStatus)]
@@ -169,6 +174,30 @@ def test_the_purge_seqno_is_sent_only_with_a_request_inside_a_snapshot() -> None
     rig.restart()
     rig.feed(ev.Start(sends_purge_seqno=True))
     assert rig.last(ins.RequestStream).purge_seqno is None
+
+
+@pytest.mark.parametrize(
+    ("marked", "take", "missing_seqno"),
+    [
+        (True, lambda rig: rows(rig, 30), 40),
+        (True, lambda rig: created(rig, 30, 8), 40),
+        (True, lambda rig: advanced(rig, 30), 40),
+        (True, lambda rig: ended(rig, StreamEndReason.OK), 40),
+        (False, lambda rig: advanced(rig, 30), SEQNO_MAX),
+    ],
+    ids=["a row", "a system event", "an advance", "the regular end", "an advance without a marker"],
+)
+def test_the_missing_tombstones_are_known_before_anything_of_the_first_snapshot_is_held(
+    marked: bool, take: Callable[[Rig], object], missing_seqno: int
+) -> None:
+    rig = Rig(ToyStore().holding(0, LOG))
+    rig.feed(ev.Start(sends_purge_seqno=True, collections=False, end_seqno=120))
+    rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
+    if marked:
+        marker(rig, 0, 120, DISK, purge_seqno=40)
+    take(rig)
+    assert rig.store.staging.position
+    assert rig.store.missing_seqno == missing_seqno
 
 
 def test_the_tombstones_missing_from_the_first_snapshot_stay_missing() -> None:
@@ -929,7 +958,7 @@ def test_rows_out_of_order_inside_a_run_are_refused_by_the_store_and_end_the_str
 def test_violations_in_a_row_wait_longer_and_longer() -> None:
     rig = streaming_at(100)
     for attempt in range(3):
-        rig.feed(SeqnoAdvanced(0, 5, opaque=rig.opaque_counter))
+        advanced(rig, 5)
         assert rig.last(ins.RetryAfter).attempt == attempt
         rig.feed(ev.RetryDue())
         rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
