@@ -165,9 +165,10 @@ def test_the_purge_seqno_is_sent_only_with_a_request_inside_a_snapshot() -> None
     marker(rig, 0, 120, DISK, purge_seqno=40)
     rows(rig, 30)
     assert rig.store.purge_seqno == 40
-    rig.restart()
-    rig.feed(ev.Start(sends_purge_seqno=True))
-    assert rig.last(ins.RequestStream).purge_seqno == 40
+    for sends_purge_seqno, expected in ((False, None), (True, 40)):
+        rig.restart()
+        rig.feed(ev.Start(sends_purge_seqno=sends_purge_seqno))
+        assert rig.last(ins.RequestStream).purge_seqno == expected
     rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
     marker(rig, 0, 120, DISK, purge_seqno=40)
     rows(rig, 120)
@@ -824,14 +825,23 @@ def test_the_regular_end_closes_the_open_snapshot_without_collections() -> None:
     assert rig.machine.phase is Phase.FINISHED
 
 
-def test_a_premature_stream_end_does_not_publish_half_a_snapshot() -> None:
+@pytest.mark.parametrize(
+    ("reason", "start"),
+    [
+        (StreamEndReason.OK, ev.Start(collections=False)),
+        (StreamEndReason.SLOW, ev.Start(collections=False, end_seqno=120)),
+        (StreamEndReason.OK, ev.Start(end_seqno=120)),
+    ],
+    ids=["a stream without an end", "an end of another kind", "a stream that says where each snapshot ends"],
+)
+def test_a_premature_stream_end_does_not_publish_half_a_snapshot(reason: int, start: ev.Start) -> None:
     """Found by the simulation: END_STREAM with code OK in the middle of a snapshot published the half of it."""
     rig = Rig(ToyStore().holding(100, LOG))
-    rig.feed(ev.Start(collections=False))
+    rig.feed(start)
     rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
     marker(rig, 101, 120)
     rows(rig, 105)
-    assert kinds(ended(rig, 0)) == [ins.RetryAfter]
+    assert kinds(ended(rig, reason)) == [ins.RetryAfter]
     assert rig.store.served.seqno == 100
 
 
@@ -896,7 +906,9 @@ def test_tries_wait_longer_and_longer_until_something_is_published() -> None:
     marker(rig, 101, 102)
     rows(rig, 102)
     ended(rig, 2)
-    assert rig.last(ins.RetryAfter).attempt == 0
+    rig.feed(ev.RetryDue())
+    refused(rig, Status.ETMPFAIL)
+    assert rig.last(ins.RetryAfter) == ins.RetryAfter(RetryReason.SOURCE_BUSY, 0)
 
 
 def test_an_idle_stream_that_is_caught_up_counts_as_progress_too() -> None:
