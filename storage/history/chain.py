@@ -33,9 +33,8 @@ the file was larger by half. *The branch served just before as the parent*: each
 chain longer, and branches without rows needed rules for the positions on them.
 
 **What would break.** If a row could lie at or below its branch's base, two rows of one seqno would be visible. If a
-rollback went to R itself, an older version could be missing that the source has again. If `pub` changed in another
-transaction than the boundary, a crash between them would leave a position to which no rollback can go.
-"""
+rollback went between two boundaries, an older version could be missing that the source has again. If `pub` changed in
+another transaction than the boundary, a crash between them would leave a position to which no rollback can go."""
 
 from __future__ import annotations
 
@@ -58,8 +57,6 @@ class ChainLink(NamedTuple):
     branch: int
     base_seqno: int
     cut: int
-    kept_seqno: int = SEQNO_MAX
-    """Seqno above which the purger may have removed the branch's rows. The served chain does not see those rows."""
     history_ids: records.HistoryIds = ()
 
     def history_id(self, seqno: int) -> int:
@@ -100,7 +97,7 @@ def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
         if row.parent is not None and row.parent >= current:
             raise CorruptedError(f"branch {current} has parent {row.parent}", path=txn.path, vbid=vbid)
         if row.base_seqno < cut:
-            links.append(ChainLink(current, row.base_seqno, cut, row.kept_seqno, row.history_ids))
+            links.append(ChainLink(current, row.base_seqno, cut, row.history_ids))
             cut = row.base_seqno
         current = row.parent
     return tuple(links)
@@ -128,6 +125,16 @@ def common_seqno(served: Chain, other: Chain) -> int | None:
     """Return the seqno up to which two chains share their history; None if they share no branch."""
     cuts = {link.branch: link.cut for link in served}
     return max((min(link.cut, cuts[link.branch]) for link in other if link.branch in cuts), default=None)
+
+
+def has_gap(txn: Transaction, vbid: int, chain: Chain, after_seqno: int) -> bool:
+    """Return True if rows of a chain above `after_seqno`, which readers left by a rollback or resync, may be purged."""
+    for link in chain:
+        if link.cut > after_seqno:
+            row = records.decode_branch(txn.get(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, link.branch)))
+            if row.kept_seqno < link.cut:
+                return True
+    return False
 
 
 def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:

@@ -99,8 +99,7 @@ def check_kept(txn: Transaction, vbid: int, position: Position) -> None:
     except CorruptedError:
         held = ()
     common = chain.common_seqno(served, held)
-    gap = common is not None and any(link.kept_seqno < link.cut and common < link.cut for link in held)
-    if common is None or common < floor or gap:
+    if common is None or common < floor or chain.has_gap(txn, vbid, held, common):
         raise NoSuchBoundary(
             f"{position[0]}:{position[1]} is not kept; history begins at {branch}:{floor}",
             vbid=vbid,

@@ -18,10 +18,11 @@ purger may stop after any.
 2. The purger then visits the rows in (purged, floor] once, in seqno order. Each row lets the older versions of its key
    go: so the work grows with the changes, not with the bucket. A tombstone goes with them if it is the newest version
    of its key at the floor. A drop or flush lets the collection's rows go.
-3. local_purge_seqno rises in the transaction that removes a tombstone.
+3. In the same transaction local_purge_seqno becomes the seqno of the newest tombstone that went, or of the oldest kept
+   manifest if older ones went. A follower that has everything up to there lacks nothing; one with less may.
 4. Retracted rows are on no chain. They go when the rollback is older than the window, or when the floor has passed its
-   boundary; `kept_seqno` of their branch falls before. Rows that were never published go at once. What a lease holds
-   stays (`leases`).
+   boundary; the transaction of the first removal lowers `kept_seqno` of their branch. Rows that were never published go
+   at once. What a lease holds stays (`leases`).
 5. A key row goes before its row, so no key row names a missing row (`removal`).
 6. A branch record goes when no needed branch stands on it. If many links lie below the floor, they are joined
    (`merge`).

@@ -23,8 +23,8 @@ anywhere, also while it was told this, and further failovers may follow.
    gets all of them again. To apply them twice is harmless: one removes a key, the other sets it.
 5. A deferred rollback (`publish = persisted`) gives the same events, once the new history is served.
 
-A read from the beginning never sees lost rows. If part of a range is gone, the read raises before its first event;
-`validity` checks every transaction.
+A read from the beginning never sees lost rows. If part of a range is gone, the read raises before its first event, and
+if the purger overtakes it, in the middle (`validity`).
 
 **Rejected.** *A reset*, after which the follower reads the vbucket again: each failover would make every follower copy
 the bucket. *The difference of both histories*, without the events that both have: after a promotion of a replica these
@@ -48,7 +48,7 @@ from storage.env.transaction import Transaction
 from storage.errors import ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.tokens import Token
-from storage.history import branches, chain
+from storage.history import chain
 from storage.model import Branch, Document, Manifest, Rollback, Seqno
 from storage.read import retractions, scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
@@ -90,8 +90,8 @@ class Range(NamedTuple):
     """The rollback by which readers left `lost`."""
     after_seqno: Seqno
     """The last seqno of the history that start and end share."""
-    purged_before: int = 0
-    """The result of `validity.purged_seqno` when a read from seqno 0 began; otherwise 0."""
+    purge_seqno_before: int = 0
+    """The result of `validity.purge_seqno` when a read from seqno 0 began; otherwise 0."""
 
 
 def rollbacks(reader: VbucketReader) -> list[Rollback]:
@@ -111,13 +111,13 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
     with reader.environment.read() as txn:
         served = reader.readable(txn) if end is None else validity.served_at(reader, txn, end)
         if start is None or not start.seqno:
-            return Range(served, (), None, Seqno(0), validity.purged_seqno(reader, txn, served, 0))
+            return Range(served, (), None, Seqno(0), validity.purge_seqno(reader, txn, served, 0))
         lost = reader.chain_of_position(txn, start.branch, start.seqno, start.history_id)
         if chain.sees(served.links, start.branch, start.seqno):
             way = Range(served, (), None, start.seqno)
         else:
             way = Range(served, lost, *_taken_back_by(txn, served, lost, start))
-        if any(link.kept_seqno < link.cut > way.after_seqno for link in way.lost):
+        if chain.has_gap(txn, reader.vbid, way.lost, way.after_seqno):
             raise retractions.rows_gone(reader.vbid)
         validity.check_tombstones(reader, txn, served, way.after_seqno)
     return way
@@ -126,12 +126,11 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
 def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
     """Raise ViewInvalidated if part of the range is gone."""
     validity.check(reader, txn, way.served)
-    validity.check_tombstones(reader, txn, way.served, way.after_seqno, way.purged_before)
+    validity.check_tombstones(reader, txn, way.served, way.after_seqno, way.purge_seqno_before)
     if way.lost:
         validity.check_unmoved(reader, txn, way.lost)
-    for link in way.lost:
-        if branches.get_branch(txn, reader.vbid, link.branch).kept_seqno < link.cut > way.after_seqno:
-            raise retractions.rows_gone(reader.vbid)
+    if chain.has_gap(txn, reader.vbid, way.lost, way.after_seqno):
+        raise retractions.rows_gone(reader.vbid)
 
 
 def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> Manifest:
@@ -216,7 +215,7 @@ def _repeated(change: Callable[[], Change], pieces: Pieces | None) -> Iterator[C
 
 def rows(reader: VbucketReader, way: Range, raw: bool, pieces: Pieces | None = None) -> Iterator[Document]:
     """Yield every row of a range, rising in seqno. Raises ViewInvalidated."""
-    served, after_seqno, purged_before = way.served, way.after_seqno, way.purged_before
+    served, after_seqno, purge_seqno_before = way.served, way.after_seqno, way.purge_seqno_before
     pieces = pieces or Pieces(scan.CHUNK_BYTES)
 
     def document(branch: Branch, row_key: bytes, stored: bytes) -> Document:
@@ -228,7 +227,7 @@ def rows(reader: VbucketReader, way: Range, raw: bool, pieces: Pieces | None = N
         while position < link.cut:
             with reader.environment.read() as txn:
                 validity.check(reader, txn, served)
-                validity.check_tombstones(reader, txn, served, position, purged_before)
+                validity.check_tombstones(reader, txn, served, position, purge_seqno_before)
                 found, to_seqno, _ = chain.piece(txn, reader.vbid, (link,), position, scan.CHUNK_ROWS, pieces.bytes_max)
             found.reverse()
             while found:

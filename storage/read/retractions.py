@@ -15,7 +15,7 @@ from storage.env.transaction import Transaction
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.format import keys, records
 from storage.format.records import MUTATION
-from storage.history import branches, chain
+from storage.history import chain
 from storage.model import Boundary, Document, Seqno
 from storage.read import scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
@@ -124,9 +124,8 @@ class _RetractionWalk:
     def _next(self, txn: Transaction, position: int) -> tuple[list[Undone], int]:
         vbid = self.reader.vbid
         piece = chain.piece(txn, vbid, self.lost, position, self.rows_max, scan.CHUNK_BYTES)
-        for link in self.lost:
-            if branches.get_branch(txn, vbid, link.branch).kept_seqno < link.cut > position:
-                raise rows_gone(vbid)
+        if chain.has_gap(txn, vbid, self.lost, position):
+            raise rows_gone(vbid)
         return self._retracted(txn, records.key_rows(piece.rows)), piece.to_seqno
 
     def _retracted(self, txn: Transaction, key_rows: list[tuple[bytes, bytes]]) -> list[Undone]:

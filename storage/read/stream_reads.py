@@ -183,12 +183,7 @@ def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int, floor: Bou
         newest = chain.newest_boundary(txn, lost.vbid, links, lost.from_seqno)
     except CorruptedError:  # the branch is gone
         return True
-    if (
-        first is None
-        or newest is None
-        or floor is None
-        or any(link.kept_seqno < link.cut > after_seqno for link in links)
-    ):
+    if first is None or newest is None or floor is None or chain.has_gap(txn, lost.vbid, links, after_seqno):
         return True
     return _is_settled(first, floor, newest)
 

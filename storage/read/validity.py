@@ -13,15 +13,18 @@ back and d gets seqno 3. The rest of the scan must be b and c, or an error, but 
 happened, and the answer:
 
 - *a publish*: passes, because new rows lie above the pinned position;
-- *a rollback or resync passed the position*: refused, unless the read survives this (`Served`) and its rows are kept;
+- *a rollback or resync passed the position*: a page of the served documents is refused; a read that promised its
+  position for longer (`Served.survives_rollback`: a lease, a Spark task, changes) goes on while its rows are kept;
 - *the purger began with those retracted rows*: refused; it noted that in `kept_seqno` first;
-- *the floor rose above the position*: refused, because the purger may have removed versions that the read sees;
+- *the floor rose above the position*, or, if a rollback passed that, above the last shared seqno: refused, because the
+  purger may have removed versions that the read sees;
 - *a merge, or the removal of a branch*: refused; the chain id told the reader to load the chain again, and it differs;
 - *a refill, a power cut, an older copy of the file*: refused by the history id (`VbucketReader.chain_of_position`).
 
 A copy that a resync replaced has no floor any more. But the purger removes a boundary before any version visible there,
 or with it, so one kept boundary proves that it took no version. A read of changes also calls `check_tombstones`: a
-reader that holds a deleted document must get the tombstone, or an error.
+reader that holds a deleted document must get the tombstone, or an error. If the newest purged tombstone has seqno 4
+(local_purge_seqno), a reader that has everything up to 3 may hold the document; one that has 4 got the tombstone.
 
 **Rejected.** *One long transaction*: see above. *A lock against the
 writer*: a slow client would stop the mirror. A lease holds only the purger back. *To check once, at the end*: the
@@ -78,19 +81,19 @@ def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
 
 
 def check_tombstones(
-    reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int, purged_before: int = 0
+    reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int, purge_seqno_before: int = 0
 ) -> None:
-    """Raise ViewInvalidated if the purger removed a tombstone above `after_seqno`. `purged_before`, the result of
-    `purged_seqno` when the read began, allows removals before the read.
+    """Raise ViewInvalidated if the purger removed a tombstone above `after_seqno`. `purge_seqno_before`, the result of
+    `purge_seqno` when the read began, allows removals before the read.
     """
-    purged = purged_seqno(reader, txn, pinned, after_seqno)
-    if after_seqno < purged != purged_before:
+    now = purge_seqno(reader, txn, pinned, after_seqno)
+    if after_seqno < now and now != purge_seqno_before:
         message = f"tombstones above seqno {after_seqno} are gone from history"
         raise ViewInvalidated(message, vbid=reader.vbid, hint=_FROM_BEGINNING)
 
 
-def purged_seqno(reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int) -> int:
-    """Return a seqno above which no tombstone was purged.
+def purge_seqno(reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int) -> int:
+    """Return the seqno of the newest tombstone that may be purged: a reader that has less than that may lack it.
 
     For a copy that a resync replaced, no such seqno is stored. But the purger removed each boundary below a tombstone
     before the tombstone or with it, and now removes no more tombstones of this copy. So no tombstone is missing above a
@@ -124,9 +127,8 @@ def _check_kept(
         common_seqno = -1
     elif floor_seqno > common_seqno:
         raise _gone(f"history before seqno {floor_seqno}", reader)
-    for link in pinned.links:
-        if branches.get_branch(txn, reader.vbid, link.branch).kept_seqno < link.cut > common_seqno:
-            raise _gone("the history that a rollback left", reader)
+    if chain.has_gap(txn, reader.vbid, pinned.links, common_seqno):
+        raise _gone("the history that a rollback left", reader)
 
 
 def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:

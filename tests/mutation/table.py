@@ -463,7 +463,7 @@ MUTATIONS = (
     Mutation("mirror/feed/follow/watch.py", " and not machine.waits_for_end:", ":", _OF_WATCH_END),
     Mutation("mirror/feed/follow/watch.py", "if is_behind and progress.stalled", "if progress.stalled", _OF_WATCH_END),
     # --- what readers of changes and of their own writes hear
-    Mutation(_RETRACTIONS, ".kept_seqno < link.cut > position:", ".kept_seqno < 0:", _OF_RETRACTIONS),
+    Mutation("storage/history/chain.py", "if row.kept_seqno < link.cut:", "if False:", _OF_RETRACTIONS),
     Mutation("storage/write/commit.py", "if flush_open or at <= seqno:", "if True:", "tests/storage/test_commit.py"),
     Mutation(_SPARK_CHANGES, "before, manifest = manifest, ", "before, _ = manifest, ", _OF_SPARK_CHANGES),
     Mutation(
@@ -644,11 +644,13 @@ MUTATIONS = (
         "tests/ingest/test_selection.py",
     ),
     # --- a reader ends with what is at the boundary that it names, or is told
-    Mutation(_VALIDITY, "if after_seqno < purged != purged_before:", "if False:", _OF_CHANGES),
+    Mutation(_VALIDITY, "if after_seqno < now and now != purge_seqno_before:", "if False:", _OF_CHANGES),
     Mutation(_CHANGES, "        check_kept(reader, txn, way)\n", "", _OF_CHANGES),
     Mutation(_READER, "if commit != (seen := txn.raw.id()):", "if (seen := txn.raw.id()) and commit < 0:", _OF_CHANGES),
     Mutation(_VALIDITY, "return SEQNO_MAX if kept is None else int(kept.seqno)", "return 0", _OF_CHANGES),
-    Mutation(_CHANGES, "validity.check_tombstones(reader, txn, served, position, purged_before)", "pass", _OF_CHANGES),
+    Mutation(
+        _CHANGES, "validity.check_tombstones(reader, txn, served, position, purge_seqno_before)", "pass", _OF_CHANGES
+    ),
     Mutation(_READER, "if links and (links[0].branch, links", "if links and (branch, links", _OF_CHANGES),
     Mutation("storage/history/chain.py", "if row.base_seqno < cut:", "if True:", _OF_PURGE),
     Mutation(_BRANCHES, "else (at.branch, at.seqno)", "else (newest, at.seqno)", _OF_PURGE),

@@ -13,9 +13,11 @@ from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status, StreamRequestFlag
 from storage.format import keys
+from storage.history.purge import Window
 from storage.model import SEQNO_MAX, Seqno, SnapshotRange
 from tests.serve.dcp_rig import XATTRS, DcpEndpoint, serving_dcp
 from tests.serve.kv_rig import Store
+from tests.storage.rig import purge
 
 VBUCKETS = 4
 UUID = 77
@@ -53,6 +55,19 @@ async def test_a_position_below_the_first_snapshot_may_lack_deletions(store: Sto
     assert (await client.stream(vbid, 49, vbuuid=UUID, flags=ignoring)).status == 0
     same = await dcp.client(name="other")
     assert (await same.stream(vbid, 49, vbuuid=UUID, snap=(0, 50), value=b'{"purge_seqno":"50"}')).status == 0
+
+
+async def test_a_client_right_before_a_purged_deletion_begins_again(store: Store, dcp: DcpEndpoint) -> None:
+    vbid = store.put(b"a", b"1", 1)
+    store.put(b"a", b"2", 2)
+    store.delete(b"a", 3)
+    store.put(b"a", b"3", 4)
+    store.delete(b"a", 5)
+    purge(store.writer, Window(boundaries=1))
+    client = await dcp.client()
+    answer = await client.stream(vbid, 4, vbuuid=UUID)
+    assert (answer.status, answer.rollback_seqno) == (Status.ROLLBACK, 0)
+    assert (await client.stream(vbid, 5, vbuuid=UUID)).status == Status.SUCCESS
 
 
 @pytest.mark.parametrize(("start", "snap"), [(7, None), (3, (2, 7)), (3, (0, 7))])

@@ -77,6 +77,24 @@ def test_a_purged_tombstone_is_remembered_by_its_seqno(writer: GroupWriter, view
     assert [c.token.seqno for c in view.changes(0)] == [2, 4]  # from the beginning nothing is missing
 
 
+@pytest.mark.parametrize("position", range(1, 6))
+def test_a_follower_from_any_position_has_a_purged_deletion_or_is_refused(
+    writer: GroupWriter, view: View, position: int
+) -> None:
+    """The event right before the deletion is a position like any other."""
+    for seqno, (key, value) in enumerate([(B, b"1"), (A, b"1"), (C, b"1"), (B, None), (C, b"2")], 1):
+        publish(writer, 0, [(key, value, seqno)])
+    token = view.token(0, 1, position)
+    purge(writer, Window(boundaries=1))  # the tombstone of B at 4 went
+    begins_again = position < 4
+    assert (position < stream.served_state(view.reader(0)).purge_seqno) == begins_again, "a follower over DCP"
+    if begins_again:
+        with pytest.raises(ViewInvalidated, match=f"tombstones above seqno {position} are gone"):
+            list(view.changes(0, since=token))
+    else:
+        assert [change.token.seqno for change in view.changes(0, since=token)] == [5][position - 4 :]
+
+
 def test_a_purged_tombstone_below_a_newer_version_refuses_no_reader(writer: GroupWriter, view: View) -> None:
     snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, None, 3)], [(A, b"2", 4)], [(B, b"2", 5)])
     purge(writer, Window(boundaries=1))  # floor 5: the tombstone went, what replaced it did not
