@@ -221,6 +221,7 @@ def test_a_killed_helper_is_one_error_and_the_next_query_is_answered(
     mirror.put(orders(0, 60))
     with Session(view) as session:
         expected = answer(session, SUMS)
+        joined.before = lambda: [each.suspend() for each in helpers()]  # type: ignore[func-returns-value]
         joined.after = lambda: [each.kill() for each in helpers()]  # type: ignore[func-returns-value]
         with pytest.raises(ReaderDied, match=r"a process that read for this query died \(look for a kill"):
             answer(session, SUMS)
@@ -325,7 +326,7 @@ if sys.argv[2] == "fork":
         asked = []
         for _ in range(2):
             session.run("SELECT max(id) FROM documents").reader.read_all()
-            joined.append([each.process.pid for each in session.readers._free])
+            asked.append([each.process.pid for each in session.readers._free])
             if len(asked) == 1 and os.fork() == 0:
                 ask()
                 session.readers.close()
