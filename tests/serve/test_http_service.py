@@ -99,10 +99,16 @@ def test_a_document_is_not_read_for_a_client_that_is_gone(
     """Pages of 20 MiB documents, requested and abandoned, once took 2 GiB. They leave the line at once: thousands of
     them once made each garbage collection a step of 0.2 s."""
     site.source.put("a", b"1")
-    worker, state, busy = site.server.service.worker, site.server.gate, threading.Event()
+    worker, state, begun, busy = site.server.service.worker, site.server.gate, threading.Event(), threading.Event()
     reads: list[str] = []
     monkeypatch.setattr(owner, read, lambda *_args, **_more: reads.append(read))
-    blocked = asyncio.run_coroutine_threadsafe(worker.run(busy.wait), site.loop)
+
+    def block() -> bool:
+        begun.set()
+        return busy.wait()
+
+    blocked = asyncio.run_coroutine_threadsafe(worker.run(block), site.loop)
+    assert begun.wait(10)
     with site.connect() as line:
         line.sendall(request(path, method=method, body='{"keys": ["a"]}'))
         eventually_now(lambda: worker._thread._work_queue.qsize() == 1)
