@@ -195,7 +195,8 @@ class Site:
         """All pages of a scan."""
         found = [self.scan(**params)]
         while found[-1]["next"] is not None:
-            found.append(self.scan(**params, page=found[-1]["next"]))
+            again = {name: params[name] for name in ("collection", "limit", "auth") if name in params}
+            found.append(self.scan(**again, page=found[-1]["next"]))
         return found
 
     def changes(self, auth: Any = None, **params: Any) -> list[dict[str, Any]]:

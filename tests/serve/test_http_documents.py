@@ -193,6 +193,30 @@ def test_pages_show_one_state_of_each_vbucket_while_it_is_written(site: Site) ->
     assert at == sorted(at)
 
 
+@pytest.mark.parametrize("limit", [1, 3, 1000])
+@pytest.mark.parametrize("deletions", ["false", "true"])
+def test_pages_have_the_documents_of_a_scan(site: Site, deletions: str, limit: int) -> None:
+    """`start` was forgotten behind the first vbucket. Expired and deleted keys fill a page without documents."""
+    keys = sorted(site.source.key_of(vbid, number) for vbid in range(VBUCKETS) for number in range(12))
+    for number, key in enumerate(keys):
+        gone = number % 16 > 6
+        site.source.put(key, expiry=1 if gone else 0)
+        if gone and number % 2:
+            site.source.put(key, None)
+    view = site.server.service.view
+    for start, end, prefix in (
+        ("", None, ""),
+        (keys[30].decode(), None, ""),
+        (keys[20].decode(), keys[60].decode(), ""),
+        ("", keys[40].decode(), keys[0][:-1].decode()),
+        (keys[3].decode(), None, keys[0][:-1].decode()),
+    ):
+        bounds: dict[str, Any] = {"start": start, "prefix": prefix} | ({} if end is None else {"end": end})
+        pages = site.pages(limit=limit, deletions=deletions, **bounds)
+        expected = view.scan(**bounds, deletions=deletions == "true")
+        assert [row["key"].encode() for page in pages for row in page["documents"]] == [each.key for each in expected]
+
+
 def test_a_rollback_between_two_pages_is_reported(site: Site) -> None:
     keys = [site.source.key_of(5, number) for number in range(6)]
     for key in keys:

@@ -36,6 +36,7 @@ def parameters(query: str, *known: str) -> requests.Parameters:
         KEYS,
         st.integers(0, 2**32 - 1),
         KEYS,
+        KEYS,
         st.none() | KEYS,
         st.booleans(),
         st.booleans(),
@@ -62,7 +63,7 @@ def test_any_other_page_token_is_a_bad_request(text: str) -> None:
 
 @pytest.mark.parametrize("at", range(14))
 def test_a_page_token_with_an_odd_field_is_a_bad_request(at: int) -> None:
-    page = requests.Page(Pin(0, Branch(1), Seqno(1), 5, 0), b"", 0, b"", None, True, False, None, 0)
+    page = requests.Page(Pin(0, Branch(1), Seqno(1), 5, 0), b"", 0, b"", b"", None, True, False, None, 0)
     fields = json.loads(requests.from_base64url(page.text()))
     values: tuple[Any, ...] = (-1, 2**64, 1.5, [], {}, ["t", 1.5], ["x", 1], "!")
     for value in values:

@@ -52,7 +52,9 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Limit of the values in one multi-get: three of the largest documents."""
 PAGE_BYTES_MAX = 8 * 1024 * 1024
 PAGE_STEPS_MAX = 64
-"""Limit of transactions for one page. Among many tombstones a page ends early, perhaps empty, with a token for more."""
+"""Limit of reads for one page. Among many deleted or expired keys, or many vbuckets without documents, a page ends
+early, perhaps empty, with a token for more.
+"""
 KEY_ENCODINGS = ("utf8", "base64url")
 HARMLESS = ("key_encoding", "timeout_ms")
 """Parameters that change nothing for a further page. Generated clients send their defaults with every request."""
@@ -240,7 +242,8 @@ async def _first_page(
     pin = await service.after(request, tokens, timeout_s, lambda: view.pin(vbid, as_of))
     identity = collection_id(view.reading(pins=(pin,)).manifest(vbid), collection)
     now_ms = pin.now_ms if as_of is not None else service.clock.wall_ms()
-    return Page(pin, start or b"", identity, prefix or b"", end, only is not None, deletions, as_of, now_ms)
+    first = start or b""
+    return Page(pin, first, identity, prefix or b"", first, end, only is not None, deletions, as_of, now_ms)
 
 
 async def _answer_page(service: Service, request: Request, reader: Reader, page: Page, limit: int) -> Response:
@@ -248,7 +251,7 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
     memory: Memory = request.state.memory
     rows: list[bytes] = []
     byte_count = 0
-    vbid, start = page.pin.vbid, page.start
+    vbid, next_key = page.pin.vbid, page.next_key
     last_vbid = vbid if page.only_vbid else view.vbids[-1]
     more = True
     view.check_readable((vbid,))
@@ -256,21 +259,22 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
     reading = view.reading(as_of=page.as_of, now_ms=now_ms, pins=(page.pin,))
     for _ in range(PAGE_STEPS_MAX):
         service.judge_at(reader, page.collection_id, reading, vbid, unknown=True)
-        found, start = await service.read_in_bulk(
-            request, partial(_read_page, request, reading, vbid, page, start, limit - len(rows))
+        found, next_key = await service.read_in_bulk(
+            request, partial(_read_page, request, reading, vbid, page, next_key, limit - len(rows))
         )
         rows += found
         byte_count += sum(map(len, found))
         if byte_count - memory.held_bytes > BUDGETED_BYTES:  # rows are held while other pages are read
             memory.hold(byte_count)
-        if not start:
+        if not next_key:  # no documents alone mean nothing: all keys of a step may be deleted or expired
             if vbid >= last_vbid:
                 more = False
                 break
             vbid += 1
+            next_key = page.start
         if len(rows) >= limit or byte_count >= PAGE_BYTES_MAX:
             break
-    following = replace(page, pin=reading.pin(vbid), start=start)
+    following = replace(page, pin=reading.pin(vbid), next_key=next_key)
     at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
     tail = dumps({"next": following.text() if more else None, "at": at})
     make = partial(_documents, rows, tail[1:])
@@ -287,9 +291,9 @@ def _documents(rows: list[bytes], tail: bytes) -> bytes:
 
 
 def _read_page(
-    request: Request, reading: BoundaryRead, vbid: int, page: Page, start: bytes, limit: int
+    request: Request, reading: BoundaryRead, vbid: int, page: Page, next_key: bytes, keys_max: int
 ) -> tuple[list[bytes], bytes]:
     refuse_gone(request)
-    selection = KeySelection(page.prefix, start, page.end, page.deletions)
-    documents, following = reading.page(vbid, page.collection_id, selection, limit=limit)
+    selection = KeySelection(page.prefix, next_key, page.end, page.deletions)
+    documents, following = reading.page(vbid, page.collection_id, selection, limit=keys_max)
     return [document_json(document) for document in documents], following

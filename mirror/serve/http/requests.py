@@ -33,7 +33,7 @@ PAGE_LIMIT_MAX = 1_000
 PAGE_LIMIT_DEFAULT = 100
 WAIT_MS_MAX = 60_000
 WAIT_MS_DEFAULT = 2_500
-PAGE_VERSION = 2
+PAGE_VERSION = 3
 PAGE_LENGTH_MAX = 4096
 PARAMETERS_MAX = 2_048
 """Limit of parameters in a URL: one for each vbucket of a bucket, and all others."""
@@ -277,12 +277,15 @@ def requested_keys(body: Any) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The state needed to resume a scan: its request, current vbucket and starting position."""
+    """The state needed to resume a scan: its request, current vbucket and the key to continue from."""
 
     pin: Pin
-    start: bytes
+    next_key: bytes
+    """The key to continue from in the pin's vbucket."""
     collection_id: int
     prefix: bytes
+    start: bytes
+    """The requested first key, with which each further vbucket begins."""
     end: bytes | None
     only_vbid: bool
     deletions: bool
@@ -293,7 +296,8 @@ class Page:
         pin = self.pin
         at = [pin.vbid, pin.branch, pin.seqno, pin.history_id, pin.now_ms]
         end = None if self.end is None else to_base64url(self.end)
-        keys = [to_base64url(self.start), self.collection_id, to_base64url(self.prefix), end]
+        texts = [to_base64url(key) for key in (self.next_key, self.prefix, self.start)]
+        keys = [texts[0], self.collection_id, *texts[1:], end]
         as_of = ["t", self.as_of.ms] if isinstance(self.as_of, Time) else self.as_of
         fields = [PAGE_VERSION, *at, *keys, int(self.only_vbid), int(self.deletions), as_of, self.now_ms]
         return to_base64url(json.dumps(fields, separators=(",", ":")).encode())
@@ -306,7 +310,7 @@ class Page:
             fields = json.loads(from_base64url(text))
             if fields[0] != PAGE_VERSION:
                 raise ValueError("it is of another version")
-            _, vbid, branch, seqno, history_id, pin_now, start, cid, prefix, end, only, deletions, as_of, now = fields
+            _, vbid, branch, seqno, history_id, pin_now, next_key, cid, *keys, end, only, deletions, as_of, now = fields
             numbers = (vbid, branch, seqno, history_id, pin_now, cid, only, deletions, now)
             limits = (vbucket_count - 1, 2**32 - 1, SEQNO_MAX, 2**64 - 1, 2**53, 2**32 - 1, 1, 1, 2**53)
             bounded = zip(numbers, limits, strict=True)
@@ -321,12 +325,12 @@ class Page:
                 at = as_of
             else:
                 raise ValueError("invalid as_of")
-            keys = [from_base64url(key) for key in (start, prefix)]
+            following, prefix, start = (from_base64url(key) for key in (next_key, *keys))
             stop = None if end is None else from_base64url(end)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             raise _bad(f"invalid page token: {error}", "give `next` of the last page unchanged") from None
         pin = Pin(vbid, Branch(branch), Seqno(seqno), history_id, pin_now)
-        return Page(pin, keys[0], cid, keys[1], stop, bool(only), bool(deletions), at, now)
+        return Page(pin, following, cid, prefix, start, stop, bool(only), bool(deletions), at, now)
 
 
 def position_text(tokens: Mapping[int, Token]) -> str:
