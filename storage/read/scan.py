@@ -143,6 +143,27 @@ def references(
     """
     validity.check(reader, txn, served)
     links = served.links if links is None else links
+    pairs, following = _entries(reader, txn, wire_range, rows_max, links)
+    newest = list(dict(_visible(reader, txn, pairs, links)).items())
+    if len(newest) > rows_max:
+        following = newest[rows_max][0]
+        del newest[rows_max:]
+    found = [pair for pair in newest if pair[1][KIND] == MUTATION]
+    if len(found) < len(newest):
+        for pair in newest:
+            reader.check_kind(*pair)
+        if deletions:
+            found = newest
+    if wire_range.begin_seqno:
+        begin = wire_range.begin_seqno.to_bytes(8)
+        found = [pair for pair in found if pair[1][SEQNO] > begin]
+    return found, following
+
+
+def _entries(
+    reader: VbucketReader, txn: Transaction, wire_range: WireRange, rows_max: int, links: chain.Chain
+) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Return all references of about `rows_max` keys from the range's start on, and the key to continue from."""
     cursor = txn.raw.cursor(reader.keys)
     if not cursor.set_range(wire_range.start):
         return [], b""
@@ -165,9 +186,14 @@ def references(
     if pairs and not wire_range.has(pairs[-1][0]):
         end = next(number for number, pair in enumerate(pairs) if not wire_range.has(pair[0]))
         reader.check_named(txn.raw, *pairs[end])
-        following = b""
-        del pairs[end:]
-    # The versions of a key rise along the chain, so the last visible one is the newest.
+        return pairs[:end], b""
+    return pairs, following
+
+
+def _visible(
+    reader: VbucketReader, txn: Transaction, pairs: list[tuple[bytes, bytes]], links: chain.Chain
+) -> list[tuple[bytes, bytes]]:
+    """Return the references that a chain sees. The versions of a key rise, so the last one is the newest."""
     limits = {keys.PREFIX.pack(each.branch): end_of_references(each.branch, each.cut) for each in links}
     if len(limits) == 1:
         ((first, last),) = limits.items()
@@ -177,20 +203,7 @@ def references(
     if len(visible) < len(pairs):
         for wire_key, dup in set(pairs).difference(visible):
             reader.check_named(txn.raw, wire_key, dup)
-    newest = list(dict(visible).items())
-    if len(newest) > rows_max:
-        following = newest[rows_max][0]
-        del newest[rows_max:]
-    found = [pair for pair in newest if pair[1][KIND] == MUTATION]
-    if len(found) < len(newest):
-        for pair in newest:
-            reader.check_kind(*pair)
-        if deletions:
-            found = newest
-    if wire_range.begin_seqno:
-        begin = wire_range.begin_seqno.to_bytes(8)
-        found = [pair for pair in found if pair[1][SEQNO] > begin]
-    return found, following
+    return visible
 
 
 def _of_one_key(
