@@ -99,7 +99,9 @@ class FailoverLog(tuple[FailoverEntry, ...]):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRange:
-    """An incomplete snapshot: the first seqno, last seqno and flags that the source announced."""
+    """An incomplete snapshot, as the source's markers described it. The start is not reliable (docs/protocol.md 2.6.4):
+    for a request, the snapshot begins at our own boundary.
+    """
 
     start_seqno: Seqno
     end_seqno: Seqno

@@ -56,8 +56,9 @@ def resume_offset(
 ) -> StreamOffset:
     """Return the offset after the staged part of the open snapshot if that is resumable, else after the boundary.
 
-    Inside a snapshot, `vbuuid` is the history at the snapshot's *end*, because the staged rows came from that history.
-    If the request named an older one, the source would answer ROLLBACK, although no change was lost.
+    Inside a snapshot, the range begins at our own boundary, never at the start in the source's marker (above). `vbuuid`
+    is the history at the snapshot's *end*, because the staged rows came from that history. If the request named an
+    older one, the source would answer ROLLBACK, although no change was lost.
     """
     if not is_resumable(boundary_seqno, staged_seqno, open_snapshot):
         return StreamOffset.between_snapshots(boundary_seqno, failover_log.vbuuid_at(boundary_seqno))

@@ -21,6 +21,7 @@ from mirror.ingest.instructions import RetryReason
 from mirror.ingest.machine import TRANSITIONS, VbucketMachine
 from mirror.ingest.selection import StreamFilter
 from mirror.ingest.state import STORE_PHASES, Phase
+from mirror.server.rollback import StreamHistory, judge
 from mirror.wire.constants import MarkerVersion, SnapshotFlag, Status, StreamEndReason
 from mirror.wire.events import (
     Abort,
@@ -33,6 +34,7 @@ from mirror.wire.events import (
     SnapshotMarker,
     StreamEnd,
     StreamEvent,
+    StreamRequest,
     SystemEventContent,
 )
 from mirror.wire.system_events import encode_system_event
@@ -119,6 +121,13 @@ def requested(rig: Rig) -> tuple[int, int, int, int]:
     return offset.start_seqno, offset.snap_start_seqno, offset.snap_end_seqno, offset.vbuuid
 
 
+def wire_request(rig: Rig) -> StreamRequest:
+    """Return the newest stream request as the source gets it."""
+    instruction = rig.last(ins.RequestStream)
+    start, snap_start, snap_end, vbuuid = requested(rig)
+    return StreamRequest(0, 0, start, instruction.end_seqno, vbuuid, snap_start, snap_end)
+
+
 # --- asking ---
 
 
@@ -142,6 +151,28 @@ def test_a_request_after_a_break_continues_the_open_snapshot(how: str) -> None:
         rig.feed(ev.ConnectionLost()) if how == "break" else rig.restart()
         rig.feed(ev.Start())
     assert requested(rig) == (105, 100, 120, 0xA)
+
+
+@pytest.mark.parametrize("marker_start", [0, 100, 101, 105])
+def test_a_history_that_forked_inside_the_open_snapshot_brings_the_version_that_the_snapshot_left_out(
+    marker_start: int,
+) -> None:
+    """`doc` has versions at 103 and 110. The snapshot to 120 left out 103; the failover at 108 loses 110."""
+    rig = streaming_at(100)
+    marker(rig, marker_start, 120)
+    rig.feed_rows(rig.opaque_counter, [row(105, b"other", b"v")])
+    rig.feed(ev.ConnectionLost())
+    rig.feed(ev.Start())
+    source = StreamHistory(log((0xB, 108), (0xA, 0)), high_seqno=130, purge_seqno=0)
+    while (rollback_seqno := judge(wire_request(rig), source)) is not None:
+        rollback(rig, rollback_seqno)
+    rig.feed(ev.StreamAccepted(rig.opaque_counter, source.failover_log))
+    marker(rig, 0, 130)
+    versions = [row(103, b"doc", b"old"), row(105, b"other", b"v"), row(130, b"last", b"v")]
+    start_seqno = requested(rig)[0]
+    rig.feed_rows(rig.opaque_counter, [each for each in versions if int.from_bytes(each[0][4:12]) > start_seqno])
+    assert rig.store.served.seqno == 130
+    assert {key[1:] for key in rig.store.served.documents} == {b"doc", b"other", b"last"}
 
 
 def test_a_break_after_a_marker_without_rows_resumes_at_the_boundary() -> None:

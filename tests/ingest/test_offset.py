@@ -32,11 +32,16 @@ def test_an_offset_outside_its_snapshot_cannot_be_made(start: int, snap_start: i
             StreamOffset(Vbuuid(1), Seqno(start), Seqno(snap_start), Seqno(snap_end))
 
 
-@given(SEQNOS, SEQNOS, st.none() | st.tuples(SEQNOS, SEQNOS))
-def test_an_offset_can_be_made_of_any_state(boundary: int, staged: int, open_snapshot: tuple[int, int] | None) -> None:
-    made = offset(boundary, staged, open_snapshot)
-    assert made.snap_start_seqno <= made.start_seqno <= made.snap_end_seqno
-    assert made.inside_snapshot or made.start_seqno == made.snap_start_seqno == made.snap_end_seqno == boundary
+STATES = st.tuples(SEQNOS, SEQNOS, SEQNOS, SEQNOS)
+
+
+@given(STATES | STATES.map(sorted), st.booleans())
+def test_an_offset_can_be_made_of_any_state(state: tuple[int, int, int, int], is_open: bool) -> None:
+    """Boundary, staged seqno, and the marker's start and end, mostly in this order."""
+    boundary, staged, start, end = state
+    made = offset(boundary, staged, (start, end) if is_open else None)
+    expected = (staged, boundary, end) if is_open and boundary < staged < end else (boundary,) * 3
+    assert (made.start_seqno, made.snap_start_seqno, made.snap_end_seqno) == expected
 
 
 @pytest.mark.parametrize(
