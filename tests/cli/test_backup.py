@@ -103,7 +103,7 @@ def test_a_backup_made_under_load_is_restored_catches_up_and_equals_its_source(t
             equal = call("verify", "--data", target, "--source", source.connection_string, "--json")
             assert (equal.code, equal.json["ok"]) == (0, True), equal.err
             with open_view(target) as view:  # resumed: each of its positions is on the way to what it has now
-                assert all(view.state(vbid).branch == tokens[vbid].branch for vbid in view.vbids)
+                assert all(view.check_way(token, view.token(vbid)) == token.seqno for vbid, token in tokens.items())
                 assert sum(view.history(vbid).resync_count for vbid in view.vbids) == 0
                 changed = {
                     change.document.key

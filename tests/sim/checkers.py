@@ -265,7 +265,7 @@ class Checker:
         else:
             self._is_persisted(vbid, seqno)
             watched.recreated = False
-            watched.boundaries = [seqno]
+            watched.boundaries = [seqno] * (seqno > 0)
             watched.resyncs += 1
             self.counts["resyncs published"] += 1
         if floor > watched.floor and branch == watched.branch and watched.floor:

@@ -100,13 +100,11 @@ def test_a_source_that_returns_in_steps_is_shown_as_refused_until_complete(tmp_p
 
         def shown(why: str) -> None:
             def refused() -> bool:
-                rows = (service.status() or {})["vbuckets"]
-                return all(row["state"] == "refused" and why in row["detail"] for row in rows)
+                status = service.status() or {"vbuckets": [], "state": "", "source_error": ""}
+                rows = all(row["state"] == "refused" and why in row["detail"] for row in status["vbuckets"])
+                return rows and (status["state"], status["source_error"]) == ("degraded", None)
 
             until(f"every vbucket to be refused: {why}", refused)
-            status = service.status()
-            assert status is not None
-            assert (status["state"], status["source_error"]) == ("degraded", None)
             assert fetched(document) == (200, "1")
 
         source.run(cluster.restart_node(0))
