@@ -88,6 +88,39 @@ def test_a_stream_resumes_exactly_after_its_last_id(site: Site) -> None:
     assert [event["event"] for event in site.changes(vbid=2, since=since)] == ["end"]
 
 
+def test_a_browser_that_reconnects_continues_after_its_last_event_not_at_the_position_of_its_url(site: Site) -> None:
+    """EventSource repeats its URL unchanged, and adds the last id that it got as a header."""
+    for number in range(5):
+        site.source.put(site.source.key_of(2), b"%d" % number)
+    page_load = str(site.server.service.view.token(2, 1, 1))
+    with listening(site, vbid=2, since=page_load) as listener:
+        assert [reported(event)[1] for event in listener.events(2)] == [1, 2]
+        last = listener.last_id
+    for since in (page_load, "now", str(site.server.service.view.token(2, 1, 5))):
+        with listening(site, last, vbid=2, since=since, follow="false") as listener:
+            found = [reported(event) for event in listener.events(3)]
+        assert found == [("mutation", 3), ("mutation", 4), ("end", None)], since
+
+
+def test_a_line_that_breaks_before_the_first_event_loses_none(site: Site) -> None:
+    """EventSource repeats `since=now` in its URL; the position of the first request comes before all events."""
+    site.source.put(site.source.key_of(2), b"1")
+    with listening(site, since="now") as listener:
+        lines = iter(listener.lines)
+        last = next(line.removeprefix("id: ") for line in lines if line.startswith("id: "))
+    site.source.put(site.source.key_of(2), b"2")
+    with listening(site, last, since="now", follow="false") as listener:
+        assert [reported(event) for event in listener.events(2)] == [("mutation", 2), ("end", None)]
+
+
+def test_an_empty_last_id_leaves_the_position_of_the_url(site: Site) -> None:
+    for number in range(2):
+        site.source.put(site.source.key_of(2), b"%d" % number)
+    params = {"vbid": 2, "since": str(site.server.service.view.token(2, 1, 1)), "follow": "false"}
+    found = events(site.get("/v1/changes", params=params, headers={"Last-Event-ID": ""}).text)
+    assert [reported(each) for each in found if "event" in each] == [("mutation", 1), ("end", None)]
+
+
 def test_a_rollback_between_two_connections_is_reported_with_its_events(site: Site) -> None:
     a, b = site.source.key_of(2), site.source.key_of(2, 1)
     site.source.put(a, b"1")

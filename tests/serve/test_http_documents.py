@@ -165,6 +165,18 @@ def test_collections_are_read_by_name_and_number(site: Site) -> None:
     assert [(row["key"], row["value"], row["collection_id"]) for row in page["documents"]] == [("a", "order", 9)]
 
 
+def test_a_collection_that_one_vbucket_has_is_known(site: Site) -> None:
+    """Vbuckets learn of a collection at different times; the first one alone was asked."""
+    orders = Collection(9, 8, "orders", Seqno(0))
+    site.source.collections(5, orders)
+    site.source.put(site.source.key_of(5), b"1", collection_id=9)
+    for collection in ("shop.orders", "9"):
+        assert [row["value"] for page in site.pages(collection=collection, limit=1) for row in page["documents"]] == [1]
+        assert [each["event"] for each in site.changes(collection=collection)] == ["system_event", "mutation", "end"]
+        site.scan(404, collection=collection, vbid=0)
+    site.scan(404, collection="shop.others")
+
+
 def test_a_multi_get_answers_in_the_requested_order(site: Site) -> None:
     site.source.put("a", b'{"big": 12345678901234567890123, "n":\n 1e400}')
     site.source.put(b"\xff", b"\x00\x01", datatype=0)

@@ -74,7 +74,7 @@ async def get_changes(request: Request) -> Response:
     collection = None if name is None else collection_name(name)
     if collection is not None:
         service.judge(reader, collection, vbids[:1])
-        collection_id(view.manifest(vbids[0]), collection)
+        collection_id(view, vbids, collection)
     keep = _keeper(service, reader, collection)
     tokens, timeout_s = service.tokens(parameters)
     position: dict[int, Token]
@@ -200,7 +200,8 @@ class ChangeStream:
         for vbid in self._vbids:
             service.watch.follow(vbid, self._note)
         try:
-            yield b"retry: %d\n\n" % RETRY_MS
+            at = self._text()  # a client whose line breaks before the first event repeats its URL, perhaps `since=now`
+            yield b"retry: %d\n" % RETRY_MS + (b"id: %b\n\n" % at.encode() if at else b"\n")
             while not service.stopping.is_set():
                 async for text in self._catch_up():
                     yield text

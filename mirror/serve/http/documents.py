@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -45,7 +46,8 @@ from storage.errors import AnswerTooLarge
 from storage.model import DOCUMENT_FIELDS, Document, Manifest
 from storage.read.reading import BoundaryRead
 from storage.read.scan import KeySelection
-from storage.read.view import AsOf
+from storage.read.states import Unreadable
+from storage.read.view import AsOf, View
 from storage.read.wait import MutationToken
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
@@ -181,7 +183,7 @@ async def get_documents(request: Request) -> Response:
         refuse_gone(request)
         service.judge(reader, collection, vbids, as_of)
         if not keys and isinstance(collection, str):  # without keys no read checks the name
-            collection_id(view.manifest(), collection)
+            collection_id(view, view.vbids, collection)
         found = view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
         missing = [key for key in keys if key not in found]
         rows = [document_json(found[key]) for key in keys if key in found]
@@ -210,7 +212,7 @@ async def scan_documents(request: Request) -> Response:
         page = Page.parse(text, view.identity.vbucket_count)
         service.judge(reader, collection, ())  # checks a name; `judge_at` checks the id in the token
         manifest = view.reading(pins=(page.pin,)).manifest(page.pin.vbid)
-        known = collection_id(manifest, collection) if isinstance(collection, str) else collection
+        known = collection_id(view, view.vbids, collection, manifest) if isinstance(collection, str) else collection
         if known != page.collection_id:
             raise Problem("bad-request", "this page's token is of another collection")
     else:
@@ -218,10 +220,16 @@ async def scan_documents(request: Request) -> Response:
     return await _answer_page(service, request, reader, page, limit)
 
 
-def collection_id(manifest: Manifest, collection: str | int) -> int:
-    found = manifest.ids.get(collection) if isinstance(collection, str) else collection
-    if found in manifest.collections:
-        return found
+def collection_id(view: View, vbids: Sequence[int], collection: str | int, manifest: Manifest | None = None) -> int:
+    """Return the id of a collection of `manifest`, or else of any of some vbuckets: these learn of a collection at
+    different times. Raises Problem.
+    """
+    unreadable: Unreadable = {}
+    of_uid = {uid: vbid for vbid, uid in view.manifest_uids(unreadable).items() if vbid in vbids}
+    for each in chain([] if manifest is None else [manifest], map(view.manifest, of_uid.values())):
+        found = each.ids.get(collection) if isinstance(collection, str) else collection
+        if found in each.collections:
+            return found
     raise Problem("no-collection", f"no collection {collection!r}", hint=COLLECTIONS_HINT)
 
 
@@ -240,7 +248,8 @@ async def _first_page(
         raise Problem("bad-request", "as_of by seqno needs a vbid", hint="seqnos count in one vbucket")
     service.judge(reader, collection, (vbid,), as_of)
     pin = await service.after(request, tokens, timeout_s, lambda: view.pin(vbid, as_of))
-    identity = collection_id(view.reading(pins=(pin,)).manifest(vbid), collection)
+    manifest = view.reading(pins=(pin,)).manifest(vbid)
+    identity = collection_id(view, view.vbids if only is None else (vbid,), collection, manifest)
     now_ms = pin.now_ms if as_of is not None else service.clock.wall_ms()
     first = start or b""
     return Page(pin, first, identity, prefix or b"", first, end, only is not None, deletions, as_of, now_ms)
