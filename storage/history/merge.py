@@ -51,7 +51,7 @@ class Moved(NamedTuple):
     to_seqno: int
 
 
-def next_pair(links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pair | None:
+def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pair | None:
     """Return the branch of the served chain to merge next, with parent and child, or None. A branch with two children
     waits: one of them will be forgotten.
 
@@ -75,7 +75,11 @@ def next_pair(links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pa
             link.base_seqno,
             link.cut,
         )
-        if [branch for branch, row in known.items() if row.parent == pair.branch] == [pair.child]:
+        if [branch for branch, row in known.items() if row.parent == pair.branch] != [pair.child]:
+            continue
+        # The purger has removed retracted rows below the floor; a row moved onto another would be lost without a sign.
+        parent_has = chain.has_rows(txn, vbid, pair.parent, pair.base_seqno)
+        if not parent_has and not chain.has_rows(txn, vbid, pair.branch, pair.top_seqno):
             return pair
     return None
 

@@ -20,9 +20,9 @@ purger may stop after any.
    of its key at the floor. A drop or flush lets the collection's rows go.
 3. In the same transaction local_purge_seqno becomes the seqno of the newest tombstone that went, or of the oldest kept
    manifest if older ones went. A follower that has everything up to there lacks nothing; one with less may.
-4. Retracted rows are on no chain. They go when the rollback is older than the window, or when the floor has passed its
-   boundary; the transaction of the first removal lowers `kept_seqno` of their branch. Rows that were never published go
-   at once. What a lease holds stays (`leases`).
+4. Retracted rows are on no chain. They go when their rollback is older than the window, or when the floor has passed
+   the boundary that it went to; the transaction of the first removal lowers `kept_seqno` of their branch. Rows that
+   were never published go at once. What a lease holds stays (`leases`).
 5. A key row goes before its row, so no key row names a missing row (`removal`).
 6. A branch record goes when no needed branch stands on it. If many links lie below the floor, they are joined
    (`merge`).
@@ -200,7 +200,7 @@ class Purger:
             self._short[vbid] = txn.pub(vbid).branch
             return None
         known = branches.all_branches(txn, vbid)
-        return merge.next_pair(links, floor, known)
+        return merge.next_pair(txn, vbid, links, floor, known)
 
     # -- the floor ------------------------------------------------------------------------------------------------
 
@@ -345,7 +345,8 @@ class Purger:
         seen = (self._ranges[vbid][0], len(ranges), txn.stat(keys.DB_BRANCH)["entries"])
         known = self._forgotten.get(vbid)
         if known is None or known[0] != seen:
-            staging, with_rows = txn.state_row(vbid).staging_branch, {dead.branch for dead in ranges}
+            staging = txn.state_row(vbid).staging_branch
+            with_rows = {branch for dead in ranges for branch in (dead.branch, dead.left_by)}
             found = forgettable(branches.all_branches(txn, vbid), served, staging, with_rows)
             known = self._forgotten[vbid] = (seen, found)
         held = {link.branch for link in self.leases.held_rows(txn, vbid, now_ms)} if known[1] else set()
@@ -451,17 +452,17 @@ def dead_ranges(txn: Transaction, vbid: int) -> list[Dead]:
     for branch, row in known.items():
         if is_unseen(row):
             if branch != staging:  # else it is an unfinished resync or deferred rollback
-                found.append(Dead(branch, 0, SEQNO_MAX, None))
+                found.append(Dead(branch, 0, SEQNO_MAX, None, branch))
             continue
         if branch > served:
             continue
         since_ms = None if row.reason == BranchReason.ABANDONED else row.history_ms
         while links and links[-1].branch != row.parent:
             left = links.pop()
-            found.append(Dead(left.branch, left.base_seqno, left.cut, since_ms))
+            found.append(Dead(left.branch, left.base_seqno, left.cut, since_ms, branch))
         if links and row.base_seqno < links[-1].cut:
             left = links.pop()
-            found.append(Dead(left.branch, row.base_seqno, left.cut, since_ms))
+            found.append(Dead(left.branch, row.base_seqno, left.cut, since_ms, branch))
             links.append(left._replace(cut=row.base_seqno))
         links.append(chain.ChainLink(branch, row.base_seqno, SEQNO_MAX))
     return found
@@ -473,8 +474,9 @@ def is_unseen(row: records.BranchRow) -> bool:
 
 def forgettable(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
     """Return the branches whose records are not needed, newest first. Needed are the chains of the served branch, of
-    the staging branch and of each branch with rows (`with_rows`). If a copy that a resync replaced has rows, the chain
-    that it served last is needed, too, to check which rows are kept (`storage.read.validity`).
+    the staging branch and of each branch in `with_rows`: that has rows, or has left some. If a copy that a resync
+    replaced has rows, the chain that it served last is needed, too, to check which rows are kept
+    (`storage.read.validity`).
     """
     copy_of: dict[int, int] = {}
     newest_of: dict[int, int] = {}

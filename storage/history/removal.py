@@ -44,6 +44,8 @@ class Dead(NamedTuple):
     after_seqno: int
     to_seqno: int
     since_ms: int | None
+    left_by: int
+    """The branch that left the rows: its record says since when they are dead, and stays as long as they do."""
 
     @property
     def first_key(self) -> bytes:

@@ -10,7 +10,7 @@ import storage.history.merge
 from storage.admin.check import check
 from storage.errors import ViewInvalidated
 from storage.format import keys, records
-from storage.history import purge
+from storage.history import branches, chain, purge
 from storage.history.purge import Window
 from storage.model import Collection, Seqno
 from storage.read import states
@@ -266,6 +266,19 @@ def test_branches_removed_in_several_steps_never_lack_a_parent(
         assert check(path).problems == []
         counted.append(stored(writer)["branch"])
     assert {8 - 2, 8 - 4, 8 - 6} <= set(counted), "two at a time"
+
+
+def test_lost_rows_prevent_the_merge_of_a_link_until_purged(
+    writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent has other rows at the same seqnos."""
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
+    fail_over(writer, 0)
+    fail_over(writer, 1, lost=False)
+    with writer.environment.read() as txn:
+        links = chain.load(txn, 0, writer.vbuckets[0].state.branch, writer.vbuckets[0].state.published_seqno)
+        known = branches.all_branches(txn, 0)
+        assert storage.history.merge.next_pair(txn, 0, links, 100, known) is None
 
 
 def test_rows_are_not_moved_below_the_base_of_an_empty_branch(

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 import storage.history.purge
+from storage.admin.check import check
 from storage.env.transaction import Transaction
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.format import keys
@@ -25,7 +26,7 @@ from storage.model import Branch, Collection, Seqno
 from storage.read import stream_reads as stream
 from storage.read.view import View
 from storage.write.writer import GroupWriter
-from tests.storage.model import DEFAULT, SCOPES, A, B, C, events
+from tests.storage.model import DEFAULT, SCOPES, A, B, C, events, keys_of
 from tests.storage.rig import HOUR_MS, Clock, commit, publish, purge, put, scan_page, snapshots, stage, system_event
 
 
@@ -148,12 +149,53 @@ def test_retracted_rows_wait_for_the_window_and_abandoned_ones_do_not(
     purge(writer, Window(time_ms=HOUR_MS))
     with writer.environment.read() as txn:
         assert len(list(txn.cursor(b"v0"))) == 3 + 2  # rows and boundaries
-    assert [c.kind for c in view.changes(0, since=token)] == ["rollback", "retraction", "restoration", "retraction"]
+    for _ in range(2):  # a purger of another process, after the branch that the abandonment left was forgotten
+        assert [c.kind for c in view.changes(0, since=token)] == ["rollback", "retraction", "restoration", "retraction"]
+        writer.background.restart()
+        purge(writer, Window(time_ms=HOUR_MS))
     clock.now = 3 * HOUR_MS
     purge(writer, Window(time_ms=HOUR_MS))
     with pytest.raises(ViewInvalidated, match="rows of a rollback are gone"):
         list(view.changes(0, since=token))
     assert seqnos(view) == [1]
+
+
+@pytest.mark.parametrize("time_ms", [24 * HOUR_MS, None])
+def test_retracted_rows_go_when_another_limit_moves_the_floor_past_their_rollback(
+    writer: GroupWriter, view: View, time_ms: int | None
+) -> None:
+    """They stayed until the window by time ended too, or for ever without one."""
+    snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2), (B, b"2", 3)])
+    token = view.token(0, 1, 3)
+    writer.vbuckets[0].rollback(1)
+    snapshots(writer, [(C, b"3", 2)])
+    purge(writer, Window(time_ms, boundaries=2))
+    assert writer.vbuckets[0].state.history_floor_seqno == 1  # a read as of the rollback's boundary is still possible
+    assert [c.kind for c in view.changes(0, since=token)][:2] == ["rollback", "retraction"]
+    snapshots(writer, [(C, b"4", 3)])
+    purge(writer, Window(time_ms, boundaries=2))
+    assert writer.vbuckets[0].state.history_floor_seqno == 2
+    with writer.environment.read() as txn:
+        assert not chain.has_rows(txn, 0, 1, 1)
+    with pytest.raises(ViewInvalidated, match="rows of a rollback are gone"):
+        list(view.changes(0, since=token))
+    assert seqnos(view) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("time_ms", [24 * HOUR_MS, None])
+def test_failovers_with_few_kept_boundaries_leave_a_sound_mirror(
+    writer: GroupWriter, view: View, time_ms: int | None
+) -> None:
+    """Rows were merged into a branch that still had retracted rows at their positions."""
+    names, seqno = keys_of(0, 7), 0
+    for failover in range(40):
+        for _ in range(3):
+            seqno += 1
+            publish(writer, 0, [(names[(seqno + failover) % 7], b"%d" % seqno, seqno)])
+        seqno = writer.vbuckets[0].rollback(seqno - 1).boundary_seqno
+        purge(writer, Window(time_ms, boundaries=2))
+    assert branch_count(writer) < 40, "some were merged"
+    assert check(view.path).problems == []
 
 
 def test_a_snapshot_larger_than_many_steps_does_not_hide_the_boundary_behind_it(

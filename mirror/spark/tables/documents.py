@@ -57,7 +57,7 @@ PART_MARK = "dcp-mirror/vbuckets-of-a-part"
 CONFIGURATION = {"delta.logRetentionDuration": "interval 7 days", "delta.checkpointInterval": "50"}
 """Settings for a log that grows fast, because each batch makes a commit."""
 STATISTICS = ("key", "collection", "vbid", "seqno", "at_branch", "at_seqno")
-"""DocumentColumns whose statistics let readers skip files."""
+"""Columns whose statistics let readers skip files."""
 
 ROWS_OF_A_PART = 64
 """In a row group with this many rows for each part between its bounds, all of these parts are taken to have events."""

@@ -34,7 +34,7 @@ PART = "_part"
 """The column of the partition. Files lie in a folder `_part=N`, from which Hive's readers take its value."""
 
 STATE = pa.schema([*DOCUMENTS, CHANGES.field("vbuuid"), CHANGES.field("at_branch"), CHANGES.field("at_seqno")])
-"""DocumentColumns of a table of documents: a document, and the position of the event that put it into the table."""
+"""Columns of a table of documents: a document, and the position of the event that put it into the table."""
 NAME = ["collection", "key"]
 POSITION = [*NAME, "vbid", "at_branch", "at_seqno"]
 
@@ -142,7 +142,9 @@ class WaitingEvents:
     def __init__(self, changes: Folder, names: Sequence[str], vbids: tuple[int, int]) -> None:
         self._changes, self._names, self._vbids = changes, names, vbids
         self._resynced: dict[int, int] = {}  # vbid -> number of the event
-        self._ended: dict[tuple[int, str], tuple[int, int, int]] = {}  # vbid, collection -> number, position
+        self._ended: dict[
+            tuple[int, str], tuple[int, int, int]
+        ] = {}  # vbid, collection -> number and position of its last end
         self.updated = self.deleted = 0
         self._stale: list[pa.ChunkedArray] = []
         held: list[pa.Table] = []
@@ -180,7 +182,7 @@ class WaitingEvents:
                 self._resynced[row["vbid"]] = row["number"]
             else:
                 place = (row["number"], row["at_branch"], row["at_seqno"])
-                self._ended[row["vbid"], row["collection"]] = place
+                self._ended[row["vbid"], row["collection"]] = place  # of several ends the last: events come in order
 
     def _valid(self, last: pa.Table) -> pa.Table:
         """Return the events without those before the end of their collection, or before the resync of their vbucket."""

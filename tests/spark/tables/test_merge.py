@@ -75,6 +75,20 @@ def follow(folder: Path, seed: int) -> None:
     assert set(found) == expected
 
 
+def test_of_several_ends_of_a_collection_in_one_merge_the_last_counts(tmp_path: Path) -> None:
+    part, history = PartOfTable(tmp_path), History()
+    history.write("before", b"0", "shop.stage")
+    part.merge(part.write(history.log, 1))
+    old = len(history.log)
+    history.drop("shop.stage", "collection_flushed")
+    history.write("first", b"1", "shop.stage")
+    history.write("other", b"1", "shop.other")
+    history.drop("shop.stage", "collection_flushed")
+    history.write("final", b"2", "shop.stage")
+    part.merge(part.write(history.log[old:], 10))
+    assert sorted(row[:2] for row in part.rows()) == [("shop.other", "other"), ("shop.stage", "final")]
+
+
 @pytest.mark.parametrize("examples", [100, pytest.param(5_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_any_cut_of_events_into_batches_and_merges_gives_the_documents_of_the_source(
     tmp_path_factory: pytest.TempPathFactory, examples: int
