@@ -187,7 +187,7 @@ def _entries(
         end = next(number for number, pair in enumerate(pairs) if not wire_range.has(pair[0]))
         reader.check_named(txn.raw, *pairs[end])
         return pairs[:end], b""
-    return pairs, following
+    return pairs, following if wire_range.has(following) else b""
 
 
 def _visible(
