@@ -347,8 +347,9 @@ MUTATIONS = (
         _OF_MERGE,
     ),
     Mutation(_MERGE, "    branches.draw_chain_id(txn, vbid)", "    pass", _OF_MERGE),
-    Mutation(_MERGE, "if row.parent == pair.branch] != [pair.child]:", "if False]:", _OF_MERGE),
-    Mutation(_MERGE, "if not parent_has and not", "if not", _OF_MERGE),
+    Mutation(
+        _MERGE, "not parent_has and not chain.has_rows(txn, vbid, pair.branch, pair.top_seqno)", "pair", _OF_MERGE
+    ),
     Mutation(_PURGE, "for branch in (dead.branch, dead.left_by)}", "for branch in (dead.branch,)}", _OF_PURGE),
     Mutation(_PURGE, "(in_window and dead.after_seqno >= floor)", "in_window", _OF_PURGE),
     Mutation(_MERGE, "if number and link.cut < floor_seqno]", "if number and link.cut <= floor_seqno]", _OF_MERGE),

@@ -273,12 +273,14 @@ def test_lost_rows_prevent_the_merge_of_a_link_until_purged(
 ) -> None:
     """The parent has other rows at the same seqnos."""
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
-    fail_over(writer, 0)
-    fail_over(writer, 1, lost=False)
+    for number in range(4):
+        fail_over(writer, number)
     with writer.environment.read() as txn:
         links = chain.load(txn, 0, writer.vbuckets[0].state.branch, writer.vbuckets[0].state.published_seqno)
         known = branches.all_branches(txn, 0)
         assert storage.history.merge.next_pair(txn, 0, links, 100, known) is None
+        monkeypatch.setattr(chain, "has_rows", lambda *_: False)
+        assert storage.history.merge.next_pair(txn, 0, links, 100, known) is not None
 
 
 def test_rows_are_not_moved_below_the_base_of_an_empty_branch(
