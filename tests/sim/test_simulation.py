@@ -60,7 +60,6 @@ MUST_HAPPEN = (
     "vbuckets deleted and recreated", "vbuckets moved", "versions purged",
 )  # fmt: skip
 MUST_HAPPEN_IN_LONG_RUNS = (
-    "followers refused after branches were merged",
     "followers refused after retracted rows were purged",
     "links merged",
     "mid-snapshot resumes below the purge seqno",
