@@ -78,8 +78,9 @@ class Readers:
         vbids = [vbid for vbid in of.vbids if vbid in read.bounds.get("vbids", EVERY_VBID)]
         progress(len(vbids), 0)
         left, dealt = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # a forked child may keep it open
-        os.write(dealt, array("H", vbids).tobytes())
+        dealt_count = os.write(dealt, array("H", vbids).tobytes()) // 2
         os.close(dealt)
+        kept = vbids[dealt_count:]  # a pipe holds 32,768 of them; of a user with many pipes 2,048
         helping: list[_Helper] | None = None
         busy: list[Connection] = []
         spent_s, done = 0.0, 0
@@ -90,7 +91,7 @@ class Readers:
             progress(0, 1)
 
         try:
-            mine = read.batches(of, _taken(left, ended))
+            mine = read.batches(of, _taken(left, ended, kept))
             while True:
                 began_s = time.thread_time()
                 batch = next(mine, None)
@@ -200,9 +201,12 @@ def _received(busy: list[Connection], progress: Progress, timeout_s: float | Non
                 yield found
 
 
-def _taken(pipe: int, ended: Callable[[], object]) -> Iterator[int]:
-    """Yield vbuckets from the pipe. Call `ended` after each."""
+def _taken(pipe: int, ended: Callable[[], object], kept: Sequence[int] = ()) -> Iterator[int]:
+    """Yield vbuckets from the pipe, and then those of `kept`. Call `ended` after each."""
     with suppress(BlockingIOError):
         while found := os.read(pipe, 2):
             yield int.from_bytes(found, sys.byteorder)
             ended()
+    for vbid in kept:
+        yield vbid
+        ended()
