@@ -66,6 +66,6 @@ def test_a_compressed_value_is_refused_until_it_is_inflated() -> None:
 
 
 @pytest.mark.parametrize("name", [b"", b"a\0b"])
-def test_an_invalid_attribute_name_is_a_local_error(name: bytes) -> None:
+def test_an_invalid_attribute_name_is_refused_before_it_is_sent(name: bytes) -> None:
     with pytest.raises(LocalProtocolError):
         xattr.join({name: b""})
