@@ -163,12 +163,16 @@ class Application:
         assert "Lost executor" in self.output, "the kill came too late to hurt"
         return self.output
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to Java and Python."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
     def kill(self) -> None:
-        """SIGKILL Java and Python."""
         assert self._process is not None
         assert self._line is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
         self._process.wait()
         self._process = None
         self._line.close()

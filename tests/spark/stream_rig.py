@@ -49,6 +49,10 @@ class Driver(Protocol):
 
     def start(self) -> None: ...
     def running(self) -> bool: ...
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process that commits, if it runs."""
+        ...
+
     def kill(self) -> None: ...
     def workers(self) -> list[int]:
         """Process ids of those that do the work."""
@@ -75,6 +79,10 @@ class LocalDriver:
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """SIGKILL the driver alone: what it started ends with it."""
@@ -122,7 +130,10 @@ class Unfinished:
 def kill_at_work(
     driver: Driver, unfinished: Unfinished, wait_s: float, kill: Callable[[], None], revive: Callable[[], None]
 ) -> None:
-    """Kill a process `wait_s` after files of the next batch, or of the next merge, were seen; until files are left."""
+    """Kill a process `wait_s` after files of the next batch, or of the next merge, were seen.
+
+    The driver is stopped first: looking for the files takes as long as a small batch, and it would commit meanwhile.
+    """
 
     def at_work() -> bool:
         assert driver.running(), "the driver ended by itself"
@@ -131,12 +142,14 @@ def kill_at_work(
     for _ in range(100):
         until("files at work", at_work, limit_s=LIMIT_S, poll_s=0.01)
         time.sleep(wait_s)
-        if unfinished():
+        driver.send(signal.SIGSTOP)
+        hit = unfinished()
+        if hit:
             kill()
-            hit = unfinished()
+        driver.send(signal.SIGCONT)
+        if hit:
             revive()
-            if hit:
-                return
+            return
         wait_s /= 2
     raise AssertionError("no kill hit work")
 

@@ -93,7 +93,7 @@ class OnCluster:
 
     def __init__(self, cluster: Standalone, application: Application, _: Path, *arguments: object) -> None:
         self.workers = cluster.executors
-        self.running, self.kill = application.running, application.kill
+        self.running, self.send, self.kill = application.running, application.send, application.kill
         self.start = partial(application.begin, "sync", *arguments)
 
     def worker_lost(self) -> None:
