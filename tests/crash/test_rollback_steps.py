@@ -317,7 +317,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removal, "BATCH_ROWS", 3)
 
 
-@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("every", [20, pytest.param(3, marks=pytest.mark.ci), pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CASES)
 def test_an_operation_killed_at_any_step_and_started_again_ends_the_same(
     name: str, every: int, tmp_path: Path, record_property: Callable[[str, object], None]

@@ -24,7 +24,7 @@ from tests.seeds import seed_from
 from tests.sim.simulate import live_through
 
 STEPS_DEFAULT = 10_000
-STEPS_CI = 100_000
+STEPS_CI = 60_000
 STEPS_LONG = 1_000_000
 STEPS_OF_A_WORLD = 500
 MUST_HAPPEN_IN_SHORT_RUNS = (

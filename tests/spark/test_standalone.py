@@ -19,7 +19,15 @@ from tests.bench import stores
 from tests.crash.load import Load
 from tests.crash.service import until
 from tests.spark.standalone import LIMIT_S, Application, Standalone
-from tests.spark.stream_rig import PUBLISHED, VBUCKETS, Unfinished, documents_of, through_kills, wire_key_text
+from tests.spark.stream_rig import (
+    PUBLISHED,
+    VBUCKETS,
+    Unfinished,
+    documents_of,
+    kill_at_work,
+    through_kills,
+    wire_key_text,
+)
 
 DOCUMENTS = 60_000
 
@@ -72,10 +80,8 @@ def test_a_stream_over_a_connection_outlives_an_executor_in_a_merge(
     lake = tmp_path / "lake"
 
     def kill_in_merge() -> None:
-        unfinished = Unfinished(lake, "documents")
-        until("a file of a merge", unfinished, limit_s=LIMIT_S, poll_s=0.01)
-        cluster.kill_executor()
-        assert unfinished(), "the kill hit no merge"
+        driver = OnCluster(cluster, application, tmp_path)
+        kill_at_work(driver, Unfinished(lake, "documents"), 0, cluster.kill_executor, lambda: None)
 
     words = ["sync", "--to", lake, "--source", source.connection_string, "--max-rows", "1000", "--max-age", "0"]
     application.run(*words, "--available-now", meanwhile=kill_in_merge)
