@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror.sandbox import SandboxCluster
+from mirror.supervise.processes.worker import settle_collector
 from storage.write.writer import CommitResult, GroupWriter
 from tests.bench.children import child
 from tests.bench.ingest import consuming
@@ -84,6 +85,7 @@ def _write(pipe: Connection, vbuckets: int) -> None:
     async def serve() -> None:
         async with SandboxCluster(vbuckets=vbuckets) as cluster:
             pipe.send(cluster.connection_string)
+            settle_collector()
             while order := await asyncio.to_thread(_received, pipe):
                 rate, seconds = order
                 count = int(rate * seconds)
@@ -122,6 +124,7 @@ def _follow(pipe: Connection, connection_string: str, path: str, sync: str, vbuc
             running = asyncio.create_task(consumer.run())
             while len(source_high_seqnos(consumer)) < vbuckets:  # noqa: ASYNC110 - looks on from outside
                 await asyncio.sleep(0.02)
+            settle_collector()  # as a worker does, else a full collection is a pause of 10 to 40 ms
             pipe.send("ready")
             while newest := await asyncio.to_thread(_received, pipe):
                 while not streams_from(consumer, newest):  # noqa: ASYNC110 - the same
