@@ -23,7 +23,7 @@ from cli.get import check_filled
 from mirror.errors import ConfigError, SupervisionError
 from mirror.ownership import private_file
 from mirror.serve.objects import CollectionNames, change_parts, collection_of
-from storage.errors import UnknownCollection, ViewInvalidated
+from storage.errors import ViewInvalidated
 from storage.read.view import Change, Token, View, open_view
 
 POLL_INTERVAL_S = 0.1
@@ -125,13 +125,6 @@ class Pump:
             else:
                 return
 
-    def check_collection(self, vbids: Iterable[int]) -> None:
-        name = self._collection
-        if isinstance(name, str) and all(name not in self._view.manifest(vbid).ids for vbid in vbids):
-            raise UnknownCollection(
-                f"no collection {self._collection!r}", path=self._view.path, hint="give it as scope.name, or its id"
-            )
-
     def _is_selected(self, change: Change) -> bool:
         """Return True for documents of the collection, and for events that begin or end it."""
         if self._collection is None or change.document is None:
@@ -187,8 +180,9 @@ def changes(
         vbids, tokens = start(view, vbid, since or [], file)
         check_filled(view, vbids, partial=partial, as_json=as_json)
         chosen = options.collection_from(collection)
+        if chosen is not None:
+            view.check_followed(chosen, vbids, tokens.values())
         pump = Pump(view, tokens, as_json=as_json, collection=chosen, limit=limit, file=file)
-        pump.check_collection(vbids)
         with contextlib.suppress(KeyboardInterrupt):
             run(view, vbids, pump, follow=follow)
         pump.flush(at_once=True)

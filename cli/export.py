@@ -148,7 +148,8 @@ def export(
         vbids = view.vbids if vbid is None else (vbid,)
         missing = check_filled(view, vbids, partial=partial)
         with view.reading(vbids, as_of=moment, lease=of_reading(path, "export")) as reading:
-            reading.check_collections(names or ())
+            for name in names or ():
+                reading.collection_id(name)
             pins = reading.hold()
             text: Text
             if form == "csv":

@@ -16,7 +16,7 @@ from mirror.config_reader import NAMES, LoadedSettings, load, validated
 from mirror.errors import ConfigError
 from mirror.log import set_up_logs
 from mirror.messages import GetSource
-from storage.format.tokens import full_name
+from storage.model import full_name
 
 
 def one_of(*values: str) -> Callable[[], list[str]]:

@@ -19,7 +19,7 @@ import typer
 from cli import options, render
 from mirror.spark.runner import LocalRunner, Runner, SparkRunner
 from mirror.supervise.processes.life import die_with_parent
-from storage.format.tokens import full_name
+from storage.model import full_name
 
 if TYPE_CHECKING:
     from mirror.typed.bodies import Reading

@@ -26,7 +26,7 @@ error's text has the place, the problem and the remedy. If its `retryable` is tr
     |-- UnknownFormat      written by another version of the format
     |-- WrongBucket        a group's folder belongs to another mirror
     |-- NotHeld            another mirror of the bucket holds the vbucket
-    |-- UnknownCollection  no collection of that name
+    |-- UnknownCollection  no collection of that name or id
     |-- NoSuchBoundary     `as_of` is before the kept history
     |-- AnswerTooLarge     the documents are larger than the caller's `bytes_max`
     |-- Unavailable        the vbucket is not filled yet, or is being resynced (retryable)

@@ -119,6 +119,11 @@ class Collection:
     max_ttl: int | None = None
 
 
+def full_name(name: str) -> str:
+    """Return `scope.collection`; the scope is `_default` if `name` has none."""
+    return name if "." in name else f"_default.{name}"
+
+
 @dataclass(frozen=True)
 class Manifest:
     uid: ManifestUid
@@ -146,6 +151,9 @@ class Manifest:
     def ids(self) -> dict[str, int]:
         """The id of each collection, by `scope.collection`."""
         return {name: collection_id for collection_id, name in self.names().items()}
+
+    def collection(self, name: str | int) -> Collection | None:
+        return self.collections.get(self.ids.get(full_name(name), -1) if isinstance(name, str) else name)
 
     def has(self, collection_id: int, seqno: int) -> bool:
         """Return True if the collection exists and was not flushed after a row at `seqno`."""

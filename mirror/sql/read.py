@@ -86,7 +86,7 @@ def arrow(
     mark = "" if schema is None else "_"
     table = Columns(fields, mark)
     if collection is not None:
-        view.reading(as_of=as_of).check_collections((collection,))
+        view.reading(as_of=as_of).collection_id(collection)
     key_range = KeyRange(prefix=prefix.encode() if isinstance(prefix, str) else prefix or b"")
 
     def finished() -> Iterator[Any]:

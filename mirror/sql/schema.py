@@ -168,7 +168,7 @@ def sample(view: View, collection: str, documents: int = SAMPLE_DOCUMENTS, *, as
 def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterator[bytes]:
     quota = -(-documents // len(view.vbids))
     reading = view.reading(as_of=as_of)
-    reading.check_collections((collection,))
+    reading.collection_id(collection)
     for vbid in view.vbids:
         left = quota
         with suppress(ViewInvalidated):  # the purger passed the boundary: the other vbuckets are enough

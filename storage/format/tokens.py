@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from storage.errors import UnknownCollection
-from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Branch, Manifest, Seqno
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Branch, Collection, Manifest, Seqno
 
 TOKEN_LENGTH_MAX = 80
 """Most characters of a token: 5, 10, 20 and 16 digits, 3 colons, and a reserve. `parse` refuses a longer text."""
@@ -16,24 +16,16 @@ CollectionName = str | int
 """`scope.collection`, `collection` of the scope `_default`, or a collection id."""
 
 
-def full_name(name: str) -> str:
-    """Return `scope.collection`; the scope is `_default` if `name` has none."""
-    return name if "." in name else f"_default.{name}"
+def collection_of(manifest: Manifest, name: CollectionName | None, path: str) -> Collection:
+    """Return a collection of `manifest`, by default the default one. Raises UnknownCollection with `path`."""
+    name = DEFAULT_COLLECTION if name is None else name
+    found = manifest.collection(name)
+    if found is None:
+        raise unknown_collection(name, manifest.ids, path)
+    return found
 
 
-def collection_id_of(manifest: Manifest, name: CollectionName | None, path: str) -> int:
-    """Return the id of a collection; an id is returned unchanged. Raises UnknownCollection with `path`."""
-    if name is None:
-        return DEFAULT_COLLECTION
-    if isinstance(name, int):
-        return name
-    collection_id = manifest.ids.get(full_name(name))
-    if collection_id is not None:
-        return collection_id
-    raise unknown_collection(name, manifest.ids, path)
-
-
-def unknown_collection(name: str, known: Iterable[str], path: str) -> UnknownCollection:
+def unknown_collection(name: CollectionName, known: Iterable[str], path: str) -> UnknownCollection:
     hint = f"known here: {', '.join(sorted(known)[:20]) or 'none'}"
     return UnknownCollection(f"no collection {name!r}", path=path, hint=hint)
 

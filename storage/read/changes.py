@@ -47,7 +47,7 @@ from typing import NamedTuple
 from storage.env.transaction import Transaction
 from storage.errors import ViewInvalidated
 from storage.format import keys, records, seal
-from storage.format.tokens import Token
+from storage.format.tokens import CollectionName, Token
 from storage.history import chain
 from storage.model import Branch, Document, Manifest, Rollback, Seqno
 from storage.read import retractions, scan, validity
@@ -144,6 +144,12 @@ def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> M
             seqno = max(seqno, reader.purge_row(txn).local_purge_seqno)
             branch = served.pub.branch
         return reader.manifest_on(txn, reader.chain_at(txn, branch, seqno))
+
+
+def had_collection(reader: VbucketReader, at: Token, collection: CollectionName) -> bool:
+    """Return True if the collection existed at a position. Raises ViewInvalidated."""
+    manifest = manifest_at(reader, resolve_range(reader, at, None), at.branch, at.seqno)
+    return manifest.collection(collection) is not None
 
 
 def _taken_back_by(txn: Transaction, served: Served, lost: chain.Chain, start: Token) -> tuple[Rollback, Seqno]:

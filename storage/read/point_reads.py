@@ -21,7 +21,7 @@ from storage.errors import AnswerTooLarge
 from storage.format import keys, records, seal
 from storage.format.records import HEAD_BYTES_MAX, KIND, MUTATION, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
-from storage.format.tokens import AsOf, CollectionName, collection_id_of
+from storage.format.tokens import AsOf, CollectionName, collection_of
 from storage.history import chain
 from storage.model import Document, Manifest
 from storage.read.groups import Groups
@@ -32,9 +32,8 @@ decode_row = records.decode_row
 SEAL_BYTES = seal.SIZE
 
 
-Admit = Callable[[Manifest, int], None]
-"""Gets the manifest and the id of the requested collection, which may be unknown. May raise, before a document is read.
-"""
+Admit = Callable[[Manifest], None]
+"""Gets the manifest, which may lack the requested collection. May raise, before a document is read."""
 
 
 class _Options(NamedTuple):
@@ -307,13 +306,10 @@ class PointReads:
             manifest = reader.manifest(txn, served.pub.manifest_key)
             if now is None and boundary is not None:
                 now = boundary.time_ms / 1000
-        collection_id = collection_id_of(manifest, options.collection, self._path)
         if options.admit is not None:
-            options.admit(manifest, collection_id)
-        collection = manifest.collections.get(collection_id)
-        if collection is None:
-            return None
-        wire_key = keys.encode_collection_id(collection_id) + key
+            options.admit(manifest)
+        collection = collection_of(manifest, options.collection, self._path)
+        wire_key = keys.encode_collection_id(collection.collection_id) + key
         dup = _newest(reader, txn, wire_key, branch, seqno, links)
         if dup is None or records.seqno_of(dup) <= collection.begin_seqno:
             return None

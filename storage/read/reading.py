@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from storage.env.environment import AFTER_FORK
 from storage.errors import Closed, Unavailable, ViewInvalidated
 from storage.format import keys
-from storage.format.tokens import AsOf, CollectionName, Pin, collection_id_of, positions_of, unknown_collection
+from storage.format.tokens import AsOf, CollectionName, Pin, positions_of, unknown_collection
 from storage.model import Document, Manifest
 from storage.read import bulk, scan, validity
 from storage.read.bulk import EVERY_KEY, KeyRange
@@ -158,21 +158,17 @@ class BoundaryRead:
         requested = self.vbids if vbids is None else vbids
         return {name for vbid in requested for name in self.manifest(vbid).names().values()}
 
-    def check_collections(self, names: Iterable[str | int]) -> None:
-        """Raise UnknownCollection for a name or id that no vbucket has. Vbuckets learn of a collection at different
-        times.
+    def collection_id(self, name: CollectionName) -> int:
+        """Return the id of a collection that any vbucket has: they learn of a collection at different times. Raises
+        UnknownCollection.
         """
-        known: set[str | int] = set()
-        missing = list(names)
-        for vbid in self.vbids if missing else ():
-            known |= self.manifest(vbid).ids.keys() | self.manifest(vbid).collections.keys()
-            missing = [name for name in missing if name not in known]
-            if not missing:
-                return
-        if missing and self.vbids:
-            raise unknown_collection(
-                str(missing[0]), (name for name in known if isinstance(name, str)), self._groups.path
-            )
+        known: set[str] = set()
+        for vbid in self.vbids:
+            manifest = self.manifest(vbid)
+            if (found := manifest.collection(name)) is not None:
+                return found.collection_id
+            known |= manifest.ids.keys()
+        raise unknown_collection(name, known, self._groups.path)
 
     # -- documents ------------------------------------------------------------------------------------------------
 
@@ -204,7 +200,7 @@ class BoundaryRead:
     def page(
         self,
         vbid: int,
-        collection: CollectionName | None,
+        collection_id: int,
         selection: KeySelection,
         *,
         limit: int | None = None,
@@ -216,11 +212,10 @@ class BoundaryRead:
 
         A page that is not the last may have fewer documents, even none. Its values have at most `bytes_max` bytes
         together; a larger document is a page by itself. A rollback below the boundary ends the read. Raises
-        UnknownCollection for a name; AnswerTooLarge, as `get` does, if the page's first document has more than
-        `document_bytes_max` bytes.
+        AnswerTooLarge, as `get` does, if the page's first document has more than `document_bytes_max` bytes.
         """
         with self._translated():
-            reader, served, left = self._range(vbid, collection, selection)
+            reader, served, left = self._range(vbid, collection_id, selection)
             if left is None:
                 return [], b""
             found, following = scan.chunk(
@@ -248,11 +243,11 @@ class BoundaryRead:
         return len(found), following[left.skip :]
 
     def _range(
-        self, vbid: int, collection: CollectionName | None, selection: KeySelection
+        self, vbid: int, collection_id: int, selection: KeySelection
     ) -> tuple[VbucketReader, Served, WireRange | None]:
         pin, reader = self.pin(vbid), self._groups.reader(vbid)
         with reader.environment.read() as txn:
             served = validity.served_at(reader, txn, pin, survives_rollback=False)
             manifest = reader.manifest(txn, served.pub.manifest_key)
-        collection_id = collection_id_of(manifest, collection, self._groups.path)
-        return reader, served, selection.within(manifest, collection_id)
+        entry = manifest.collections.get(collection_id)
+        return reader, served, None if entry is None else selection.within(entry)

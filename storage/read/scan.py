@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from storage.env.transaction import Transaction
 from storage.format import keys
 from storage.format.records import BRANCH, KIND, MUTATION, SEQNO
-from storage.format.tokens import AsOf, CollectionName, collection_id_of
+from storage.format.tokens import AsOf, CollectionName
 from storage.history import chain
-from storage.model import Document, Manifest
+from storage.model import Collection, Document
 from storage.read import validity
 from storage.read.point_reads import bytes_above
 from storage.read.vbucket_reader import Served, VbucketReader, end_of_references
@@ -38,14 +38,13 @@ class KeySelection(NamedTuple):
     """True: select tombstones and expired documents, too."""
     raw: bool = False
 
-    def within(self, manifest: Manifest, collection_id: int) -> WireRange | None:
-        """Return the selection's wire keys in one collection; None if the manifest lacks the collection."""
-        if (entry := manifest.collections.get(collection_id)) is None:
-            return None
-        collection = keys.encode_collection_id(collection_id)
-        end = None if self.end is None else collection + self.end
-        start = collection + max(self.prefix, self.start)
-        return WireRange(start, collection + self.prefix, end, entry.begin_seqno, len(collection))
+    def within(self, collection: Collection) -> WireRange:
+        """Return the selection's wire keys in one collection."""
+        head = keys.encode_collection_id(collection.collection_id)
+        end = None if self.end is None else head + self.end
+        return WireRange(
+            head + max(self.prefix, self.start), head + self.prefix, end, collection.begin_seqno, len(head)
+        )
 
 
 class WireRange(NamedTuple):
@@ -70,18 +69,19 @@ def documents(
     collection: CollectionName | None,
     as_of: AsOf,
     now: float | None,
-    path: str,
 ) -> Iterator[Document]:
-    """Yield the documents of a vbucket at one boundary; `collection`, `as_of` and `now` as for `View.scan`."""
+    """Yield the documents of a vbucket at one boundary; `collection`, `as_of` and `now` as for `View.scan`. A vbucket
+    that lacks the collection has no documents of it.
+    """
     with reader.environment.read() as txn:
         served, boundary = reader.as_of(txn, as_of)
         manifest = reader.manifest(txn, served.pub.manifest_key)
     if now is None:
         now = boundary.time_ms / 1000 if boundary is not None else time.time()
-    ids = list(manifest.collections) if collection is None else [collection_id_of(manifest, collection, path)]
-    for collection_id in sorted(ids, key=keys.encode_collection_id):
-        left = selection.within(manifest, collection_id)
-        while left is not None and left.start:
+    chosen = [*manifest.collections.values()] if collection is None else [manifest.collection(collection)]
+    ranges = [selection.within(each) for each in chosen if each is not None]
+    for left in sorted(ranges):
+        while left.start:
             found, following = chunk(reader, served, left, selection, now=now)
             left = left._replace(start=following)
             yield from found
@@ -225,9 +225,8 @@ def count(reader: VbucketReader) -> int:
     with reader.environment.read() as txn:
         served = reader.readable(txn)
         manifest = reader.manifest(txn, served.pub.manifest_key)
-        for collection_id in manifest.collections:
-            left = KeySelection().within(manifest, collection_id)
-            while left is not None and left.start:
+        for left in map(KeySelection().within, manifest.collections.values()):
+            while left.start:
                 found, following = references(reader, txn, served, left, deletions=False, rows_max=CHUNK_ROWS)
                 left = left._replace(start=following)
                 total += len(found)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Self
 
+from storage.errors import UnknownCollection
 from storage.format.keys import vbid_of
 from storage.format.records import Pub
 from storage.format.tokens import TOKEN_LENGTH_MAX, AsOf, CollectionName, Pin, Time, Token
@@ -156,10 +157,13 @@ class View(PointReads):
         stop = end.encode() if isinstance(end, str) else end
         selection = scans.KeySelection(prefix, start, stop, deletions, raw)
         left = limit if limit is not None else -1
-        for each in self.vbids if vbid is None else (vbid,):
+        vbids = self.vbids if vbid is None else (vbid,)
+        if collection is not None:
+            self.reading(vbids, as_of=as_of).collection_id(collection)
+        for each in vbids:
             if left == 0:
                 return
-            for document in scans.documents(self.reader(each), selection, collection, as_of, now, self.path):
+            for document in scans.documents(self.reader(each), selection, collection, as_of, now):
                 yield document
                 left -= 1
                 if left == 0:
@@ -294,6 +298,16 @@ class View(PointReads):
     def check_since(self, token: Token) -> None:
         """Raise ViewInvalidated if `changes` would refuse this token."""
         events.resolve_range(self.reader(token.vbid), token, None)
+
+    def check_followed(self, collection: CollectionName, vbids: Iterable[int], since: Iterable[Token]) -> None:
+        """Raise UnknownCollection unless one of some vbuckets has the collection, or had it at its token in `since`: a
+        follower from there must get the collection's end. Raises what `changes` raises.
+        """
+        try:
+            self.reading(vbids).collection_id(collection)
+        except UnknownCollection:
+            if not any(events.had_collection(self.reader(each.vbid), each, collection) for each in since):
+                raise
 
     def retracted_by(
         self, vbid: int, to_seqno: int, *, raw: bool = False

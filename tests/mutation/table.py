@@ -730,7 +730,7 @@ MUTATIONS = (
     Mutation("storage/read/bulk.py", "        self._check(rows)\n", "", _OF_BIT_FLIPS),
     Mutation(
         _POINT_READS,
-        "        if options.admit is not None:\n            options.admit(manifest, collection_id)\n",
+        "        if options.admit is not None:\n            options.admit(manifest)\n",
         "",
         "tests/serve/test_kv_bucket.py -k rights",
     ),

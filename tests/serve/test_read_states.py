@@ -53,6 +53,9 @@ class World:
 
     source: Source
     collection: str = "_default._default"
+    collection_id: int = 0
+    by_id: bool = False
+    """True to name the collection by its id, for ways to read that can."""
     as_of: int | None = None
     """The boundary to read at, for ways to read that can."""
     is_served: bool = True
@@ -66,8 +69,8 @@ class World:
         return self.source.path
 
     @property
-    def collection_id(self) -> int:
-        return ORDERS_ID if self.collection == ORDERS else 0
+    def named(self) -> str | int:
+        return self.collection_id if self.by_id else self.collection
 
     def seen(self, found: Iterable[bytes | None]) -> str:
         """Say if these are the documents that the vbucket had when the read began."""
@@ -111,11 +114,16 @@ def damaged(world: World) -> None:
             txn.put(key, stored[:-6] + bytes([stored[-6] ^ 1]) + stored[-5:], db=rows)
 
 
-def dropped(world: World) -> None:
+def dropped(world: World, *, by_id: bool = False) -> None:
     world.source.collections(VBID, Collection(ORDERS_ID, 8, "orders", Seqno(1)))
     world.source.snapshot(VBID, *((key, b"{}") for key in world.keys), datatype=1, collection_id=ORDERS_ID)
     world.source.collections(VBID)
-    world.collection = ORDERS
+    world.collection, world.collection_id, world.by_id = ORDERS, ORDERS_ID, by_id
+
+
+def unknown(world: World, *, by_id: bool = False) -> None:
+    dropped(world, by_id=by_id)
+    world.collection, world.collection_id = "shop.others", 99
 
 
 def purged_meanwhile(world: World) -> None:
@@ -155,6 +163,9 @@ STATES: dict[str, Callable[[World], None]] = {
     "damaged": damaged,
     "held by another mirror": fill,
     "collection dropped": dropped,
+    "collection dropped, by id": lambda world: dropped(world, by_id=True),
+    "collection unknown": unknown,
+    "collection unknown, by id": lambda world: unknown(world, by_id=True),
     "boundary purged": purged_meanwhile,
     "rolled back meanwhile": rolled_back_meanwhile,
     "service gone": gone,
@@ -167,14 +178,14 @@ STATES: dict[str, Callable[[World], None]] = {
 def by_key(world: World) -> str:
     with open_view(world.path) as view:
         world.happens()
-        found = view.get(world.keys[4], world.collection, as_of=world.as_of)
+        found = view.get(world.keys[4], world.named, as_of=world.as_of)
         return "`None`" if found is None else "answers"
 
 
 def by_keys(world: World) -> str:
     with open_view(world.path) as view:
         world.happens()
-        return world.seen(view.get_many(world.keys, world.collection, as_of=world.as_of))
+        return world.seen(view.get_many(world.keys, world.named, as_of=world.as_of))
 
 
 def _in_steps(world: World, steps: Iterator[Any], key_of: Callable[[Any], bytes | None]) -> str:
@@ -185,7 +196,7 @@ def _in_steps(world: World, steps: Iterator[Any], key_of: Callable[[Any], bytes 
 
 def by_scan(world: World) -> str:
     with open_view(world.path) as view:
-        steps = view.scan(VBID, collection=world.collection)
+        steps = view.scan(VBID, collection=world.named)
         return _in_steps(world, steps, lambda each: each.key)
 
 
@@ -197,12 +208,12 @@ def by_changes(world: World) -> str:
 def by_export(world: World) -> str:
     file = Path(world.path).with_name("out.jsonl")
     with after_hold(world):
-        command.export(to=str(file), data=Path(world.path), vbid=VBID, collection=world.collection)
+        command.export(to=str(file), data=Path(world.path), vbid=VBID, collection=str(world.named))
     return world.seen(json.loads(line)["key"].encode() for line in file.read_text().splitlines())
 
 
 def by_sql(world: World) -> str:
-    table = "documents" if world.collection != ORDERS else '"shop"."orders"'
+    table = ".".join(f'"{part}"' for part in world.collection.split("."))
     with mirror.open_view(world.path) as view, after_hold(world):
         return world.seen(each["_key"].encode() for each in view.sql(f"SELECT _key FROM {table}").to_pylist())
 
@@ -310,7 +321,7 @@ def by_http(world: World) -> str:
     with http(world) as client:
         world.happens()
         at = {} if world.as_of is None else {"as_of": world.as_of}
-        answer = client.get(f"/v1/collections/{world.collection}/documents/{world.keys[4].decode()}", params=at)
+        answer = client.get(f"/v1/collections/{world.named}/documents/{world.keys[4].decode()}", params=at)
         return _status(answer, lambda: "answers")
 
 
@@ -319,7 +330,7 @@ def by_http_keys(world: World) -> str:
         world.happens()
         at = {} if world.as_of is None else {"as_of": world.as_of}
         body = {"keys": [key.decode() for key in world.keys]}
-        answer = client.post(f"/v1/collections/{world.collection}/multi-get", json=body, params=at)
+        answer = client.post(f"/v1/collections/{world.named}/multi-get", json=body, params=at)
         return _status(answer, lambda: world.seen(each["key"].encode() for each in answer.json()["documents"]))
 
 
@@ -328,7 +339,7 @@ def by_pages(world: World) -> str:
     with http(world) as client:
         params: dict[str, Any] = {"vbid": VBID, "limit": 2}
         while True:
-            answer = client.get(f"/v1/collections/{world.collection}/documents", params=params)
+            answer = client.get(f"/v1/collections/{world.named}/documents", params=params)
             if answer.status_code != 200:
                 return _status(answer, str)
             found += [each["key"].encode() for each in answer.json()["documents"]]
@@ -408,7 +419,7 @@ def by_kv_scan(world: World) -> str:
 def by_dcp(world: World) -> str:
     async def answer_of(endpoint: DcpEndpoint) -> str:
         client = await endpoint.client()
-        value = json.dumps({"collections": [f"{ORDERS_ID:x}"]}).encode() if world.collection_id else b""
+        value = json.dumps({"collections": [f"{world.collection_id:x}"]}).encode() if world.collection_id else b""
         answer = await client.stream(VBID, end=6, value=value)
         if answer.status:
             return f"`{Status(answer.status).name}`"
@@ -449,6 +460,9 @@ DOORS: dict[str, Callable[[World], str]] = {
 }
 
 
+UNKNOWN = "collection dropped or unknown"
+
+
 def table() -> dict[tuple[str, str], str]:
     """The table in the document: the answer, by door and state."""
     head, _, *lines = READING.split("<!-- doors -->\n")[1].split("\n\n")[0].strip().split("\n")
@@ -458,6 +472,7 @@ def table() -> dict[tuple[str, str], str]:
         named, *answers = [cell.strip() for cell in line.strip("|").split("|")]
         for door in [named] if named in DOORS else ["KV get", "KV sub-document"]:
             found |= {(door, state): answer for state, answer in zip(states, answers, strict=True)}
+            found |= {(door, state): found[door, UNKNOWN] for state in STATES if state.startswith("collection")}
             is_port = door.startswith(("HTTP", "KV", "DCP"))
             found[door, "service gone"] = (
                 "connection refused" if is_port else "`equal`" if door == "verify" else "answers"
@@ -466,7 +481,7 @@ def table() -> dict[tuple[str, str], str]:
 
 
 def test_the_table_lists_every_way_to_read_in_every_state() -> None:
-    assert set(table()) == {(door, state) for door in DOORS for state in STATES}
+    assert set(table()) == {(door, state) for door in DOORS for state in (*STATES, UNKNOWN)}
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def flip(writer: GroupWriter, seqno: int, at: int, bit: int = 0) -> None:
 def scan_page(
     view: View,
     pin: Pin,
-    collection: str | int | None = None,
+    collection_id: int = 0,
     *,
     start: bytes = b"",
     prefix: bytes = b"",
@@ -161,7 +161,7 @@ def scan_page(
 ) -> tuple[list[Document], bytes]:
     """A page of a read whose boundary is `pin`."""
     selection = KeySelection(prefix, start, end, raw=raw)
-    return view.reading(pins=[pin]).page(pin.vbid, collection, selection, **limits)
+    return view.reading(pins=[pin]).page(pin.vbid, collection_id, selection, **limits)
 
 
 def manifest_of(view: View, pin: Pin) -> Manifest:

@@ -6,7 +6,7 @@ import pytest
 
 from storage import errors
 from storage.errors import UnknownCollection
-from storage.format.tokens import collection_id_of
+from storage.format.tokens import collection_of
 from storage.model import Branch, Collection, FailoverLog, Manifest, ManifestUid, Seqno
 from storage.read.view import Token
 from tests.storage.model import DEFAULT, ID, SCOPES
@@ -91,19 +91,21 @@ MANIFEST = Manifest(
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [(None, 0), ("_default", 0), ("_default._default", 0), ("shop.orders", 9), ("orders", 10), (77, 77)],
+    [(None, 0), ("_default", 0), ("_default._default", 0), ("shop.orders", 9), ("orders", 10), (9, 9)],
 )
 def test_a_name_or_number_resolves_to_one_collection(name: str | int | None, expected: int) -> None:
-    assert collection_id_of(MANIFEST, name, "/path") == expected
+    assert collection_of(MANIFEST, name, "/path").collection_id == expected
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(
         UnknownCollection, match=r"no collection 'shop\.x'.*known here: _default\._default, _default\.orders"
     ):
-        collection_id_of(MANIFEST, "shop.x", "/path")
+        collection_of(MANIFEST, "shop.x", "/path")
+    with pytest.raises(UnknownCollection, match="no collection 77 "):
+        collection_of(MANIFEST, 77, "/path")
     with pytest.raises(UnknownCollection, match="known here: none"):
-        collection_id_of(Manifest(ManifestUid(2), {}, {}), "x", "/path")
+        collection_of(Manifest(ManifestUid(2), {}, {}), "x", "/path")
 
 
 def test_a_collection_is_named_by_its_scope_and_name() -> None:

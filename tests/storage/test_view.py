@@ -20,10 +20,10 @@ from tests.storage.model import A, B
 from tests.storage.rig import Clock, publish, purge, put, snapshots
 
 READS = {
-    "boundaries", "changes", "changes_between", "check_readable", "check_since", "check_way", "close", "count",
-    "exists", "find", "get", "get_many", "history", "key_at", "manifest", "manifest_uids", "pin", "published",
-    "reading", "retracted_by", "rollbacks", "scan", "stale", "state", "states", "token", "unfilled", "vbid_of",
-    "wait_for",
+    "boundaries", "changes", "changes_between", "check_followed", "check_readable", "check_since", "check_way",
+    "close", "count", "exists", "find", "get", "get_many", "history", "key_at", "manifest", "manifest_uids", "pin",
+    "published", "reading", "retracted_by", "rollbacks", "scan", "stale", "state", "states", "token", "unfilled",
+    "vbid_of", "wait_for",
 }  # fmt: skip
 
 

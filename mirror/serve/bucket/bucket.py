@@ -19,6 +19,7 @@ from mirror.server.errors import NeedsMemory, Refused, unknown_collection
 from mirror.wire.constants import Status
 from storage.env import directory
 from storage.errors import AnswerTooLarge, NotHeld, StorageError, Unavailable, UnknownCollection, ViewInvalidated
+from storage.format.keys import split_key
 from storage.model import DEFAULT_COLLECTION, Document, Manifest, VbucketState
 from storage.read import states, stream_reads
 from storage.read.scan import KeySelection
@@ -101,7 +102,9 @@ class ServedBucket:
         NeedsMemory if the document has more than `bytes_max` bytes.
         """
 
-        def admit(manifest: Manifest, collection_id: int) -> None:
+        collection_id = split_key(wire_key)[0]
+
+        def admit(manifest: Manifest) -> None:
             if not reader.reads_all or collection_id not in manifest.collections:
                 _check_collection(collection_id, manifest, reader)
 
@@ -164,12 +167,11 @@ class ServedBucket:
 
     def holds_seqno(self, vbid: int, seqno: int) -> bool:
         """Return True if the newest version of some document has this seqno."""
-        with self._reading():
+        with self._reading(), contextlib.suppress(UnknownCollection):
             wire_key = self.view.key_at(vbid, seqno)
-            if wire_key is None:
-                return False
-            found = self.view.find(wire_key, deletions=True)
-        return found is not None and found.seqno == seqno
+            found = None if wire_key is None else self.view.find(wire_key, deletions=True)
+            return found is not None and found.seqno == seqno
+        return False
 
     def newest_of(self, pin: Pin, collection_id: int) -> int | None:
         """Return the seqno of a collection's newest document event; None if the vbucket lacks the collection. Raises

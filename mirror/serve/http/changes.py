@@ -26,7 +26,6 @@ from starlette.types import Receive, Scope, Send
 
 from mirror.log import get_logger
 from mirror.serve.access.auth import Reader
-from mirror.serve.http.documents import collection_id
 from mirror.serve.http.problems import Problem, internal, of_storage
 from mirror.serve.http.requests import Parameters, collection_name, parse_position, position_text, vbucket
 from mirror.serve.http.service import (
@@ -74,7 +73,6 @@ async def get_changes(request: Request) -> Response:
     collection = None if name is None else collection_name(name)
     if collection is not None:
         service.judge(reader, collection, vbids[:1])
-        collection_id(view, vbids, collection)
     keep = _keeper(service, reader, collection)
     tokens, timeout_s = service.tokens(parameters)
     position: dict[int, Token]
@@ -89,6 +87,8 @@ async def get_changes(request: Request) -> Response:
         raise Problem("bad-request", f"the position is of vbucket {min(strange)}, which is not requested")
     if since != "now":
         await service.read_in_bulk(request, partial(_check_since, service, position))
+    if collection is not None:
+        await service.read_in_bulk(request, partial(view.check_followed, collection, vbids, position.values()))
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
     if request.method == "HEAD":
         return Response(None, 200, headers, "text/event-stream")

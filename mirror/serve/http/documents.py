@@ -6,7 +6,7 @@ pages of a vbucket show the moment of its first page. If that moment is lost, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mirror.serve.access.auth import Reader
-from mirror.serve.http.problems import COLLECTIONS_HINT, Problem
+from mirror.serve.http.problems import Problem
 from mirror.serve.http.requests import (
     PAGE_LIMIT_DEFAULT,
     PAGE_LIMIT_MAX,
@@ -42,10 +42,10 @@ from mirror.serve.http.service import (
 from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
 from mirror.server.turns import LARGE_BYTES
 from storage.errors import AnswerTooLarge
-from storage.model import DOCUMENT_FIELDS, Document, Manifest
+from storage.model import DOCUMENT_FIELDS, Document
 from storage.read.reading import BoundaryRead
 from storage.read.scan import KeySelection
-from storage.read.view import AsOf, View
+from storage.read.view import AsOf
 from storage.read.wait import MutationToken
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
@@ -180,8 +180,8 @@ async def get_documents(request: Request) -> Response:
     def read() -> tuple[bytes, int]:
         refuse_gone(request)
         service.judge(reader, collection, vbids, as_of)
-        if not keys and isinstance(collection, str):  # without keys no read checks the name
-            collection_id(view, view.vbids, collection)
+        if not keys:  # no read asks for the collection
+            view.reading().collection_id(collection)
         found = view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
         missing = [key for key in keys if key not in found]
         rows = [document_json(found[key]) for key in keys if key in found]
@@ -209,30 +209,12 @@ async def scan_documents(request: Request) -> Response:
         service.tokens(parameters)
         page = Page.parse(text, view.identity.vbucket_count)
         service.judge(reader, collection, ())  # checks a name; `judge_at` checks the id in the token
-        manifest = view.reading(pins=(page.pin,)).manifest(page.pin.vbid)
-        known = collection_id(view, view.vbids, collection, manifest) if isinstance(collection, str) else collection
-        if known != page.collection_id:
+        name = view.reading(pins=(page.pin,)).manifest(page.pin.vbid).name_of(page.collection_id)
+        if collection not in (page.collection_id, collection if name is None else name):
             raise Problem("bad-request", "this page's token is of another collection")
     else:
         page = await _first_page(service, request, reader, parameters, collection)
     return await _answer_page(service, request, reader, page, limit)
-
-
-def collection_id(view: View, vbids: Sequence[int], collection: str | int, manifest: Manifest | None = None) -> int:
-    """Return the id of a collection of `manifest`, or else of any of some vbuckets: these learn of a collection at
-    different times. Raises Problem.
-    """
-
-    def manifests() -> Iterator[Manifest]:
-        yield manifest or view.manifest(vbids[0])
-        uids = view.manifest_uids({})  # takes a millisecond for 1,024 vbuckets: seldom needed
-        yield from map(view.manifest, {uids[vbid]: vbid for vbid in vbids if vbid in uids}.values())
-
-    for each in manifests():
-        found = each.ids.get(collection) if isinstance(collection, str) else collection
-        if found in each.collections:
-            return found
-    raise Problem("no-collection", f"no collection {collection!r}", hint=COLLECTIONS_HINT)
 
 
 async def _first_page(
@@ -250,8 +232,8 @@ async def _first_page(
         raise Problem("bad-request", "as_of by seqno needs a vbid", hint="seqnos count in one vbucket")
     service.judge(reader, collection, (vbid,), as_of)
     pin = await service.after(request, tokens, timeout_s, lambda: view.pin(vbid, as_of))
-    manifest = view.reading(pins=(pin,)).manifest(vbid)
-    identity = collection_id(view, view.vbids if only is None else (vbid,), collection, manifest)
+    reading = view.reading(None if only is None else (vbid,), as_of=as_of, pins=(pin,))
+    identity = await service.read_in_bulk(request, partial(reading.collection_id, collection))
     now_ms = pin.now_ms if as_of is not None else service.clock.wall_ms()
     first = start or b""
     return Page(pin, first, identity, prefix or b"", first, end, only is not None, deletions, as_of, now_ms)

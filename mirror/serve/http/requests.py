@@ -19,8 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from mirror import units
 from mirror.serve.http.problems import Problem
-from storage.format.tokens import full_name
-from storage.model import SEQNO_MAX, Branch, Seqno
+from storage.model import SEQNO_MAX, Branch, Seqno, full_name
 from storage.read.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 
 KEY_LENGTH_MAX = 250

@@ -117,6 +117,7 @@ class LocalChanges(ChangesDriver):
             raise
         identity = self._view.identity
         super().__init__(options, "path", identity.bucket_uuid, identity.group_count)
+        self._checked = not options.collections
         self._known: set[int] = set()
         self._undelivered: set[int] = set()  # nothing was sent, and history is lost: send the whole vbucket
         self._lease: Lease | None = None
@@ -251,6 +252,15 @@ class LocalChanges(ChangesDriver):
             before.release()
 
     # -- batches --------------------------------------------------------------------------------------------------
+
+    def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
+        if not self._checked:
+            since = [token(self._view, vbid, start.of(vbid)) for vbid in self._vbids]
+            with suppress(Unavailable, ViewInvalidated):
+                for name in self._options.collections or ():
+                    self._view.check_followed(name, self._vbids, since)
+                self._checked = True
+        return super().plan(start, end)
 
     def _way(self, vbid: int, since: At, to: At) -> Way | None:
         lost = to.fresh == 0 and self._lost_between(vbid, since, to)

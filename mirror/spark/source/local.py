@@ -79,7 +79,8 @@ def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int
         lease_id = uuid.uuid4().hex
         lease = of_reading(options.path, NAME, seconds=options.lease_seconds, lease_id=lease_id)
         with view.reading(chosen, as_of=as_of, lease=lease) as reading:
-            reading.check_collections(options.collections or ())
+            for name in (options.collections or ()) if chosen else ():
+                reading.collection_id(name)
             pins = tuple(reading.hold())
         job = Job(options.path, lease_id, options.lease_seconds, pins, collections, restriction.keys)
         return job, dealt(chosen, options.partitions, view.identity.group_count)

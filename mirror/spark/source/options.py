@@ -16,7 +16,7 @@ from mirror.spark.places import local_path
 from mirror.spark.source.columns import TABLES
 from mirror.typed.bodies import AS_DECLARED, MODES, Reading
 from mirror.typed.times import EPOCH_UNITS, zone_of
-from storage.format.tokens import full_name
+from storage.model import full_name
 
 VBUCKETS_MAX = 65_536
 OF_CREATE_TABLE = "provider"

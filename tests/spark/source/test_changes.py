@@ -15,6 +15,7 @@ from mirror.spark.source.offsets import Offset
 from mirror.spark.source.options import Options, parse
 from mirror.supervise.processes.worker import restore_missing
 from storage.env import directory
+from storage.errors import UnknownCollection
 from storage.format.keys import vbid_of
 from storage.model import Collection, FailoverLog, Seqno
 from tests.spark.events import applied
@@ -256,6 +257,31 @@ def test_dropped_and_flushed_collections_are_reported(small: SmallMirror) -> Non
         ("collection_dropped", "shop.orders", None),
     ]
     follower.driver.close()
+
+
+def test_a_stream_of_a_collection_gets_its_drop_after_a_restart(small: SmallMirror) -> None:
+    """A name that never existed gave a stream without rows."""
+    default, orders_ = Collection(0, 0, "_default", Seqno(0)), Collection(8, 8, "orders", Seqno(1))
+    scopes = {0: "_default", 8: "shop"}
+    writer = small.writers[0]
+    system_event(writer, 1, default, orders_, scopes=scopes)
+    put(writer, b"o", 2, cid=8)
+    commit(writer, 2)
+    follower = Follower(options(small, vbuckets="0", collection="shop.orders"))
+    assert follower.step()
+    system_event(writer, 3, default, scopes=scopes)
+    commit(writer, 3)
+    follower.restart()
+    assert [row["kind"] for row in follower.next_rows()[1]] == ["collection_dropped"]
+    assert follower.step()
+    put(writer, b"d", 4, publish=True)
+    assert follower.step(), "it runs on"
+    put(writer, b"d", 5, publish=True)
+    follower.restart()
+    for each in (follower, Follower(options(small, vbuckets="0", collection="shop.others"))):
+        with pytest.raises(UnknownCollection):
+            each.step()
+        each.driver.close()
 
 
 def test_a_collection_recreated_in_lost_history_is_restored(small: SmallMirror) -> None:
