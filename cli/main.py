@@ -21,7 +21,6 @@ from mirror import __version__
 
 COMMANDS = {
     "Mirror a bucket": {
-        "init": "Try a source and write a commented settings file.",
         "demo": "Show a mirror at work, with a killed worker and a failover.",
         "run": "Mirror a bucket until stopped.",
         "stop": "Stop the service of a mirror.",
@@ -29,7 +28,6 @@ COMMANDS = {
         "rollback": "Return one vbucket to a kept boundary.",
         "backup": "Copy the mirror, also while its service runs.",
         "restore": "Make a mirror from a backup.",
-        "record": "Record a DCP session.",
         "sandbox": "Run the embedded source.",
         "user": "Manage the users that may read over the network.",
     },
@@ -54,7 +52,6 @@ COMMANDS = {
 }
 """The commands with their help lines, in the order of the help."""
 EXAMPLES = {
-    "init": "dcp-mirror init --source couchbases://reader@db1,db2/orders --data /var/lib/orders",
     "demo": "dcp-mirror demo --seconds 30",
     "run": "dcp-mirror run --source couchbases://reader@db1,db2/orders --data /var/lib/orders --kv 11410 --http 8080",
     "stop": "dcp-mirror stop --data /var/lib/orders --timeout 30",
@@ -62,7 +59,6 @@ EXAMPLES = {
     "rollback": "dcp-mirror rollback --data /var/lib/orders --vbid 7 --to 1000 --dry-run",
     "backup": "dcp-mirror backup --data /var/lib/orders --to /backup/orders-monday",
     "restore": "dcp-mirror restore --from /backup/orders-monday --data /var/lib/orders",
-    "record": "dcp-mirror record --source couchbase://reader@db1/orders --to session.dcp --seconds 60",
     "sandbox": "dcp-mirror sandbox --port 11310 --bucket orders --load 10000 --rate 500",
     "user": "dcp-mirror user add reports --file /etc/dcp-mirror/users.json",
     "status": "dcp-mirror status --data /var/lib/orders --wait-ready --timeout 60",

@@ -1,1 +1,1 @@
-"""Inspection: examine a source, compare a mirror with it, fetch vbuckets again, record a DCP session."""
+"""Inspection: examine a source, compare a mirror with it, and fetch vbuckets again."""

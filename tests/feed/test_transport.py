@@ -263,24 +263,3 @@ async def test_a_request_with_many_answers_gets_each_until_it_declines_more() ->
     link.data_received(b"".join(encode(response(sent, key=key)) for key in (b"a", b"b", b"", b"c")))
     assert reported == [b"a", b"b", b""]
     assert not link._pending
-
-
-async def test_a_tap_is_shown_every_byte_of_both_directions() -> None:
-    shown: list[tuple[bool, bytes]] = []
-    all_shown = asyncio.Event()
-
-    def passed(_link: Link, data: bytes, ours: bool) -> None:
-        shown.append((ours, data))
-        if len(shown) == 2:
-            all_shown.set()
-
-    async with ScriptedNode() as node:
-        node.greeting = b"\x81"
-        link = await open_link(NodeAddress("127.0.0.1", node.port), tls=None, timeout_s=5, clock=SystemClock())
-        link.tap = passed
-        link.send(b"\x80")
-        async with asyncio.timeout(10):
-            await all_shown.wait()
-        assert sorted(shown) == [(False, b"\x81"), (True, b"\x80")]
-        assert link.tls_object is None
-        link.close()

@@ -16,7 +16,6 @@ WRITERS = {
     "mirror/supervise/leases.py": "in the data directory",
     "mirror/supervise/lock.py": "in the data directory",
     "mirror/supervise/events/log.py": "in the data directory",
-    "mirror/inspection/recording.py": "O_EXCL: a recording is there while it grows",
     "mirror/spark/places.py": "O_EXCL: no name of a part is used twice",
     "mirror/spark/tables/delta.py": "O_NOFOLLOW: an empty file for a lock",
     "cli/export.py": "a pipe or device",

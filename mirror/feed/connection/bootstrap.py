@@ -31,7 +31,7 @@ from mirror.errors import (
 )
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
 from mirror.feed.connection.tls import Tls, hung_up, only_tls, speaks_tls
-from mirror.feed.connection.transport import READ_BYTES_MAX, Link, Opaques, Tap, open_link
+from mirror.feed.connection.transport import READ_BYTES_MAX, Link, Opaques, open_link
 from mirror.ingest.selection import MalformedManifest, SourceManifest
 from mirror.ingest.topology import ClusterMap, MalformedClusterMap, Node, network_of, parse_cluster_map
 from mirror.wire.codec_dcp import decode_all_vb_seqnos, encode_all_vb_seqnos_request
@@ -77,8 +77,6 @@ class Access:
     source: ConnectionString
     password: PasswordSource
     settings: Settings
-    tap: Tap | None = None
-    """Gets every byte of every connection."""
 
     @staticmethod
     def of(source: ConnectionString, settings: Settings) -> Access:
@@ -117,7 +115,6 @@ async def enter(
     settings = access.settings
     tls = Tls.of(settings) if access.source.tls else None
     link = await open_link(address, tls=tls, timeout_s=CONNECT_TIMEOUT_S, clock=clock, opaques=opaques)
-    link.tap = access.tap
     # A read may exceed the budget of uncommitted rows by its own size.
     link.read_bytes_max = min(READ_BYTES_MAX, settings.batch_bytes_max // 2)
     try:

@@ -32,8 +32,6 @@ NEXT_ADDRESS_DELAY_S = 0.25
 """Delay before a name's next address is tried in parallel (RFC 8305), because the first may not answer."""
 
 OnAnswer = Callable[[Frame | ClusterError], None]
-Tap = Callable[["Link", bytes, bool], None]
-"""Gets a connection, bytes that passed over it, and True if we sent them."""
 
 
 class _ReadBuffer(threading.local):
@@ -70,7 +68,6 @@ class Link(asyncio.BufferedProtocol):
         """Called once, when the connection is closed or lost."""
         self.on_push: Callable[[Frame], None] | None = None
         """Takes the node's requests outside of streams (kv_engine docs/Duplex.md). The node expects no answer."""
-        self.tap: Tap | None = None
         self.read_bytes_max = READ_BYTES_MAX
         self._clock = clock
         self.last_received = self._waits_since = clock.monotonic()
@@ -104,8 +101,6 @@ class Link(asyncio.BufferedProtocol):
         if self.error is not None:
             return
         self.last_received = self._clock.monotonic()
-        if self.tap is not None:
-            self.tap(self, bytes(data), False)
         self._have += len(data)
         if self._have < self._need:  # joining at each read would copy a message of 20 MiB thousands of times
             self._pieces.append(bytes(data))
@@ -168,8 +163,6 @@ class Link(asyncio.BufferedProtocol):
             # Not now: `close` calls the owners of requests back, and one of them may be the caller.
             asyncio.get_running_loop().call_soon(self.close, error)
             return
-        if self.tap is not None:
-            self.tap(self, data, True)
         self._transport.write(data)
 
     def ask(self, frame: Frame, on_answer: OnAnswer) -> None:

@@ -32,7 +32,6 @@ from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.connection.node_session import NodeSession
-from mirror.feed.connection.transport import Tap
 from mirror.feed.read.queries import SourceQueries
 from mirror.feed.read.reading import BoundedRead, ReadVbucket
 from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
@@ -76,7 +75,6 @@ class SourceReader:
         memory_bytes: int = MEMORY_BYTES,
         parallel: int = PARALLEL,
         timeout_s: float = TIMEOUT_S,
-        tap: Tap | None = None,
         followed: MapRecord | None = None,
     ) -> None:
         """`source` is a connection string.
@@ -84,8 +82,8 @@ class SourceReader:
         `password`: by default from the settings. `collections`: names (`scope.collection`), ids, or the name of one
         scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment. `memory_bytes`
         limits the rows held in memory; other rows go to a temporary file. `parallel` limits the vbuckets that a read
-        with `until` reads at a time. `tap` gets every byte. `followed`: a bucket, and the oldest revision that its maps
-        may have. Raises ConfigError.
+        with `until` reads at a time. `followed`: a bucket, and the oldest revision that its maps may have.
+        Raises ConfigError.
         """
         if memory_bytes < MEMORY_BYTES_MIN or parallel < 1 or timeout_s <= 0:
             raise ConfigError(f"a reader needs memory_bytes from {MEMORY_BYTES_MIN}, parallel and timeout_s above 0")
@@ -94,7 +92,7 @@ class SourceReader:
         settings = replace(settings, change_streams=False, tls_ca_file=Path(ca) if ca else settings.tls_ca_file)
         if not settings.connection_buffer_size:
             raise ConfigError("a reader needs flow control")
-        access = replace(Access.of(parse(source), settings), tap=tap)
+        access = Access.of(parse(source), settings)
         if password is not None:
             access = replace(access, password=FixedPassword(None, None, password))
         self._core = _Core(access, tuple(collections or ()), timeout_s, followed, memory_bytes, parallel)
@@ -187,11 +185,6 @@ class SourceReader:
         finally:
             if self._loop is not None:
                 self._call(self._core.end(reading))
-
-    def stop_reading(self) -> None:
-        """End the current read after its complete snapshots. Any thread may call this."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._core.stop)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         loop = self._loop
@@ -297,10 +290,6 @@ class _Core:
             self._reading = None
             reading.end()
             self.connections.release_acks()
-
-    def stop(self) -> None:
-        if self._reading is not None:
-            self._reading.fail(None)
 
     async def _watch_progress(self) -> None:
         while True:
