@@ -43,10 +43,10 @@ def backup(
         raise ConfigError("the tar would go to the terminal", hint="redirect stdout, or give --to a directory")
     time_ms = SystemClock().wall_ms()
     as_of_ms = None if moment is None else moment.ms
-    with render.task_screen() as screen:
+    with render.Progress() as screen:
 
         def progress(groups: int, size: int) -> None:
-            screen.show_line(f"{groups} groups copied, {output.size(size)}")
+            screen.show(f"{groups} groups copied, {output.size(size)}")
 
         if to == STDOUT:
             summary = to_tar(path, sys.stdout.buffer, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
@@ -127,12 +127,12 @@ def restore(
     """Restore a backup into an empty directory. `run` then fetches only later changes."""
     path = str(options.data_directory(data, config))
     store_backup.check_target(path)
-    with render.task_screen() as screen:
+    with render.Progress() as screen:
         summary = store_backup.restore(
             parts_of(source),
             path,
             clock_ms=SystemClock().wall_ms,
-            progress=lambda groups, size: screen.show_line(f"{output.size(size)} read, {groups} groups"),
+            progress=lambda groups, size: screen.show(f"{output.size(size)} read, {groups} groups"),
             check_rows=check,
         )
     if as_json:

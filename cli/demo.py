@@ -1,4 +1,4 @@
-"""`demo`: starts a source, a mirror and a live view, kills a worker, fails a node over, and compares.
+"""`demo`: starts a source and a mirror, kills a worker, fails a node over, and compares.
 
 Every printed claim was measured in this run; if a claim is false, the exit code is 1.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ import typer
 from cli import options, output, render
 from cli.exits import CommandEnded, end_by_sigterm
 from cli.stage import Stage
-from cli.status import DocumentCounter
+from cli.status import count_documents
 from mirror.errors import ConfigError, ExitCode, SupervisionError
 from mirror.messages import Reply, Status
 from storage.admin import check as storage_check
@@ -27,7 +27,6 @@ from storage.env import directory
 from storage.read.view import open_view
 
 LOOK_INTERVAL_S = 0.5
-PLAIN_INTERVAL_S = 3.0
 STEP_TIMEOUT_S = 90.0
 """Longest wait for a condition. A longer wait makes the demo fail."""
 DEFAULT_LENGTH_S = 30.0
@@ -40,9 +39,9 @@ LOST_CHANGES = 20
 class Story:
     """The steps of the demo, as a generator: each new status continues it."""
 
-    def __init__(self, stage: Stage, length_s: float) -> None:
+    def __init__(self, stage: Stage, length_s: float, *, to_stderr: bool = False) -> None:
         """After a third of `length_s` a worker is killed, after two thirds a node fails over."""
-        self.lines: list[str] = []
+        self._to_stderr = to_stderr
         self.facts: Reply = {}
         self.finished = False
         self._stage = stage
@@ -57,7 +56,8 @@ class Story:
         return time.monotonic() - self._began_s
 
     def say(self, line: str) -> None:
-        self.lines.append(f"{self.elapsed_s:5.1f} s  {line}")
+        output.echo(f"{self.elapsed_s:5.1f} s  {line}", err=self._to_stderr)
+        sys.stdout.flush()
 
     def go_on(self, status: Status) -> None:
         self._status = status
@@ -102,7 +102,7 @@ class Story:
 
     def _fill(self) -> Iterator[None]:
         yield from self._wait(lambda: self._status["listeners"].get("http"), "the status page")
-        self.say(f"status page: {self._status['listeners']['http'][0]}")
+        self.say(f"status page: {self._status['listeners']['http'][0]} (Ctrl-C ends the demo)")
         self.say(f"source: 2 nodes, live writes, at {self._stage.connection_string}")
         yield from self._wait(self._caught_up, "the first fill")
         self.facts["filled_s"] = round(self.elapsed_s, 1)
@@ -185,7 +185,7 @@ class Story:
         node: int = self._stage.ask_source("vbucket", vbid=vbid)["node"]
         return node
 
-    def reckon(self, counter: DocumentCounter) -> bool:
+    def reckon(self) -> bool:
         """Stop the writes, wait for the mirror, compare, stop the service and check its data."""
         self._stage.ask_source("rate", rate=0)
         until_s = time.monotonic() + STEP_TIMEOUT_S
@@ -194,7 +194,7 @@ class Story:
             status = self._stage.status()
             sent = self._stage.ask_source("status")["documents"]
             if status is not None and status["totals"]["lag_seqnos"] == 0:
-                counter.fill(status)
+                count_documents(self._stage.data, status)
                 documents = status["totals"]["documents"]
                 if documents == sent:
                     break
@@ -234,35 +234,20 @@ def demo(
         place = data if data is not None else folder / "data"
         stage = Stage(place, folder, nodes=2, vbuckets=64, documents=documents, rate=rate, workers=workers, http=http)
         stack.enter_context(stage)
-        story = Story(stage, seconds or DEFAULT_LENGTH_S)
-        counter = DocumentCounter(place)
-        with render.Screen(to_stderr=as_json, plain_interval_s=PLAIN_INTERVAL_S) as screen:
-            with contextlib.suppress(KeyboardInterrupt):
-                run_story(stage, story, counter, screen, seconds)
-            ok = story.reckon(counter)
-            screen.finish(render.story_panel(story.lines), story.lines)
+        story = Story(stage, seconds or DEFAULT_LENGTH_S, to_stderr=as_json)
+        with contextlib.suppress(KeyboardInterrupt):
+            run_story(stage, story, seconds)
+        ok = story.reckon()
         finish(story, ok, data, as_json=as_json)
     if not ok:
         raise CommandEnded(ExitCode.FAILED)
 
 
-def run_story(
-    stage: Stage, story: Story, counter: DocumentCounter, screen: render.Screen, seconds: float | None
-) -> None:
-    rates: deque[float] = deque(maxlen=render.SPARKS_MAX)
-    said = 0
+def run_story(stage: Stage, story: Story, seconds: float | None) -> None:
     while seconds is None or story.elapsed_s < seconds or not story.finished:
         status = stage.status()
         if status is not None:
-            with contextlib.suppress(OSError):
-                counter.fill(status)
             story.go_on(status)
-            rates.append(status["totals"]["documents_per_s"] or 0)
-            if not screen.is_terminal:
-                for line in story.lines[said:]:
-                    screen.say(line)
-                said = len(story.lines)
-            screen.show(render.demo_view(status, list(rates), story.lines), render.status_line(status))
         time.sleep(LOOK_INTERVAL_S)
 
 

@@ -221,7 +221,7 @@ class JsonLines:
 
 def write(vbids: Sequence[int], text: Text, to: str) -> int:
     count = 0
-    with render.task_screen() as screen, contextlib.ExitStack() as stack:
+    with render.Progress() as screen, contextlib.ExitStack() as stack:
         split = to != STDOUT and (to.endswith("/") or os.path.isdir(to))
         whole = None if split else stack.enter_context(opened(to))
         for number, vbid in enumerate(vbids):
@@ -232,7 +232,7 @@ def write(vbids: Sequence[int], text: Text, to: str) -> int:
                 for piece, documents in text.pieces(vbid):
                     file.write(piece)
                     count += documents
-            screen.show_line(f"{number + 1} of {len(vbids)} vbuckets exported, {count:,} documents")
+            screen.show(f"{number + 1} of {len(vbids)} vbuckets exported, {count:,} documents")
         text.check()
     return count
 

@@ -33,7 +33,6 @@ COMMANDS = {
     },
     "Look at a mirror": {
         "status": "Show state, lag, positions and workers.",
-        "top": "Show the status live.",
         "events": "Show past events: rollbacks, resyncs, full disks.",
         "get": "Print one document.",
         "scan": "Print documents by prefix.",
@@ -62,7 +61,6 @@ EXAMPLES = {
     "sandbox": "dcp-mirror sandbox --port 11310 --bucket orders --load 10000 --rate 500",
     "user": "dcp-mirror user add reports --file /etc/dcp-mirror/users.json",
     "status": "dcp-mirror status --data /var/lib/orders --wait-ready --timeout 60",
-    "top": "dcp-mirror top --data /var/lib/orders",
     "events": "dcp-mirror events --data /var/lib/orders --since 2h",
     "get": "dcp-mirror get order::4711 --data /var/lib/orders --as-of 2026-01-31T12:00:00",
     "scan": "dcp-mirror scan --data /var/lib/orders --prefix order::47 --limit 10 --json",
@@ -79,7 +77,6 @@ EXAMPLES = {
     "config": "dcp-mirror config explain history_s",
 }
 MODULES = {
-    "top": "status",
     "events": "status",
     "schema": "sql",
     "stop": "service",

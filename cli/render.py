@@ -1,4 +1,4 @@
-"""Tables, the live view, and plain lines for output that is no terminal. The only module that uses rich.
+"""Tables, progress, and plain lines for output that is no terminal. The only module that uses rich.
 
 Everything fits a terminal of 80 columns, and colours only repeat the words.
 """
@@ -16,7 +16,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
-from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.table import Table
@@ -38,8 +37,7 @@ BUSY_STATES = {
     "resyncing",
     "rolling-back",
 }
-PLAIN_INTERVAL_S = 2.0
-TASK_INTERVAL_S = 5.0
+PROGRESS_INTERVAL_S = 2.0
 TROUBLES_MAX = 8
 """Limit of the errors that a status shows, worst first."""
 
@@ -56,8 +54,6 @@ stdout = DataConsole(highlight=False)
 stderr = DataConsole(stderr=True, highlight=False)
 
 LEASES_SHOWN = 3
-SELDOM_CHANGES = frozenset({"mirrored", "data", "history", "held"})
-"""Facts that `top` leaves out on a small terminal; `status` shows them."""
 
 
 def state_text(state: str) -> Text:
@@ -113,7 +109,7 @@ def history_text(sums: Mapping[str, Any]) -> str | None:
     return text + (f", back to {moment(sums['history_floor_ms'])}" if sums["history_floor_ms"] else "")
 
 
-def summary(document: Mapping[str, Any], *, brief: bool = False) -> Table:
+def summary(document: Mapping[str, Any]) -> Table:
     sums = document["totals"]
     state: Text = state_text(document["state"])
     if document.get("since_ms") is not None and document["state"] not in GOOD_STATES:
@@ -150,7 +146,7 @@ def summary(document: Mapping[str, Any], *, brief: bool = False) -> Table:
         "held": leases_text(document.get("leases") or ()),
         "warning": escape("; ".join(document.get("warnings") or ())) or None,
     }
-    return fact_table({name: fact for name, fact in facts.items() if not (brief and name in SELDOM_CHANGES)})
+    return fact_table(facts)
 
 
 def print_event(event: Mapping[str, Any]) -> None:
@@ -219,37 +215,16 @@ def row_table(columns: Mapping[str, Cell], rows: Sequence[Mapping[str, Any]], ri
     return plain_table(list(columns), [[cell(row) for cell in columns.values()] for row in rows], right=right)
 
 
-def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
-    return row_table(WORKER_COLUMNS, workers, right=(0, 2, 4, 5, 6, 7))
-
-
 def trouble_table(troubles: Sequence[Mapping[str, Any]]) -> Table:
     lines = [[trouble["where"] or "all", duration(trouble["lag_s"]), str(trouble["error"])] for trouble in troubles]
     return plain_table(["vbuckets", "lag", "error"], lines, right=(1,))
 
 
-def processes_text(document: Mapping[str, Any]) -> Table:
-    facts = {}
-    for kind in ("workers", "servers"):
-        rows = document[kind]
-        running = sum(row["phase"] == "running" for row in rows)
-        cpu, memory = (sum(row[name] or 0 for row in rows) for name in ("cpu_percent", "private_bytes"))
-        restarts = sum(row["restarts"] for row in rows)
-        text = f"{running} of {len(rows)} running, cpu {cpu:.0f} %, memory {size(memory)}, restarts {restarts}"
-        facts[kind] = text if rows else None
-    return fact_table(facts)
-
-
-def status_view(
-    document: Mapping[str, Any], *, every_vbucket: bool = False, brief: bool = False, troubles_max: int = TROUBLES_MAX
-) -> RenderableType:
-    """Return the whole status; `brief` leaves out stable facts and has a line each for workers and servers."""
-    parts: list[RenderableType] = [summary(document, brief=brief)]
-    if brief:
-        parts.append(processes_text(document))
-    if document["workers"] and not brief:
-        parts += ["", worker_table(document["workers"])]
-    if document["servers"] and not brief:
+def status_view(document: Mapping[str, Any], *, every_vbucket: bool = False) -> RenderableType:
+    parts: list[RenderableType] = [summary(document)]
+    if document["workers"]:
+        parts += ["", row_table(WORKER_COLUMNS, document["workers"], right=(0, 2, 4, 5, 6, 7))]
+    if document["servers"]:
         parts += ["", row_table(SERVER_COLUMNS, document["servers"], right=(2, 3, 4, 5, 6, 7))]
     rows = document["vbuckets"]
     if every_vbucket:
@@ -258,93 +233,26 @@ def status_view(
         states = ", ".join(f"{count} {state}" for state, count in sorted(document["totals"]["states"].items()))
         parts += ["", f"[dim]vbuckets[/dim]  {escape(states)}"]
         troubles = [trouble for trouble in document["troubles"] if trouble["vbuckets"] and trouble["error"]]
-        if troubles and troubles_max:
-            parts += ["", trouble_table(troubles[:troubles_max])]
-        if len(troubles) > troubles_max:
-            parts.append(f"[dim]... and {len(troubles) - troubles_max} more errors (status --all)[/dim]")
+        if troubles:
+            parts += ["", trouble_table(troubles[:TROUBLES_MAX])]
+        if len(troubles) > TROUBLES_MAX:
+            parts.append(f"[dim]... and {len(troubles) - TROUBLES_MAX} more errors (status --all)[/dim]")
     return Group(*parts)
 
 
-def top_view(document: Mapping[str, Any]) -> RenderableType:
-    """Return the part of the status that fits the height of the terminal."""
-    view = status_view(document)
-    for troubles_max in range(TROUBLES_MAX, -1, -1):
-        if len(stdout.render_lines(view)) < stdout.height:
-            break
-        view = status_view(document, brief=True, troubles_max=troubles_max)
-    return view
-
-
-def status_line(document: Mapping[str, Any]) -> str:
-    sums = document["totals"]
-    running = sum(worker["phase"] == "running" for worker in document["workers"])
-    parts = [
-        document["state"],
-        f"documents {number(sums['documents'])}",
-        f"published {number(sums['published_seqnos'])}",
-        f"rate {number(sums.get('documents_per_s'))}/s",
-        f"lag {lag_text(sums)}",
-        f"workers {running}/{len(document['workers'])}",
-    ]
-    if sums["rollback_count"]:
-        parts.append(f"rollbacks {sums['rollback_count']}")
-    if sums["resync_count"]:
-        parts.append(f"resyncs {sums['resync_count']}")
-    if document["state"] not in GOOD_STATES and document.get("message"):
-        parts.append(document["message"])
-    return " | ".join(parts)
-
-
-# -- live -------------------------------------------------------------------------------------------------------------
-
-
-def progress_view(document: Mapping[str, Any]) -> RenderableType:
-    done = document.get("catch_up")
-    if not done:
-        return Text.assemble(state_text(document["state"]), f"  {document.get('message') or ''}")
-    receiving = done["seqnos_received"] < done["seqnos_target"]
-    grid = Table.grid(padding=(0, 1))
-    grid.add_row(
-        ProgressBar(total=1.0, completed=done["share"], width=30),
-        f"{done['share']:6.1%}",
-        f"{number(done['seqnos_received' if receiving else 'seqnos_published'])} of {number(done['seqnos_target'])} "
-        f"{'received' if receiving else 'published'}",
-        f"{number(document['totals'].get('documents_per_s'))}/s",
-        left_text(done),
-    )
-    return grid
+# -- progress ---------------------------------------------------------------------------------------------------------
 
 
 def progress_line(document: Mapping[str, Any]) -> str:
     done = document.get("catch_up")
     if not done:
         return f"{document['state']}: {document.get('message') or ''}".rstrip(": ")
-    rate, left = number(document["totals"].get("documents_per_s")), left_text(done)
+    rate = number(document["totals"].get("documents_per_s"))
     return (
-        f"{done['share']:.1%} done | {number(done['seqnos_received'])} of {number(done['seqnos_target'])} "
+        f"{number(done['seqnos_received'])} of {number(done['seqnos_target'])} "
         f"seqnos received, {number(done['seqnos_published'])} published | "
-        f"{done['vbuckets_done']} of {done['vbuckets']} vbuckets | {rate}/s" + (left and f" | {left}")
+        f"{done['vbuckets_done']} of {done['vbuckets']} vbuckets | {rate}/s"
     )
-
-
-def left_text(done: Mapping[str, Any]) -> str:
-    return f"{duration(done['left_s'])} left" if done["left_s"] is not None and done["share"] < 1 else ""
-
-
-def story_panel(lines: Sequence[str]) -> Panel:
-    return Panel(
-        "\n".join(escape(line) for line in lines) or "[dim]...[/dim]", title="what happened", title_align="left"
-    )
-
-
-SPARKS = " ▁▂▃▄▅▆▇█"
-SPARKS_MAX = 40
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Return one line of bars, scaled to the highest value."""
-    top = max(values, default=0)
-    return "".join(SPARKS[round(value / top * (len(SPARKS) - 1))] if top else SPARKS[0] for value in values)
 
 
 def command_name() -> str:
@@ -355,98 +263,31 @@ def command_name() -> str:
     return min(called, os.path.relpath(called), key=len)
 
 
-def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequence[str]) -> RenderableType:
-    sums = document["totals"]
-    figures = fact_table(
-        {
-            "state": state_text(document["state"]),
-            "documents": f"{number(sums['documents'])}   (published: {number(sums['published_seqnos'])} seqnos)",
-            "rate": f"{number(sums['documents_per_s'])} docs/s  {sparkline(rates)}",
-            "lag": lag_text(sums),
-            "vbuckets": ", ".join(f"{count} {state}" for state, count in sorted(sums["states"].items())),
-            "rollbacks": number(sums["rollback_count"]),
-            "page": escape(", ".join(document["listeners"].get("http", ()))) or DASH,
-            "look": escape(f"{command_name()} top --data {document['data']}"),
-        }
-    )
-    parts: list[RenderableType] = [
-        Panel(figures, title="dcp-mirror demo", title_align="left", subtitle="Ctrl-C ends it", subtitle_align="right"),
-        worker_table(document["workers"]),
-    ]
-    return Group(*parts, story_panel(newest_that_fit(parts, lines)))
+class Progress:
+    """Shows the newest line of a task's progress on stderr: redrawn on a terminal, elsewhere every few seconds."""
 
-
-def newest_that_fit(above: Sequence[RenderableType], lines: Sequence[str]) -> Sequence[str]:
-    """Return the newest of `lines` that fit on the terminal below `above`, at least one."""
-    used = sum(len(stdout.render_lines(part, pad=False)) for part in above)
-    left = stdout.height - used - 3  # 2 lines of the frame, 1 of the cursor
-    first = len(lines)
-    while first and (left := left - len(Text(lines[first - 1]).wrap(stdout, stdout.width - 4))) >= 0:
-        first -= 1
-    return lines[min(first, max(0, len(lines) - 1)) :]
-
-
-class Screen:
-    """Shows the newest picture: redrawn on a terminal, elsewhere as a plain line every few seconds."""
-
-    def __init__(self, *, to_stderr: bool = False, plain_interval_s: float = PLAIN_INTERVAL_S) -> None:
-        """Draw on stdout, or on stderr if stdout carries data."""
-        self._console = stderr if to_stderr else stdout
-        self._interval_s = plain_interval_s
+    def __init__(self) -> None:
         self._last_line = ""
         self._last_s = time.monotonic()
         self._live: Live | None = None
-        self._said: set[str] = set()
-
-    @property
-    def is_terminal(self) -> bool:
-        return self._console.is_terminal
 
     def __enter__(self) -> Self:
-        if self.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        if stderr.is_terminal:
+            self._live = Live(console=stderr, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the last picture on the screen."""
+        """Leave the last line on the screen."""
         if self._live is not None:
             self._live.stop()
 
-    def show_line(self, line: str) -> None:
-        self.show(line, line)
-
-    def show(self, view: RenderableType, line: str) -> None:
-        """Show `view` on a terminal; elsewhere print `line`, but not more often than `plain_interval_s`."""
+    def show(self, line: str) -> None:
         if self._live is not None:
-            self._live.update(view, refresh=True)
-            return
-        now_s = time.monotonic()
-        news = line != self._last_line or not self._interval_s
-        if news and now_s - self._last_s >= self._interval_s:
-            self._last_line, self._last_s = line, now_s
-            self.say(line)
-
-    def finish(self, view: RenderableType, lines: Sequence[str]) -> None:
-        """Leave `view` on a terminal; elsewhere print the lines that are not printed yet."""
-        if self._live is not None:
-            self._live.update(view, refresh=True)
-            return
-        for line in lines:
-            if line not in self._said:
-                self.say(line)
-
-    def say(self, line: str) -> None:
-        """Print a line that stays above the picture."""
-        self._said.add(line)
-        self._console.print(Text(line), soft_wrap=True)
-        if self._live is None:
-            self._console.file.flush()
-
-
-def task_screen() -> Screen:
-    """Return a screen for the progress of a task: on stderr, a line every few seconds."""
-    return Screen(to_stderr=True, plain_interval_s=TASK_INTERVAL_S)
+            self._live.update(Text(line), refresh=True)
+        elif line != self._last_line and time.monotonic() - self._last_s >= PROGRESS_INTERVAL_S:
+            self._last_line, self._last_s = line, time.monotonic()
+            stderr.print(Text(line), soft_wrap=True)
 
 
 class Bar:

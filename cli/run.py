@@ -110,12 +110,12 @@ def serve(
     """Run the service to its end, and report the progress if it ends by itself (`until_caught_up`)."""
     began_s = time.monotonic()
     last: Status = {}
-    with render.Screen(to_stderr=True) if chosen.until_caught_up else contextlib.nullcontext() as screen:
+    with render.Progress() if chosen.until_caught_up else contextlib.nullcontext() as screen:
 
         def progress(document: Status) -> None:
             last.update(document)
             if screen is not None:
-                screen.show(render.progress_view(document), render.progress_line(document))
+                screen.show(render.progress_line(document))
 
         def announce(line: str) -> None:
             with contextlib.suppress(OSError):  # the reader of stdout may be gone

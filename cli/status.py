@@ -1,4 +1,4 @@
-"""`status`, `top`: the state of a mirror, from its service or else from the store; `events`: its past and new events.
+"""`status`: the state of a mirror, from its service or else from the store; `events`: its past and new events.
 
 The JSON has the same shape with and without a service; unknown values are null.
 """
@@ -6,13 +6,8 @@ The JSON has the same shape with and without a service; unknown values are null.
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import sys
-import termios
 import time
-import tty
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -24,10 +19,10 @@ from mirror import client
 from mirror.errors import ExitCode
 from mirror.messages import GetStatus, Status
 from mirror.supervise.events.log import read_events
-from mirror.supervise.status import VbucketRow, stored_status, summed_if_known, totals
+from mirror.supervise.status import stored_status, summed_if_known, totals
 from storage.env import directory
 from storage.errors import NotAMirror, StorageError
-from storage.read.view import View, open_view
+from storage.read.view import open_view
 
 READY_INTERVAL_S = 0.2
 EVENTS_INTERVAL_S = 0.5
@@ -35,43 +30,22 @@ COUNT_SEQNOS_MAX = 2_000_000
 """Limit of the seqnos to walk for a count. Only `status --count` makes a longer walk."""
 
 
-class DocumentCounter:
-    """Counts live documents. A vbucket is counted again only if its position changed."""
-
-    def __init__(self, data: Path, *, always: bool = False) -> None:
-        """`always`: ignore COUNT_SEQNOS_MAX."""
-        self._data = str(data)
-        self._always = always
-        self._view: View | None = None
-        self._counted: dict[int, tuple[tuple[int | None, int | None], int]] = {}
-
-    def fill(self, document: Status) -> None:
-        """Set `documents` in the rows and totals of a status."""
-        rows = document["vbuckets"]
-        moved = sum(row["published_seqno"] or 0 for row in rows if self._position(row) != self._known(row["vbid"]))
-        if not rows or (moved > COUNT_SEQNOS_MAX and not self._always):
-            return
-        if self._view is None:
-            self._view = open_view(self._data, stale_reads=True, partial=True)
-        failures: list[str] = []
+def count_documents(data: Path, document: Status, *, always: bool = False) -> None:
+    """Set `documents` in the rows and totals of a status, unless that takes long. `always`: ignore COUNT_SEQNOS_MAX."""
+    rows = document["vbuckets"]
+    if not rows or (sum(row["published_seqno"] or 0 for row in rows) > COUNT_SEQNOS_MAX and not always):
+        return
+    failures: list[str] = []
+    with open_view(str(data), stale_reads=True, partial=True) as view:
         for row in rows:
             if row["state"] == "damaged":
                 continue
-            if self._position(row) != self._known(row["vbid"]):
-                try:
-                    self._counted[row["vbid"]] = (self._position(row), self._view.count(row["vbid"]))
-                except StorageError as error:
-                    failures.append(f"documents of vbucket {row['vbid']} cannot be counted: {error}")
-                    continue
-            row["documents"] = self._counted[row["vbid"]][1]
-        document["warnings"] += failures[:1]
-        document["totals"] |= {"documents": summed_if_known([row["documents"] for row in rows])}
-
-    def _position(self, row: VbucketRow) -> tuple[int | None, int | None]:
-        return row["branch"], row["published_seqno"]
-
-    def _known(self, vbid: int) -> tuple[int | None, int | None] | None:
-        return self._counted[vbid][0] if vbid in self._counted else None
+            try:
+                row["documents"] = view.count(row["vbid"])
+            except StorageError as error:
+                failures.append(f"documents of vbucket {row['vbid']} cannot be counted: {error}")
+    document["warnings"] += failures[:1]
+    document["totals"] |= {"documents": summed_if_known([row["documents"] for row in rows])}
 
 
 def current_status(data: Path) -> Status:
@@ -119,78 +93,13 @@ def status(
     """Show the state of the mirror: positions, lag, workers. Works with the service up or down."""
     path = options.data_directory(data, config)
     document = ready_status(path, timeout) if wait_ready else current_status(path)
-    DocumentCounter(path, always=count).fill(document)
+    count_documents(path, document, always=count)
     if as_json:
         output.print_json(document)
     else:
         render.show(render.status_view(document, every_vbucket=every))
     if (ready or wait_ready) and document["reasons"]:
         raise CommandEnded(ExitCode.FAILED)
-
-
-def top(
-    data: options.DataOption = None,
-    config: options.ConfigOption = None,
-    interval: Annotated[float, typer.Option("--interval", "-i", min=0.1, max=3600, help="Seconds per refresh.")] = 1.0,
-    count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="Refreshes until it ends.")] = None,
-    as_json: options.JsonOption = False,
-) -> None:
-    """Show the status live until q or Ctrl-C."""
-    path = options.data_directory(data, config)
-    counter = DocumentCounter(path)
-    looks = 0
-    with contextlib.suppress(KeyboardInterrupt), render.Screen(plain_interval_s=0) as screen, keys() as key_within:
-        while True:
-            document = current_status(path)
-            counter.fill(document)
-            if as_json:
-                output.print_json(document)
-            else:
-                screen.show(render.top_view(document), render.status_line(document))
-            looks += 1
-            if looks == count:
-                return
-            if key_within(interval) in ("q", "Q"):
-                return
-
-
-@contextlib.contextmanager
-def keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits some seconds for one key of the terminal and returns the key, or "" without one.
-
-    The terminal is restored at the end. No key is read if stdin is no terminal or this process is in the background.
-    """
-    descriptor, before = -1, None
-    with contextlib.suppress(OSError, ValueError, termios.error):
-        found = sys.stdin.fileno()
-        if os.isatty(found) and _in_foreground(found):
-            before = termios.tcgetattr(found)
-            tty.setcbreak(found, termios.TCSADRAIN)
-            descriptor = found
-
-    def within(seconds: float) -> str:
-        nonlocal descriptor
-        if descriptor < 0:
-            time.sleep(seconds)
-        elif select.select([descriptor], [], [], seconds)[0]:
-            if key := os.read(descriptor, 1):
-                return key.decode(errors="replace")
-            descriptor = -1  # the terminal is gone
-        return ""
-
-    try:
-        yield within
-    finally:
-        if descriptor >= 0 and before is not None:
-            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _in_foreground(descriptor: int) -> bool:
-    """Return False if changing the terminal would stop this process (SIGTTOU)."""
-    try:
-        return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # not the controlling terminal: it sends no SIGTTOU
-        return True
 
 
 def events(

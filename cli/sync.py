@@ -139,7 +139,7 @@ def sync(
     with (
         serving_metrics(counted, metrics),
         tasks.runner("sync") as runner,
-        render.Screen(to_stderr=True) as screen,
+        render.Progress() as screen,
         ending() as stop,
     ):
         done = run(
@@ -159,7 +159,7 @@ def sync(
 
 
 def show_figures(
-    counted: SyncMetrics, screen: render.Screen, as_json: bool, figures: BatchFigures | MergeFigures
+    counted: SyncMetrics, screen: render.Progress, as_json: bool, figures: BatchFigures | MergeFigures
 ) -> None:
     from mirror.spark.pipeline.metrics import BatchFigures
 
@@ -168,7 +168,7 @@ def show_figures(
     if as_json:
         output.print_json({"event": "batch" if is_batch else "merge"} | asdict(figures))
         sys.stdout.flush()
-    screen.show_line(batch_line(figures) if isinstance(figures, BatchFigures) else merge_line(figures))
+    screen.show(batch_line(figures) if isinstance(figures, BatchFigures) else merge_line(figures))
 
 
 def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContextManager[Any]:

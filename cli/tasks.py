@@ -121,10 +121,10 @@ def running(name: str, *, quiet: bool = False) -> Iterator[tuple[Runner, Callabl
 
     `quiet`: spark-submit joins stderr and stdout, so show nothing there.
     """
-    with render.task_screen() as screen, runner(name) as found:
+    with render.Progress() as screen, runner(name) as found:
 
         def progress(done: int, of: int) -> None:
             if not (quiet and submitted()):
-                screen.show_line(f"{name}: {done} of {of} tasks")
+                screen.show(f"{name}: {done} of {of} tasks")
 
         yield found, progress

@@ -77,7 +77,7 @@ def test_a_bug_says_how_to_see_its_traceback(
         ["get"],
         ["get", "a", "b"],
         ["config", "hide"],
-        ["top", "--interval", "0"],
+        ["changes", "--limit", "0"],
     ],
     ids=" ".join,
 )

@@ -95,36 +95,6 @@ def test_the_status_begins_with_the_problems_and_fits_eighty_columns() -> None:
         assert shown in text
 
 
-def test_top_shows_only_the_troubled_rows_on_a_small_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 80x24 the processes filled the screen, and the vbuckets that lag were cut off."""
-    rows = [
-        reported_row({"vbid": vbid, "state": "refused", "source_high_seqno": None, "text": "no privilege"}, 0)
-        for vbid in range(20)
-    ]
-    server = document()["workers"][0] | {"kind": "kv", "counters": {}}
-    found = document(vbuckets=rows, workers=document()["workers"] * 4, servers=[server] * 3)
-    found["totals"] = totals(rows) | {"documents_per_s": None, "bytes_per_s": None}
-    trouble = {"what": "refused", "vbuckets": 2, "where": "0-1", "error": "no privilege", "lag_s": None}
-    found["troubles"] = [trouble] * 10
-    drawn_at = {}
-    for height in (24, 12, 60):
-        monkeypatch.setattr(render, "stdout", Console(width=80, height=height, file=io.StringIO()))
-        drawn_at[height] = drawn(render.top_view(found)).splitlines()
-    assert len(drawn_at[24]) < 24
-    text = "\n".join(drawn_at[24])
-    for shown in (
-        "catching up",
-        "4 of 4 running, cpu 49 %",
-        "3 of 3 running",
-        "20 refused",
-        "no privilege",
-        "more errors",
-    ):
-        assert shown in text
-    assert "... and 10 more errors" in drawn_at[12][-1], "as short as it gets"
-    assert drawn_at[60] == drawn(render.status_view(found)).splitlines()
-
-
 def test_each_server_process_is_shown_with_its_figures() -> None:
     server = document()["workers"][0] | {"kind": "kv", "groups": [], "slot": 1000, "pid": 54_321}
     server["counters"] = {"kv_connections": 1024, "kv_requests": 9_876_543}
@@ -166,11 +136,10 @@ def test_control_characters_of_data_never_reach_the_terminal(capsys: pytest.Capt
     assert f"history for {SHOWN} (64" in drawn(render.status_view(document(leases=[lease])), 160)
     assert SHOWN in drawn(render.plain_table(["a long headline"], [[CLEARING]]))
     render.print_event({"time_ms": 0, "level": "info", "event": "lease-taken", "text": CLEARING})
-    render.Screen().say(CLEARING)
     render.show(render.fact_table({"name": f"{CLEARING}\na longer line"}))
     output.echo(CLEARING)
     doctor.say(Finding("login", StepVerdict.FAIL, CLEARING))
-    assert [line.count(SHOWN) for line in capsys.readouterr().out.splitlines()] == [1, 1, 1, 0, 1, 1]
+    assert [line.count(SHOWN) for line in capsys.readouterr().out.splitlines()] == [1, 1, 0, 1, 1]
     exits.complain(CLEARING)
     assert capsys.readouterr().err == f"dcp-mirror: {SHOWN}\n"
 
@@ -190,48 +159,11 @@ def test_a_status_with_the_service_down_has_dashes() -> None:
     assert "documents  -" in text
 
 
-def test_the_status_line_agrees_with_the_status() -> None:
-    line = render.status_line(document())
-    assert line.startswith("catching up | documents - | published 1,234,572 | rate 1,500/s | lag - | ")
-    assert "workers 1/1" in line
-    waiting = document(state="source unreachable", message="connection refused")
-    assert render.status_line(waiting).endswith("connection refused")
-
-
-def test_the_progress_shows_share_rate_and_time_left() -> None:
-    catch_up = {"vbuckets": 4, "vbuckets_done": 1, "seqnos_target": 1000, "seqnos_received": 900, "share": 0.705}
-    catch_up |= {"seqnos_published": 250, "left_s": 30.0}
-    line = render.progress_line(document(catch_up=catch_up))
-    assert line == "70.5% done | 900 of 1,000 seqnos received, 250 published | 1 of 4 vbuckets | 1,500/s | 30 s left"
-    assert "900 of 1,000 received" in drawn(render.progress_view(document(catch_up=catch_up)))
-    catch_up["seqnos_received"] = 1000
-    assert "250 of 1,000 published" in drawn(render.progress_view(document(catch_up=catch_up)))
+def test_the_progress_shows_seqnos_vbuckets_and_rate() -> None:
+    catch_up = {"vbuckets": 4, "vbuckets_done": 1, "seqnos_target": 1000, "seqnos_received": 900}
+    line = render.progress_line(document(catch_up=catch_up | {"seqnos_published": 250}))
+    assert line == "900 of 1,000 seqnos received, 250 published | 1 of 4 vbuckets | 1,500/s"
     assert render.progress_line(document()) == "catching up: 2 of 3 vbuckets not published: 0-1"
-
-
-def test_the_demo_fits_eighty_columns() -> None:
-    text = drawn(render.demo_view(document(), [0.0, 5.0, 10.0], ["1.0 s  it began"]))
-    assert max(map(len, text.splitlines())) <= 80
-    assert "▄█" in text
-    assert "http://127.0.0.1:8080" in text
-    assert "it began" in drawn(render.story_panel(["1.0 s  it began"]))
-
-
-def test_the_demo_fits_eighty_by_twenty_four_with_its_newest_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = io.StringIO()
-    monkeypatch.setattr(render, "stdout", Console(file=file, width=80, height=24, highlight=False))
-    lines = [f"{number:5.1f} s  " + "a long line of the story " * (1 + number % 4) for number in range(12)]
-    for count in (1, 5, 12):
-        text = drawn(render.demo_view(document(), [1.0] * 40, lines[:count]))
-        assert len(text.splitlines()) < 24
-        assert f"{count - 1:5.1f} s" in text
-    one = render.newest_that_fit([], ["word " * 2000])
-    assert len(one) == 1
-
-
-def test_a_sparkline_of_no_values_is_empty() -> None:
-    assert render.sparkline([]) == ""
-    assert render.sparkline([0, 0]).strip() == ""
 
 
 @pytest.mark.parametrize(
@@ -258,17 +190,14 @@ def test_a_size_is_shown_with_its_unit(value: int | None, text: str) -> None:
     assert output.size(value) == text
 
 
-def test_a_screen_without_a_terminal_prints_a_line_every_few_seconds(
+def test_progress_without_a_terminal_is_a_line_every_few_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]
     monkeypatch.setattr("cli.render.time.monotonic", lambda: now_s[0])
-    monkeypatch.setattr(render, "stdout", Console(highlight=False))
-    with render.Screen(plain_interval_s=2) as screen:
-        assert not screen.is_terminal
+    monkeypatch.setattr(render, "stderr", Console(stderr=True, highlight=False))
+    with render.Progress() as screen:
         for second, line in [(0.0, "too early"), (2.0, "one"), (3.0, "too soon"), (4.5, "two"), (9.0, "two")]:
             now_s[0] = second
-            screen.show("picture", line)
-        screen.say("said")
-        screen.finish("picture", ["said", "last"])
-    assert capsys.readouterr().out.splitlines() == ["one", "two", "said", "last"]
+            screen.show(line)
+    assert capsys.readouterr().err.splitlines() == ["one", "two"]

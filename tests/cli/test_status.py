@@ -1,10 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -12,9 +8,7 @@ import pytest
 from cli import status
 from mirror import client
 from mirror.supervise.status import stored_status
-from tests.cli.conftest import COMMAND, LIMIT_S, call, copy_of, environment
-from tests.processes import ProcessGroup
-from tests.terminal import Terminal, plain
+from tests.cli.conftest import call, copy_of
 
 JSON_MD = Path(status.__file__).with_name("JSON.md").read_text()
 FIELDS = [
@@ -47,59 +41,12 @@ def test_the_status_for_people_is_a_summary_with_all_vbuckets_on_request(mirrore
     assert len(call("status", "--data", mirrored, "--all").out.splitlines()) > 16
 
 
-def test_top_without_a_screen_ends_at_q_and_restores_the_terminal(mirrored: Path) -> None:
-    ours, theirs = os.openpty()
-    before = termios.tcgetattr(theirs)
-    command = [*COMMAND, "top", "--data", str(mirrored), "--interval", "3600"]
-    with ProcessGroup(
-        command, stdin=theirs, stdout=subprocess.PIPE, env=environment(), text=True, process_group=0
-    ) as top:
-        assert top.stdout is not None
-        top.stdout.readline()
-        assert termios.tcgetattr(theirs) != before
-        os.write(ours, b"q")
-        assert top.wait(LIMIT_S) == 0
-    assert termios.tcgetattr(theirs) == before
-    os.close(ours)
-    os.close(theirs)
-
-
-def test_stdin_is_not_read_for_keys_if_it_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "typed").write_text("qqq")
-    with (tmp_path / "typed").open() as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        with status.keys() as key_within:
-            assert key_within(0) == ""
-        assert stdin.read() == "qqq"
-
-
-def test_top_fits_a_terminal_of_80_columns_and_24_lines(mirrored: Path, tmp_path: Path) -> None:
-    with Terminal("top", "--data", mirrored, "--interval", "3600", cwd=tmp_path) as terminal:
-        shown = terminal.until("16 stored")
-        terminal.type("q")
-        assert terminal.end() == 0
-        lines = plain(shown).split("\r\n")
-        assert "stored" in lines[0]
-        assert len(lines) < 24
-        assert max(map(len, lines)) <= 80
-        assert terminal.shown.endswith("\x1b[?25h"), "the cursor is shown again"
-
-
-def test_top_ends_after_the_requested_number_of_looks(mirrored: Path) -> None:
-    lines = call("top", "--data", mirrored, "--count", "2", "--interval", "0.1", "--json").lines
-    assert len(lines) == 2
-    assert list(lines[0]) == FIELDS
-    plain = call("top", "--data", mirrored, "--count", "3", "--interval", "0.1")
-    assert len(plain.out.splitlines()) == 3
-    assert "documents 183" in plain.out
-
-
 def test_a_large_mirror_is_counted_only_on_request(mirrored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "COUNT_SEQNOS_MAX", 10)
     document = stored_status(mirrored)
-    status.DocumentCounter(mirrored).fill(document)
+    status.count_documents(mirrored, document)
     assert document["totals"]["documents"] is None
-    status.DocumentCounter(mirrored, always=True).fill(document)
+    status.count_documents(mirrored, document, always=True)
     assert document["totals"]["documents"] == 183
 
 
@@ -135,7 +82,7 @@ def test_a_damaged_group_is_shown_in_the_rows_of_its_vbuckets(mirrored: Path, tm
     assert result.json["totals"]["documents"] is None, "a part of them is not their number"
     assert "4 of 16 vbuckets damaged: group 1" in result.json["message"]
     assert [each["vbuckets"] for each in result.json["troubles"]] == [0, 4]
-    for command in (("status",), ("status", "--all"), ("top", "--count", "1")):
+    for command in (("status",), ("status", "--all")):
         shown = call(*command, "--data", data)
         assert shown.code == 0
         assert "damaged" in shown.out
@@ -145,7 +92,7 @@ def test_a_damaged_group_is_shown_in_the_rows_of_its_vbuckets(mirrored: Path, tm
 def test_a_damaged_group_has_no_count_of_documents(mirrored: Path, tmp_path: Path) -> None:
     """The service's rows were fine, its group was not, and counting ended the command."""
     document = stored_status(mirrored)
-    status.DocumentCounter(damaged_copy(mirrored, tmp_path / "data", 1)).fill(document)
+    status.count_documents(damaged_copy(mirrored, tmp_path / "data", 1), document)
     broken = [row for row in document["vbuckets"] if row["documents"] is None]
     assert {row["group"] for row in broken} == {1}
     assert len(document["warnings"]) == 1

@@ -3,7 +3,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,19 +111,6 @@ def test_the_mark_for_caught_up_is_the_first_seen_high_seqno() -> None:
     assert (catch_up.done, catch_up.vbuckets_done) == (False, 1)
     catch_up.observe([row(0, 5, 900)])
     assert catch_up.done
-    assert catch_up.progress()["share"] == 1.0
-
-
-@pytest.mark.parametrize("seconds", [5, 15, 29, 35, 43])
-def test_a_fill_whose_snapshots_all_end_together_shows_progress_and_a_true_estimate(seconds: int) -> None:
-    """A real engine: 30 s of one disk snapshot for each vbucket, then 14 s until all are published."""
-    catch_up = CatchUp(4)
-    for now_s in range(seconds + 1):
-        staged, published = min(now_s, 30) * 100, max(0, now_s - 30) * 3000 // 14
-        catch_up.observe([row(vbid, published, 3000, staged_seqno=staged) for vbid in range(4)], now_s * 1000)
-    progress = catch_up.progress()
-    assert progress["seqnos_received"] == min(seconds, 30) * 400
-    assert progress["left_s"] == pytest.approx(44 - seconds, rel=0.3, abs=1)
 
 
 def test_a_vbucket_that_is_not_streaming_yet_is_not_done_even_when_empty() -> None:

@@ -253,7 +253,7 @@ class Reports:
         failed = [group for child in self._processes.alive() for group in child.status.get("failed_groups") or ()]
         if failed:
             self._stop(ReportedFailure(failed[0]["message"], failed[0]["exit_code"]))
-        catch_up.observe(rows, self._context.now_ms())
+        catch_up.observe(rows)
         if catch_up.done:
             log.info("caught-up", **catch_up.progress())
             self._stop(None)

@@ -106,12 +106,6 @@ class Trend:
         return round(risen * 1000 / span_ms, 1) if span_ms else None
 
 
-RECEIVED_SHARE = 0.7
-"""Receiving takes this share of a fill if all snapshots end together; indexing and publishing take the rest."""
-LEFT_KNOWN_S = 1.0
-"""The estimate of the time left begins this long after the marks of all vbuckets (see `CatchUp`) are known."""
-
-
 class CatchUp:
     """The progress of catching up. A vbucket is done once it has published up to its mark.
 
@@ -127,12 +121,8 @@ class CatchUp:
         self._rollbacks: dict[int, int | None] = {}
         self._published: dict[int, int] = {}
         self._received: dict[int, int] = {}
-        self._began: tuple[int, float] | None = None
-        """(time, share done) when all marks were known."""
-        self._now_ms = 0
 
-    def observe(self, rows: Sequence[VbucketRow], now_ms: int = 0) -> None:
-        self._now_ms = now_ms
+    def observe(self, rows: Sequence[VbucketRow]) -> None:
         for row in rows:
             vbid, published, rollback_count = row["vbid"], row["published_seqno"], row["rollback_count"]
             if published is None:
@@ -147,8 +137,6 @@ class CatchUp:
                 self._marks[vbid] = row["source_high_seqno"]
             self._published[vbid] = published
             self._received[vbid] = max(row["staged_seqno"] or 0, published)
-        if self._began is None and len(self._marks) == self._vbucket_count:
-            self._began = now_ms, self._share()
 
     @property
     def vbuckets_done(self) -> int:
@@ -158,33 +146,14 @@ class CatchUp:
     def done(self) -> bool:
         return self.vbuckets_done == self._vbucket_count
 
-    def progress(self) -> dict[str, float | None]:
+    def progress(self) -> dict[str, int]:
         return {
             "vbuckets": self._vbucket_count,
             "vbuckets_done": self.vbuckets_done,
             "seqnos_target": sum(self._marks.values()),
             "seqnos_received": self._sum_of(self._received),
             "seqnos_published": self._sum_of(self._published),
-            "share": round(self._share(), 4),
-            "left_s": self._left_s(),
         }
 
     def _sum_of(self, seqnos: Mapping[int, int]) -> int:
         return sum(min(seqnos.get(vbid, 0), mark) for vbid, mark in self._marks.items())
-
-    def _share(self) -> float:
-        """Return the share of the work that is done: receiving, then publishing."""
-        target = sum(self._marks.values())
-        if not target:
-            return 1.0 if self.done else 0.0
-        received, published = self._sum_of(self._received), self._sum_of(self._published)
-        return (RECEIVED_SHARE * received + (1 - RECEIVED_SHARE) * published) / target
-
-    def _left_s(self) -> float | None:
-        if self._began is None:
-            return None
-        began_ms, before = self._began
-        share, elapsed_s = self._share(), (self._now_ms - began_ms) / 1000
-        if share <= before or elapsed_s < LEFT_KNOWN_S:
-            return None
-        return round(elapsed_s * (1 - share) / (share - before), 1)
