@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from cli import options, output, render
-from mirror.config import EFFECTS, Effect
+from mirror.config import FIXED
 from mirror.config_reader import ENV_PREFIX, NAMES, Description, describe, nearest
 from mirror.errors import ConfigError
 
@@ -25,25 +25,19 @@ INTRODUCTION = f"""\
 
 # Settings
 
-For operators: each setting with its default, its bounds in brackets, and when a change takes effect.
+For operators: each setting with its default, and its bounds in brackets.
 
 A setting comes from a flag (`--set NAME=VALUE` works for all), else from the environment variable `{ENV_PREFIX}NAME`,
 the TOML file of `--config`, its default. Values take units (`1h`, `64MiB`); a plain number has the unit in the
 setting's name. The password is no setting: it comes from `{ENV_PREFIX}PASSWORD`, or `password_file`.
 
-A change takes effect at SIGHUP (`systemctl reload`), which restarts the workers, unless the setting says otherwise:
-
-- **reload**: at SIGHUP. Restarted workers commit first; clients of restarted servers reconnect. If a new address cannot
-  be opened, no setting changes;
-- **restart**: at the next start of the service;
-- **new data directory**: never; the start refuses another value.
+A change takes effect at the next start of the service. `config show --config FILE` checks a file before. **New data
+directory**: the start refuses another value.
 """
 
 LINE_LENGTH = 120
 BOOLEAN, PLAIN = "`true` or `false`", ("text", "path")
 """Descriptions of values that docs/settings.md leaves out."""
-USUAL = Effect.WORKERS
-"""The effect that docs/settings.md leaves out."""
 
 app = typer.Typer(help=HELP, no_args_is_help=True)
 
@@ -75,7 +69,7 @@ def explain(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Explain each setting: values, unit, bounds, default, and when a change takes effect."""
+    """Explain each setting: values, unit, bounds and default."""
     known = {each.name: each for each in describe()}
     for name in names or ():
         if name not in known:
@@ -84,13 +78,14 @@ def explain(
     if markdown:
         typer.echo(markdown_page(chosen), nl=False)
     elif as_json:
-        output.print_json([asdict(each) | {"takes_effect": EFFECTS[each.name]} for each in chosen])
+        output.print_json([asdict(each) for each in chosen])
     else:
         render.show(render.settings_view([(each, facts(each)) for each in chosen]))
 
 
 def facts(setting: Description) -> dict[str, str]:
-    return {"values": setting.values, "default": setting.default or "not set", "takes effect": EFFECTS[setting.name]}
+    found = {"values": setting.values, "default": setting.default or "not set"}
+    return found | ({"change": "only in a new data directory"} if setting.name in FIXED else {})
 
 
 def markdown_page(settings: list[Description]) -> str:
@@ -102,8 +97,7 @@ def markdown_page(settings: list[Description]) -> str:
             if each.default is not None:
                 default = each.default if " " in each.default else f"`{each.default}`"
                 values = default if each.values == BOOLEAN else f"{default} ({values})"
-            effect = EFFECTS[each.name]
-            shown = ["" if values in PLAIN else values, "" if effect == USUAL else effect.removeprefix("reload, ")]
+            shown = ["" if values in PLAIN else values, "new data directory" if each.name in FIXED else ""]
             line = "; ".join(filter(None, shown))
             parts.append(f"\n### {each.name}\n\n{_wrapped(each.meaning)}\n" + (line and f"\n{_wrapped(line)}.\n"))
     return "".join(parts)

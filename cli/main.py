@@ -24,7 +24,6 @@ COMMANDS = {
         "demo": "Show a mirror at work, with a killed worker and a failover.",
         "run": "Mirror a bucket until stopped.",
         "stop": "Stop the service of a mirror.",
-        "reload": "Make the service read its settings again.",
         "rollback": "Return one vbucket to a kept boundary.",
         "backup": "Copy the mirror, also while its service runs.",
         "restore": "Make a mirror from a backup.",
@@ -54,7 +53,6 @@ EXAMPLES = {
     "demo": "dcp-mirror demo --seconds 30",
     "run": "dcp-mirror run --source couchbases://reader@db1,db2/orders --data /var/lib/orders --kv 11410 --http 8080",
     "stop": "dcp-mirror stop --data /var/lib/orders --timeout 30",
-    "reload": "dcp-mirror reload --data /var/lib/orders",
     "rollback": "dcp-mirror rollback --data /var/lib/orders --vbid 7 --to 1000 --dry-run",
     "backup": "dcp-mirror backup --data /var/lib/orders --to /backup/orders-monday",
     "restore": "dcp-mirror restore --from /backup/orders-monday --data /var/lib/orders",
@@ -80,7 +78,6 @@ MODULES = {
     "events": "status",
     "schema": "sql",
     "stop": "service",
-    "reload": "service",
     "assets": "service",
     "scan": "get",
 } | {

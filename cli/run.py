@@ -10,8 +10,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -90,23 +88,20 @@ def run(
         "collections": ",".join(collection) if collection else None, "scope": scope, "tls_ca_file": tls_ca_file,
     }  # fmt: skip
     end_with(ExitCode.INTERRUPTED if until_caught_up else ExitCode.DONE)
-    read = partial(settings_in_force, flags, config, pairs)
-    loaded = read()
+    loaded = settings_in_force(flags, config, pairs)
     if loaded.settings.source is not None:
         parse(loaded.settings.source)
     if replace_bucket:
         set_aside = asyncio.run(set_aside_another_bucket(loaded.settings, look_up_with(SystemClock())))
         if set_aside is not None:
             output.echo(f"the data of the old bucket is at {set_aside} now", err=True)
-    chosen = RunOptions(until_caught_up, with_required_groups(loaded)[1], accept_older_map)
-    code = serve(loaded.settings, chosen, lambda: with_required_groups(read()), as_json=as_json)
+    required_groups = loaded.settings.groups if loaded.provenance["groups"] != "default" else None
+    code = serve(loaded.settings, RunOptions(until_caught_up, required_groups, accept_older_map), as_json=as_json)
     if code:
         raise CommandEnded(int(code))
 
 
-def serve(
-    settings: Settings, chosen: RunOptions, reload: Callable[[], tuple[Settings, int | None]], *, as_json: bool
-) -> ExitCode:
+def serve(settings: Settings, chosen: RunOptions, *, as_json: bool) -> ExitCode:
     """Run the service to its end, and report the progress if it ends by itself (`until_caught_up`)."""
     began_s = time.monotonic()
     last: Status = {}
@@ -127,7 +122,6 @@ def serve(
             look_up_with(clock),
             clock=clock,
             options=chosen,
-            reload=reload,
             progress=progress,
             announce=announce,
         )
@@ -139,12 +133,6 @@ def serve(
         elif code == 0:
             output.echo(f"caught up: {render.progress_line(last)} in {output.duration(elapsed_s)}", err=True)
     return code
-
-
-def with_required_groups(loaded: LoadedSettings) -> tuple[Settings, int | None]:
-    """Return the settings, and the number of groups that an existing directory must have; None: any number."""
-    settings = loaded.settings
-    return settings, settings.groups if loaded.provenance["groups"] != "default" else None
 
 
 def end_with(code: ExitCode) -> None:

@@ -1,4 +1,4 @@
-"""`stop`, `reload`: act on a service as SIGTERM and SIGHUP do, without its process id; `assets`: files to monitor it.
+"""`stop`: acts on a service as SIGTERM does, without its process id; `assets`: files to monitor it.
 
 `stop` exits with 0 only if no service runs on the directory any more.
 """
@@ -15,7 +15,7 @@ import typer
 from cli import options, output
 from mirror import client
 from mirror.errors import ConfigError, SupervisionError
-from mirror.messages import ReloadSettings, StopService
+from mirror.messages import StopService
 from mirror.supervise.lock import is_served
 from storage.env.directory import replace_file
 
@@ -38,17 +38,6 @@ def stop(
                 f"the service of {path} has not ended within {timeout:g} s", hint="look at its log, or wait longer"
             )
         time.sleep(LOOK_INTERVAL_S)
-
-
-def reload(data: options.DataOption = None, config: options.ConfigOption = None) -> None:
-    """Make the service of a data directory read its settings again, as SIGHUP does. Shows what changed; exit code 2 if
-    the settings are refused.
-    """
-    path = options.data_directory(data, config)
-    answer = client.ask(path, ReloadSettings())
-    if answer is None:
-        raise SupervisionError(f"no service runs for {path}", hint="start it with `dcp-mirror run`")
-    output.echo(answer["text"])
 
 
 ASSETS = {"alerts.yml": "dcp-mirror-alerts.yml", "dashboard.json": "dcp-mirror-dashboard.json"}

@@ -11,9 +11,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mirror.errors import ConfigError
 
@@ -24,26 +23,8 @@ MIB = 1024 * 1024
 
 PASSWORD_BYTES_MAX = 4096
 
-T = TypeVar("T")
 Values = dict[str, Any]
 """Setting -> value, or the value as text."""
-
-
-class Effect(StrEnum):
-    """The step that makes a changed setting take effect."""
-
-    DIRECTORY = "new data directory"
-    RESTART = "restart"
-    LIVE = "reload"
-    WORKERS = "reload, restarts workers"
-    SERVERS = "reload, restarts servers"
-    OWN_SERVERS = "reload, restarts its servers"
-    ALL = "reload, restarts workers and servers"
-
-
-def takes(effect: Effect, default: T) -> T:
-    """Declare a setting whose effect is not `WORKERS`, the usual one."""
-    return field(default=default, metadata={"effect": effect})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,24 +34,24 @@ class Settings:
     `config explain` and docs/settings.md print the text below each field. `config_reader.validated` checks the bounds.
     """
 
-    source: str | None = takes(Effect.RESTART, None)
+    source: str | None = None
     """Connection string, without a password: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, or
     `couchbases://` for TLS."""
-    data: Path | None = takes(Effect.RESTART, None)
+    data: Path | None = None
     """The data directory; `run` creates it with mode 0700."""
     workers: Annotated[int, Field(ge=1, le=64, json_schema_extra={"default": "number of cores, at most 4"})] = field(
-        default_factory=lambda: min(4, os.cpu_count() or 1), metadata={"effect": Effect.LIVE}
+        default_factory=lambda: min(4, os.cpu_count() or 1)
     )
     """Worker processes, one Python thread each. More workers than cores are no faster."""
-    groups: Annotated[int, Field(ge=1, le=256)] = takes(Effect.DIRECTORY, 8)
+    groups: Annotated[int, Field(ge=1, le=256)] = 8
     """LMDB environments that share the vbuckets; each worker needs one. With fewer groups, each commit
     is larger."""
-    vbuckets: str | None = takes(Effect.DIRECTORY, None)
+    vbuckets: str | None = None
     """Hold only these vbuckets (`0-511`) if several mirrors share a bucket. Unset: all."""
-    collections: tuple[str, ...] | None = takes(Effect.DIRECTORY, None)
+    collections: tuple[str, ...] | None = None
     """Mirror only these collections (`scope.collection`, separated by commas), and wait for missing ones. If
     neither this nor `scope` is set: the selection of the data directory; in a new one, the whole bucket."""
-    scope: str | None = takes(Effect.DIRECTORY, None)
+    scope: str | None = None
     """Mirror only this scope."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
     """Decides what a commit syncs to the disk before it returns. `safe`: its data; the page that makes the data valid
@@ -89,7 +70,7 @@ class Settings:
     """Limit for an answer. A busy node takes seconds to open a stream."""
     retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 5_000
     """Longest pause between attempts to connect. The first pause takes 0.1 s, each further one twice as long."""
-    bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = takes(Effect.RESTART, 0.0)
+    bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     """Fail if no node answers for this long after the start. 0: never (`run --until-caught-up`: 60 s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
     """Interval of requests for the cluster map to every node and host of the source. If a node was
@@ -124,59 +105,58 @@ class Settings:
     """File with the password and nothing else, read at each login. Unset: `password` in systemd's
     `CREDENTIALS_DIRECTORY`, if it exists."""
 
-    kv: str | None = takes(Effect.OWN_SERVERS, None)
+    kv: str | None = None
     """KV addresses, separated by commas: `PORT`, `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`, with `tls://` in front for
     TLS. Unset: no listener."""
-    http: str | None = takes(Effect.OWN_SERVERS, None)
+    http: str | None = None
     """HTTP addresses, written like `kv`."""
-    dcp: str | None = takes(Effect.OWN_SERVERS, None)
+    dcp: str | None = None
     """DCP addresses, written like `kv`."""
 
-    kv_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
+    kv_processes: Annotated[int, Field(ge=1, le=64)] = 1
     """KV processes, a core each. One answers some ten thousand requests a second."""
-    kv_nodes: str | None = takes(Effect.LIVE, None)
+    kv_nodes: str | None = None
     """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same on each mirror), with
-    `host:port=0-511` if a mirror holds only some `vbuckets`. The state is `degraded` while one answers that it does not
-    hold its vbuckets. Unset: this mirror."""
-    users_file: Path | None = takes(Effect.SERVERS, None)
+    `host:port=0-511` if a mirror holds only some `vbuckets`. Unset: this mirror."""
+    users_file: Path | None = None
     """Users that may read, written by `dcp-mirror user`. Unset: local clients and the source's user read everything."""
-    listen_tls_cert_file: Path | None = takes(Effect.SERVERS, None)
+    listen_tls_cert_file: Path | None = None
     """Certificate chain (PEM) of `tls://` listeners. New connections use a replaced file at once."""
-    listen_tls_key_file: Path | None = takes(Effect.SERVERS, None)
+    listen_tls_key_file: Path | None = None
     """Private key (PEM), if not in `listen_tls_cert_file`."""
-    listen_tls_client_ca_file: Path | None = takes(Effect.SERVERS, None)
+    listen_tls_client_ca_file: Path | None = None
     """Authorities (PEM) of client certificates, whose common name is the user; other clients log in. Unset: no client
     certificates."""
-    reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 1024)
+    reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = 1024
     """Connections of a listening process. Beyond it, the oldest one without a login is closed; else the new one."""
-    reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 256)
+    reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = 256
     """`reader_connections_max` for one peer: an IPv4 address, IPv6 /64, or user of a Unix socket; not for loopback and
     the service's own user. Raise it for clients behind a proxy."""
-    reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = takes(Effect.SERVERS, 128 * MIB)
+    reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = 128 * MIB
     """Unsent answers of a listening process. Above it, the client with the most is disconnected."""
-    http_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
+    http_processes: Annotated[int, Field(ge=1, le=64)] = 1
     """HTTP processes."""
-    dcp_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
+    dcp_processes: Annotated[int, Field(ge=1, le=64)] = 1
     """DCP processes. One sends some hundred thousand documents a second."""
-    ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = takes(Effect.SERVERS, 30.0)
+    ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     """Lag above which the mirror is not ready (`/readyz`)."""
-    resync_reads: Literal["unavailable", "stale"] = takes(Effect.ALL, "unavailable")
+    resync_reads: Literal["unavailable", "stale"] = "unavailable"
     """Reads of a vbucket during a resync. `unavailable`: a temporary error. `stale`: the old copy, with writes that the
     source has lost (in-process also by `stale_reads=True`)."""
-    verify_reads: bool = takes(Effect.SERVERS, True)
+    verify_reads: bool = True
     """Verify the checksum of each row read over KV, HTTP and DCP. Costs a point read 5 %, a scan 6 %, a DCP backfill up
     to 18 %."""
-    sql: bool = takes(Effect.SERVERS, False)
+    sql: bool = False
     """Answer SQL at `POST /v1/query`. Needs the extra `dcp-mirror[sql]`."""
-    sql_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.SERVERS, 2)
+    sql_processes: Annotated[int, Field(ge=1, le=64)] = 2
     """Queries that an HTTP process runs at a time; a large one has up to four processes. Others wait; meanwhile a user
     keeps one process, and further queries of this user are ended with a 503.
     """
-    sql_memory_bytes: Annotated[int, Field(ge=64 * MIB, le=1024 * 1024 * MIB)] = takes(Effect.SERVERS, 512 * MIB)
+    sql_memory_bytes: Annotated[int, Field(ge=64 * MIB, le=1024 * 1024 * MIB)] = 512 * MIB
     """Memory of a query. One that needs more fails: nothing is spilled to disk."""
-    sql_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.SERVERS, 60.0)
+    sql_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 60.0
     """Time for a query, until its reader has the answer."""
-    sql_rows_max: Annotated[int, Field(ge=1, le=100_000_000)] = takes(Effect.SERVERS, 100_000)
+    sql_rows_max: Annotated[int, Field(ge=1, le=100_000_000)] = 100_000
     """Rows of an answer. A longer one is cut there, and says so."""
 
     history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600
@@ -186,36 +166,31 @@ class Settings:
     """Most kept boundaries of a vbucket."""
     history_bytes: Annotated[int, Field(ge=1)] | None = None
     """Largest size of the rows above a vbucket's floor."""
-    lease_max_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.LIVE, 600.0)
+    lease_max_s: Annotated[float, Field(ge=1, le=86_400)] = 600.0
     """Longest time between renewals of a lease that a reader may request."""
-    lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = takes(Effect.LIVE, 86_400.0)
+    lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = 86_400.0
     """Age at which a lease can no longer be renewed."""
     readers_group: str | None = None
     """System group that may read the data directory in-process (docs/operations.md, Readers as another user)."""
-    publish: Literal["received", "persisted"] = takes(Effect.ALL, "received")
+    publish: Literal["received", "persisted"] = "received"
     """When a complete snapshot becomes visible. `received`: at once. `persisted`: once the active node and every
     replica have it on disk, so that no failover takes it back. That costs the delay of the disks, a request per waiting
     vbucket and copy every 0.1 s, and a connection per node and worker; a silent node delays
     its vbuckets. Not for ephemeral buckets. A source that is a mirror needs the same setting."""
 
-    worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = takes(Effect.LIVE, 30.0)
+    worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
     """A worker or server without a heartbeat for this long is killed and replaced; while it starts, after a minute at
     least."""
-    stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.LIVE, 20.0)
+    stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 20.0
     """Time for a clean stop of a process; then it is killed."""
-    log_level: Literal["debug", "info", "warning", "error"] = takes(Effect.ALL, "info")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of log messages."""
-    on_event: str | None = takes(Effect.LIVE, None)
-    """Command to run for each event (docs/operations.md, Events), with one line of JSON on stdin, without a shell or
-    the password. At most 2 run at once, 10 s each, and 100 events wait."""
-    log_json: bool = takes(Effect.ALL, False)
+    log_json: bool = False
     """Write log lines as JSON objects."""
 
 
-EFFECTS: dict[str, Effect] = {each.name: each.metadata.get("effect", Effect.WORKERS) for each in fields(Settings)}
-"""Setting -> when a change takes effect."""
-AT_START = (Effect.DIRECTORY, Effect.RESTART)
-"""The effects of settings that a reload does not change."""
+FIXED = ("groups", "vbuckets", "collections", "scope")
+"""Settings that a data directory keeps. The start refuses another value."""
 
 
 def required_source(settings: Settings) -> str:

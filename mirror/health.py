@@ -35,7 +35,6 @@ REPORTED = (BROKEN["damaged"], WITHOUT_CONTACT, WITHOUT_WORKER)
 """Troubles without a `Degraded` event, because other events report them."""
 UNHEARD = "servers do not report"
 UNCONNECTED = "being connected to their node"
-MISLED = "clients are led to a mirror that does not answer for its vbuckets"
 
 HELD = "held until every copy has persisted them"
 
@@ -87,8 +86,6 @@ class Trouble:
         """The section in docs/ with the remedy."""
         if self.what == BROKEN["damaged"]:
             return "operations.md#a-corrupt-group"
-        if self.what == MISLED:
-            return "settings.md#kv_nodes"
         if self.what == HELD:
             return "troubleshooting.md#symptoms"
         if self.state == DISK_FULL:
@@ -135,7 +132,6 @@ def assess(
     groups: Sequence[Row] = (),
     source_error: str | None = None,
     servers: Sequence[str] = (),
-    mirrors: Sequence[str] = (),
     closed: Mapping[str, str | None] | None = None,
     process_errors: Mapping[int, str] | None = None,
 ) -> Health:
@@ -143,9 +139,9 @@ def assess(
 
     `held_count` is the number of vbuckets that the mirror holds, None while unknown. `source_error` is the error of
     the last look-up of the source; None if the source answered, or before the first look-up. `servers` names the server
-    processes that are silent for `SILENT_S`. `mirrors` has a sentence for each mirror that contradicts `kv_nodes`.
-    `closed` has the kind of each listener that no process serves, with the error that ended the last process, or None
-    while the first one starts. `process_errors` has the error of each worker that could not start or report.
+    processes that are silent for `SILENT_S`. `closed` has the kind of each listener that no process serves, with the
+    error that ended the last process, or None while the first one starts. `process_errors` has the error of each worker
+    that could not start or report.
     """
     errors = process_errors or {}
     if source_error is not None:
@@ -168,7 +164,6 @@ def assess(
             return of_mirror(STARTING, "no contact with the source yet")
     found = [(row, _trouble(row, failed, lag_limit_s)) for row in rows]
     own = [Trouble(DEGRADED, UNHEARD, ", ".join(servers))] if servers else []
-    own += [Trouble(DEGRADED, MISLED, text) for text in mirrors]
     for kind, error in (closed or {}).items():
         own.append(Trouble(STARTING if error is None else DEGRADED, f"{kind} does not listen", error))
     troubles = _sorted([*own, *_collected(rows, found, errors)])

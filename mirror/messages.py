@@ -41,11 +41,6 @@ class GetStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class ReloadSettings:
-    op: ClassVar[str] = "reload"
-
-
-@dataclass(frozen=True, slots=True)
 class StopService:
     op: ClassVar[str] = "stop"
 
@@ -96,15 +91,6 @@ class HoldPositions:
 
 
 @dataclass(frozen=True, slots=True)
-class UseKvNodes:
-    """To a KV process: the setting `kv_nodes`, and the revision of the cluster map made from it."""
-
-    op: ClassVar[str] = "map"
-    kv_nodes: str | None
-    revision: int
-
-
-@dataclass(frozen=True, slots=True)
 class NoteContact:
     """To a DCP process: the vbuckets that have no contact with the source."""
 
@@ -113,10 +99,8 @@ class NoteContact:
     """[vbid, milliseconds since the last contact] each."""
 
 
-ControlCommand = (
-    Ping | GetSource | GetStatus | ReloadSettings | StopService | RollBack | Resync | GrantLease | ReleaseLease
-)
-ProcessCommand = GetStatus | RollBack | Resync | HoldPositions | ReleaseLease | UseKvNodes | NoteContact
+ControlCommand = Ping | GetSource | GetStatus | StopService | RollBack | Resync | GrantLease | ReleaseLease
+ProcessCommand = GetStatus | RollBack | Resync | HoldPositions | ReleaseLease | NoteContact
 
 # the pipe between the supervisor and one process
 

@@ -237,20 +237,6 @@ class Connection(asyncio.Protocol):
         self.ended = True
         self.transport.abort()
 
-    def push(self, frame: Frame) -> None:
-        """Send an unrequested message. A paused client does not get it, but can request its content later."""
-        if not (self.ended or self._paused):
-            self._flush([fr.encode(frame)])
-
-    def map_changed(self) -> None:
-        if self._management is None:
-            if (frame := self.session.map_notification()) is not None:
-                self.push(frame)
-        elif self._paused:  # it connects again, and gets the newest map
-            self.abort()
-        else:
-            self._management.map_changed()
-
     # -- work
 
     def _work(self) -> None:

@@ -115,14 +115,6 @@ class Endpoint:
         }
         return {f"{self._kind}_{name}": number for name, number in found.items()}
 
-    def change_map(self, cluster_map: Any) -> None:
-        """Replace the cluster map, and notify clients that negotiated it (kv_engine docs/BinaryProtocol.md, Clustermap
-        Change Notification).
-        """
-        self.clients.cluster_map = cluster_map
-        for connection in list(self.connections):
-            connection.map_changed()
-
     # -- for connections
 
     def opened(self, connection: Connection) -> None:

@@ -129,15 +129,12 @@ class Reserved:
                 os.unlink(self.address.path)
 
 
-def reserve(address: Address, setting: str, *, shared: bool = False) -> Reserved:
-    """Reserve an address for the listening processes. Raises ConfigError if it cannot be bound. `shared`: this service
-    has reserved the same port already, at another address.
-    """
+def reserve(address: Address, setting: str) -> Reserved:
+    """Reserve an address for the listening processes. Raises ConfigError if it cannot be bound."""
     try:
         if address.path is not None:
             return Reserved(address, _unix_socket(address.path))
-        if not shared:
-            _tcp_socket(address, shared=False).close()  # fails if another service shares the port
+        _tcp_socket(address, shared=False).close()  # fails if another service shares the port
         held = _tcp_socket(address)
     except OSError as error:
         raise ConfigError(

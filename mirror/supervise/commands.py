@@ -1,6 +1,6 @@
 """The commands of the control socket.
 
-Each client has a task on the service's event loop; `stop` and `reload` are queued as signals are. A refused command
+Each client has a task on the service's event loop; `stop` is queued as a signal is. A refused command
 changes nothing, except that a lease ends if a worker refuses its renewal. A new lease is held by all workers of its
 vbuckets, or by none.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from mirror.config import OF_SOURCE, to_wire
@@ -22,7 +22,6 @@ from mirror.messages import (
     HoldPositions,
     Ping,
     ReleaseLease,
-    ReloadSettings,
     Reply,
     Resync,
     RollBack,
@@ -30,7 +29,6 @@ from mirror.messages import (
     control_command,
 )
 from mirror.supervise.context import ServiceContext
-from mirror.supervise.events.kinds import SettingsRead
 from mirror.supervise.leases import LeaseRecord
 from mirror.supervise.processes.child import Child, WorkerRefused
 from mirror.supervise.processes.table import Processes
@@ -47,10 +45,8 @@ class Commands:
         processes: Processes,
         reports: Reports,
         signalled: Callable[[int], None],
-        reload: Callable[[], Awaitable[SettingsRead]],
     ) -> None:
-        """`signalled` queues a signal as if the service had received it. `reload` raises ConfigError."""
-        self._reload = reload
+        """`signalled` queues a signal as if the service had received it."""
         self._context = context
         self._processes = processes
         self._reports = reports
@@ -68,8 +64,6 @@ class Commands:
                 if self._processes.desired and not self._context.stopping:
                     await self._reports.collect()
                 return {"status": self._reports.document()}
-            case ReloadSettings():
-                return {"text": (await self._reload()).text}
             case StopService():
                 self._signalled(signal.SIGTERM)
                 return {}

@@ -1,7 +1,6 @@
 """Values that the parts of one service share: settings, data directory, the mirror's identity, cluster maps, leases.
 
-Each value has one writer: the reload writes `settings` and `refused_settings`, the setup `identity` and `maps`, the
-supervisor `leases` and `stopping`, mirrors.py `mirror_troubles`.
+Each value has one writer: the setup writes `identity` and `maps`, the supervisor `leases` and `stopping`.
 """
 
 from __future__ import annotations
@@ -32,10 +31,6 @@ class ServiceContext:
     leases: LeaseBook | None = None
     """None until the service has workers."""
     stopping: bool = False
-    refused_settings: str | None = None
-    """The sentence on the last reload, if it was refused."""
-    mirror_troubles: tuple[str, ...] = ()
-    """Contradictions between `kv_nodes` and the mirrors that it names."""
 
     def now_ms(self) -> int:
         return int(self.clock.monotonic() * 1000)

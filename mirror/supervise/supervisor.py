@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from mirror.clock import Clock
@@ -25,18 +23,15 @@ from mirror.log import get_logger
 from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, Status, Turned
 from mirror.supervise.commands import Commands
 from mirror.supervise.context import ServiceContext
-from mirror.supervise.events.hook import Hook
-from mirror.supervise.events.kinds import LeaseExpired, SettingsRead
+from mirror.supervise.events.kinds import LeaseExpired
 from mirror.supervise.events.log import EventLog
 from mirror.supervise.leases import LeaseBook
 from mirror.supervise.listeners.addresses import Listeners, kind_of, process_name
 from mirror.supervise.listeners.control import ControlServer
 from mirror.supervise.lock import ServiceLock
-from mirror.supervise.mirrors import ask_mirrors
 from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, worker_command
 from mirror.supervise.processes.plan import ProcessPhase
 from mirror.supervise.processes.table import Processes
-from mirror.supervise.reload import Reload
 from mirror.supervise.reports.collector import ReportedFailure, Reports
 from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.setup import LookUp, Setup
@@ -66,12 +61,7 @@ class Tick:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadRequested:
-    done: asyncio.Future[SettingsRead]
-
-
-Event = Signalled | ReloadRequested | TaskFinished | Tick | ChildMessage | ChildExited
+Event = Signalled | TaskFinished | Tick | ChildMessage | ChildExited
 
 Progress = Callable[[Status], None]
 
@@ -96,15 +86,12 @@ class Supervisor:
         *,
         clock: Clock,
         options: RunOptions = DEFAULTS,
-        reload: Callable[[], tuple[Settings, int | None]] | None = None,
         progress: Progress | None = None,
         notifier: Notifier | None = None,
         command: Callable[[int], Sequence[str]] = worker_command,
         announce: Callable[[str], None] | None = None,
     ) -> None:
-        """`progress` gets each new status; `announce` gets a line for each address that is open to readers. `reload`
-        returns new settings, and the number of groups that they require.
-        """
+        """`progress` gets each new status; `announce` gets a line for each address that is open to readers."""
         required_source(settings)
         self._clock = clock
         self._options = options
@@ -114,25 +101,20 @@ class Supervisor:
         post, caught_up = self._events.put_nowait, options.until_caught_up
         self._notifier = notifier = notifier or Notifier()
         self._context = context = ServiceContext(settings, required_data(settings), clock)
-        self._setup = setup = Setup(context, look_up, options.required_groups, options.accept_older_map)
+        self._setup = Setup(context, look_up, options.required_groups, options.accept_older_map)
         self._listeners = listeners = Listeners(settings, clock.wall_ms() // 1000)
-        self._hook = hook = Hook(settings.on_event)
-        self._event_log = event_log = EventLog(clock, context.data, hook.put)
+        self._event_log = event_log = EventLog(clock, context.data)
         self._processes = processes = Processes(context, listeners, event_log, post, command, ends_on_refusal=caught_up)
         self.reports = reports = Reports(
             context, processes, listeners, event_log, notifier, until_caught_up=caught_up, stop=self.stop
         )
-        self._reload = Reload(
-            context, setup, listeners, hook, event_log, processes, reports, notifier, self._spawn_task, reload
-        )
-        self._commands = Commands(context, processes, reports, lambda number: post(Signalled(number)), self._ask_reload)
+        self._commands = Commands(context, processes, reports, lambda number: post(Signalled(number)))
         self._background: set[asyncio.Task[None]] = set()
         self._started_s = clock.monotonic()
         self._interrupts = 0
         self._exit = ExitCode.DONE
         self._failure: MirrorError | None = None
         self._fed_watchdog_s = self._next_complaint_s = float("-inf")
-        self._had_terminal = has_terminal()
 
     # start and stop
 
@@ -152,7 +134,6 @@ class Supervisor:
             self._spawn_task(self._ticks())
             self._spawn_task(self._resolve_source())
             self._spawn_task(self.reports.run(self._progress))
-            self._spawn_task(ask_mirrors(self._context))
             while not (self._context.stopping and not self._processes.alive()):
                 event = await self._events.get()
                 if isinstance(event, Tick) and not self._context.stopping:
@@ -173,7 +154,6 @@ class Supervisor:
             self._notifier.close()
             # After the last child: a second service must not start beside a worker that still writes.
             lock.release()
-            await self._hook.close()  # last, because `on_event` commands may take seconds
         if self._failure is not None:
             raise self._failure
         return self._exit
@@ -274,8 +254,6 @@ class Supervisor:
                 self._exited(event)
             case Signalled():
                 self._signalled(event.number)
-            case ReloadRequested():
-                self._reload_requested(event.done)
             case TaskFinished():
                 self._finished(event.task)
 
@@ -316,7 +294,7 @@ class Supervisor:
         child.phase = ProcessPhase.RUNNING
         groups = {"groups": list(child.groups)} if child.groups else {}
         log.info("process-ready", process=process_name(child.slot), pid=child.pid, **groups)
-        for line in () if child.outdated else self._listeners.ready(child.slot):
+        for line in self._listeners.ready(child.slot):
             if self._announce is not None:
                 self._announce(line)
             else:
@@ -331,10 +309,6 @@ class Supervisor:
             self.stop(ReportedFailure(report.message, report.exit_code))
 
     def _signalled(self, number: int) -> None:
-        if number == signal.SIGHUP and not (self._had_terminal and not has_terminal()):
-            with suppress(ConfigError, SupervisionError):  # the event log has it
-                self._reload.run()
-            return
         if self._options.until_caught_up and not self._context.stopping:
             self._exit = ExitCode.INTERRUPTED
         if number == signal.SIGINT:
@@ -355,30 +329,3 @@ class Supervisor:
         if self._failure is None:
             raise error
         self.stop()
-
-    # a reload
-
-    async def _ask_reload(self) -> SettingsRead:
-        """Have the main loop read the settings again, between two events."""
-        done: asyncio.Future[SettingsRead] = asyncio.get_running_loop().create_future()
-        self._events.put_nowait(ReloadRequested(done))
-        return await done
-
-    def _reload_requested(self, done: asyncio.Future[SettingsRead]) -> None:
-        try:
-            event = self._reload.run()
-        except (ConfigError, SupervisionError) as error:
-            if not done.done():
-                done.set_exception(error)
-        else:
-            if not done.done():
-                done.set_result(event)
-
-
-def has_terminal() -> bool:
-    """True if the process has a controlling terminal. A SIGHUP after the terminal was closed means stop, not reload."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True

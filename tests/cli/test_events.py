@@ -62,7 +62,7 @@ def test_a_follower_sees_each_event_once_even_across_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def next_service() -> None:
-        EventLog(SystemClock(), tmp_path, lambda _: None).add(MapChanged(rev_epoch=1, rev=8, nodes=3))
+        EventLog(SystemClock(), tmp_path).add(MapChanged(rev_epoch=1, rev=8, nodes=3))
 
     looks = iter([lambda: written(tmp_path, 5.0), lambda: None, next_service])
 

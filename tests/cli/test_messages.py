@@ -23,7 +23,6 @@ from mirror.messages import (
     PipeMessage,
     Ready,
     ReleaseLease,
-    ReloadSettings,
     Request,
     Resync,
     RollBack,
@@ -32,21 +31,20 @@ from mirror.messages import (
     StopService,
     StopWork,
     Turned,
-    UseKvNodes,
     control_command,
     encode,
     pipe_message,
 )
 
 COMMANDS: list[ControlCommand] = [
-    Ping(), GetSource(), GetStatus(), ReloadSettings(), StopService(), RollBack(3, 5), Resync(3),
+    Ping(), GetSource(), GetStatus(), StopService(), RollBack(3, 5), Resync(3),
     GrantLease("a", "job", 60.0, [[0, 1, 5]]), ReleaseLease("a"),
 ]  # fmt: skip
 MESSAGES: list[PipeMessage] = [
     StartWorker(0, [0, 2], {"data": None}, [HoldPositions("a", 9, [[0, 1, 5]])], {"rev": 1}, [1, 2], 5, [[1, "died"]]),
     StartServer(1000, {"data": None}, "kv", 1, "00", [["localhost:1", None]]),
     StopWork(), Request(1, GetStatus()),
-    Request(2, HoldPositions("a", 9, [[0, 1, 5]])), Request(3, UseKvNodes(None, 2)),
+    Request(2, HoldPositions("a", 9, [[0, 1, 5]])),
     Request(4, ReleaseLease("a")), Request(5, RollBack(1, 2)), Request(6, Resync(1)), NewClusterMap({"rev": 2}), Beat(),
     Turned(), Ready(), Answer(1, {"vbuckets": []}), Answer(2, error="no"), ExitReport("wrong password", 4, True),
 ]  # fmt: skip
@@ -99,7 +97,7 @@ def test_a_wrong_field_is_named_with_the_expected_type(message: dict[str, Any], 
 
 @pytest.mark.parametrize("operation", ["dance", None, 5, "start-worker"])
 def test_an_unknown_command_is_answered_with_the_known_ones(operation: object) -> None:
-    with pytest.raises(SupervisionError, match=r"unknown command .* \(ping, source, status, reload, stop"):
+    with pytest.raises(SupervisionError, match=r"unknown command .* \(ping, source, status, stop"):
         control_command({"op": operation})
 
 

@@ -1,4 +1,4 @@
-"""`stop` and `reload` against a service in a process of its own, and `status --wait-ready` before it has begun."""
+"""`stop` against a service in a process of its own, and `status --wait-ready` before it has begun."""
 
 from __future__ import annotations
 
@@ -9,26 +9,16 @@ from tests.cli.conftest import LIMIT_S, background, call
 from tests.processes import without_rootly_powers
 
 
-def test_a_service_can_be_waited_for_reloaded_and_stopped(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_service_can_be_waited_for_and_stopped(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    settings = tmp_path / "settings.toml"
-    settings.write_text("history_s = 100\n")
-    for command in ("stop", "reload"):
-        result = call(command, "--data", data)
-        result.assert_complains(1, "no service runs for")
+    call("stop", "--data", data).assert_complains(1, "no service runs for")
     assert call("status", "--data", data, "--wait-ready", "--timeout", "0.1").code == 2, "there is no mirror"
     with (
         background("status", "--data", data, "--wait-ready", "--json") as waiting,
-        background("run", "--source", source.connection_string, "--data", data, "--config", settings) as service,
+        background("run", "--source", source.connection_string, "--data", data) as service,
     ):
         out, _ = waiting.communicate(timeout=LIMIT_S)
         assert (waiting.returncode, '"state":"following"' in out) == (0, True)
-        settings.write_text("history_s = 200\n")
-        reloaded = call("reload", "--data", data)
-        assert (reloaded.code, reloaded.out) == (0, "settings read again: in force now: history_s\n")
-        settings.write_text('history_s = "2 weeks"\n')
-        call("reload", "--data", data).assert_complains(2, "the new settings are refused, the old ones stay in force")
-        assert "the new settings are refused" in " ".join(call("status", "--data", data).out.split())
         assert call("stop", "--data", data).code == 0
         assert service.wait(LIMIT_S) == 0
     result = call("status", "--data", data, "--wait-ready", "--timeout", "0.1")
@@ -41,6 +31,5 @@ def test_a_directory_that_the_user_may_not_enter_is_not_reported_as_unserved(tmp
     """They read that no service runs."""
     data = tmp_path / "closed" / "data"
     data.parent.mkdir(mode=0)
-    for command in ("stop", "reload"):
-        result = call(command, "--data", data, preexec_fn=without_rootly_powers)
-        result.assert_complains(1, f"this user may not use the control socket of {data}")
+    result = call("stop", "--data", data, preexec_fn=without_rootly_powers)
+    result.assert_complains(1, f"this user may not use the control socket of {data}")

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from mirror.serve.access.auth import FileUsers, entry_of
-from mirror.serve.bucket.map import ServedMap, named_nodes
 from mirror.server.outgoing import HIGH_WATER_BYTES
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
-from mirror.wire.constants import Feature, Magic, Opcode, Status
+from mirror.wire.constants import Opcode, Status
 from storage.format.keys import vbid_of
 from tests.serve.dcp_rig import until
-from tests.serve.kv_rig import ALL_FEATURES, Client, Endpoint, Store, serving, with_users
+from tests.serve.kv_rig import Client, Endpoint, Store, serving, with_users
 
 HUGE = 2_000_000
 MIDDLE = 250_000
@@ -121,20 +119,6 @@ async def test_the_counters_of_a_server_add_up(store: Store) -> None:
         }  # fmt: skip
         assert {name: found[name] for name in expected} == expected
         assert found["kv_sent_bytes"] == HUGE + 28 + 24 + 24
-
-
-async def test_a_changed_map_is_pushed_to_clients_that_requested_it(store: Store) -> None:
-    async with serving(store.path) as endpoint:
-        plain, listening, greedy_one = await endpoint.connect(), await endpoint.sdk(), await greedy(endpoint)
-        await listening.hello(*ALL_FEATURES, Feature.CLUSTERMAP_CHANGE_NOTIFICATION)
-        endpoint.server.change_map(ServedMap(endpoint.bucket.identity, named_nodes("a:1"), 9))
-        pushed = await listening.answer()
-        assert pushed.magic == Magic.SERVER_REQUEST
-        assert codec_kv.decode_clustermap_notification(pushed)[:3] == (1, 9, b"orders")
-        for client in (plain, listening, await endpoint.connect()):
-            answer = await client.ask(codec_kv.get_cluster_config())
-            assert json.loads(answer.value)["rev"] == 9
-        assert greedy_one
 
 
 async def test_a_removed_user_is_disconnected_and_a_changed_one_gets_its_new_rights(

@@ -14,7 +14,6 @@ import pytest
 
 from mirror.sandbox import SandboxCluster
 from mirror.serve.access.auth import FileUsers, entry_of
-from mirror.serve.bucket.map import ServedMap, own_node
 from mirror.server.management import HEAD_BYTES_MAX, NO_MANAGEMENT
 from tests.serve.dcp_rig import DcpEndpoint
 from tests.serve.kv_rig import PASSWORD, USER, WAIT_S, Endpoint, NoStrangers, Store, with_users
@@ -114,18 +113,17 @@ async def port(request: pytest.FixtureRequest, tmp_path: Any) -> AsyncIterator[P
     store.logs()
     kind: Any = Endpoint if request.param == "kv" else DcpEndpoint
     async with kind.serving(store.path, readers=NoStrangers()) as endpoint:
-        revisions = iter(range(6, 1000))
-
-        def change_map() -> None:
-            nodes = [own_node([each.address for each in endpoint.held])]
-            endpoint.server.change_map(ServedMap(endpoint.bucket.identity, nodes, next(revisions)))
-
-        found = Port(endpoint.port, "orders", change_map)
+        found = Port(endpoint.port, "orders", lambda: None)
         yield found
         await found.close()
     store.close()
 
 
+ONLY_A_CLUSTER = pytest.mark.parametrize("port", ["sandbox"], indirect=True)
+"""The map of a mirror changes only with its start."""
+
+
+@ONLY_A_CLUSTER
 async def test_gocbcore_gets_the_map_and_each_new_one(port: Port) -> None:
     streamed = await port.open(f"/pools/default/bs/{port.bucket}", BY_GO, LOGIN)
     first = await streamed.next_map()
@@ -179,6 +177,7 @@ async def test_requests_for_management_fail_at_once(port: Port) -> None:
         assert (answer.status, answer.body.decode()) == (501, NO_MANAGEMENT + "\n")
 
 
+@ONLY_A_CLUSTER
 async def test_a_client_of_http_1_0_gets_maps_without_chunks(port: Port) -> None:
     streamed = await port.open(f"/pools/default/bs/{port.bucket}", LOGIN, version="1.0")
     first = await streamed.next_map()
@@ -215,6 +214,7 @@ async def test_a_request_that_comes_in_single_bytes_is_answered(port: Port) -> N
     assert (await streamed.whole()).status == 200
 
 
+@ONLY_A_CLUSTER
 async def test_hundreds_of_open_streams_get_a_new_map(port: Port) -> None:
     streams = [await port.open(f"/pools/default/bs/{port.bucket}", LOGIN) for _ in range(300)]
     revisions = [(await each.next_map())["rev"] for each in streams]

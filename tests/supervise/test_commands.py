@@ -19,20 +19,6 @@ from tests.supervise.scripted import settings_for
 from tests.supervise.service import ask, pids, running, service_of, serving
 
 
-async def test_new_limits_of_leases_take_effect_without_a_restart_of_workers(tmp_path: Path) -> None:
-    asking = {"op": "lease", "id": "a", "name": "job", "seconds": 30, "positions": [[0, 1, 5]]}
-    fresh = settings_for(tmp_path, lease_max_s=10)
-    async with serving(service_of(tmp_path, reload=lambda: (fresh, None))) as service:
-        await eventually(running(service))
-        before = pids(service)
-        assert (await ask(tmp_path, asking))["ok"]
-        await ask(tmp_path, {"op": "reload"})
-        answer = await ask(tmp_path, asking | {"id": "b"})
-        assert not answer["ok"]
-        assert "ask for 1 to 10 s" in answer["error"]
-        assert pids(service) == before
-
-
 async def test_a_release_does_not_wait_for_a_worker_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused grant waited for the worker twice: longer than the control socket waits for an answer."""
     grant = {"op": "lease", "id": "a", "name": "job", "seconds": 30, "positions": [[0, 1, 5], [1, 1, 5]]}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.health import BROKEN, HEARD_S, MISLED, SILENT_S, STATES, assess
+from mirror.health import BROKEN, HEARD_S, SILENT_S, STATES, assess
 
 Row = dict[str, Any]
 
@@ -231,10 +231,3 @@ def test_a_listener_that_is_configured_and_not_open_is_not_ready(
     """Its process died again and again, and the port was refused for 30 s at a time under `following` and 200."""
     found = assess([GOOD], 1, lag_limit_s=30, closed=closed)
     assert (found.state, bool(found.troubles), found.reasons) == (state, bool(reasons), reasons)
-
-
-def test_a_mirror_that_lacks_vbuckets_named_for_it_degrades_the_service() -> None:
-    found = assess([GOOD], 1, lag_limit_s=30, mirrors=["db2:11410 does not hold vbucket 7"])
-    assert (found.state, bool(found.troubles)) == ("degraded", True)
-    assert found.reasons == [f"{MISLED}: db2:11410 does not hold vbucket 7"]
-    assert found.troubles[0].procedure == "settings.md#kv_nodes"

@@ -12,8 +12,7 @@ import pytest
 from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
-from mirror.supervise.listeners.addresses import Listeners, kind_of, outdated_by
-from tests.ports import free_port
+from mirror.supervise.listeners.addresses import Listeners, kind_of
 
 
 def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
@@ -87,94 +86,3 @@ def test_an_address_in_use_releases_the_others() -> None:
 def test_bad_addresses_are_refused_before_a_server_starts(values: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named} "):
         Listeners(validated(values), 1)
-
-
-def test_a_map_that_changed_has_a_later_revision() -> None:
-    listeners = Listeners(Settings(kv="0"), 100)
-    assert listeners.renew(100) == 101
-    assert listeners.renew(150) == 150
-    assert listeners.start_message(1000, {}).revision == 150
-
-
-@pytest.mark.parametrize(
-    ("changed", "worker", "server"),
-    [
-        ({"reader_connections_max"}, False, True),
-        ({"kv"}, False, True),
-        ({"dcp"}, False, False),
-        ({"users_file", "ready_lag_limit_s"}, False, True),
-        ({"batch_bytes_max"}, True, False),
-        ({"log_level"}, True, True),
-        ({"workers", "kv_processes", "http_processes", "kv_nodes"}, False, False),
-        (set(), False, False),
-    ],
-)
-def test_a_changed_setting_restarts_only_the_processes_that_use_it(
-    changed: set[str], worker: bool, server: bool
-) -> None:
-    assert (outdated_by(0, changed), outdated_by(1000, changed)) == (worker, server)
-
-
-def test_a_changed_address_is_bound_and_the_old_one_released(tmp_path: Path) -> None:
-    first, second = free_port(), free_port()
-    settings = Settings(kv=f"{first},unix:{tmp_path}/kv.sock", http="0")
-    listeners = Listeners(settings, 1)
-    listeners.reserve()
-    listeners.ready(1000)
-    listeners.ready(2000)
-    urls = listeners.urls()
-    listeners.change(replace(settings, kv=f"unix:{tmp_path}/kv.sock,{second}", dcp="0"))
-    assert listeners.urls() == urls | {"kv": [f"unix:{tmp_path}/kv.sock"]}, "port 0 is not another after a reload"
-    assert listeners.ready(1000) == [f"kv couchbase://127.0.0.1:{second}"]
-    assert listeners.urls()["kv"] == [f"unix:{tmp_path}/kv.sock", f"couchbase://127.0.0.1:{second}"]
-    assert set(listeners.desired(settings)) == {1000, 2000, 3000}
-    assert (tmp_path / "kv.sock").exists()
-    socket.create_server(("127.0.0.1", first)).close()
-    listeners.change(replace(settings, kv=None))
-    assert set(listeners.urls()) == {"http"}
-    assert not (tmp_path / "kv.sock").exists()
-    socket.create_server(("127.0.0.1", second)).close()
-    listeners.release()
-
-
-def test_an_unavailable_address_changes_no_listener(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        free = free_port()
-        settings = Settings(kv=f"unix:{tmp_path}/kv.sock")
-        listeners = Listeners(settings, 1)
-        listeners.reserve()
-        listeners.ready(1000)
-        urls = listeners.urls()
-        assert urls == {"kv": [f"unix:{tmp_path}/kv.sock"]}
-        with pytest.raises(ConfigError, match="http: cannot listen"):
-            listeners.change(Settings(kv=f"{free}", http=f"{taken.getsockname()[1]}"))
-        assert listeners.urls() == urls
-        assert (tmp_path / "kv.sock").exists()
-        socket.create_server(("127.0.0.1", free)).close()
-        with pytest.raises(ConfigError, match="is the address of kv until kv has changed"):
-            listeners.change(Settings(http=f"unix:{tmp_path}/kv.sock"))
-        with pytest.raises(ConfigError, match="users file"):
-            listeners.change(replace(settings, users_file=tmp_path / "absent"))
-        listeners.release()
-
-
-def test_an_address_may_gain_tls_or_another_host_at_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of this service listen at the port already: that is no other service."""
-    monkeypatch.setattr("mirror.supervise.listeners.addresses.server_tls", lambda _settings: None)
-    monkeypatch.setattr("mirror.supervise.listeners.addresses.users_of", lambda _settings: None)
-    listeners = Listeners(Settings(kv="0"), 1)
-    listeners.reserve()
-    (held,) = listeners.start_message(1000, {}).listeners
-    port = held[0].rpartition(":")[2]
-    with socket.socket() as serving:
-        serving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        serving.bind(("127.0.0.1", int(port)))
-        serving.listen()
-        settings = Settings(
-            kv=f"tls://127.0.0.1:{port}", listen_tls_cert_file=tmp_path / "cert", users_file=tmp_path / "users"
-        )
-        listeners.change(settings)
-        assert listeners.start_message(1000, {}).listeners == [[f"tls://127.0.0.1:{port}", None]]
-        listeners.change(replace(settings, kv=f"tls://0.0.0.0:{port}"))
-        assert listeners.start_message(1000, {}).listeners == [[f"tls://0.0.0.0:{port}", None]]
-    listeners.release()

@@ -16,21 +16,18 @@ from typing import Any
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.config import Settings, to_wire
+from mirror.config import to_wire
 from mirror.errors import ConfigError
 from mirror.messages import Resync, StartServer
 from mirror.supervise.processes.server import open_server
 from mirror.supervise.supervisor import Supervisor
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
-from mirror.wire.constants import Feature
 from mirror.wire.events import Mutation
 from mirror.wire.frame import Frame
 from storage.env import directory
 from storage.format import keys, records
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.write.writer import GroupWriter, WriterOptions
-from tests.oracle import kv_client
 from tests.serve.dcp_rig import DcpClient
 from tests.supervise.conftest import eventually as until
 from tests.supervise.scripted import settings_for
@@ -61,16 +58,9 @@ def data(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def service(
-    data: Path, reload: Callable[[], Settings] | None = None, **values: Any
-) -> AsyncIterator[tuple[Supervisor, list[str]]]:
+async def service(data: Path, **values: Any) -> AsyncIterator[tuple[Supervisor, list[str]]]:
     lines: list[str] = []
-    made = service_of(
-        data,
-        settings=settings_for(data, **values),
-        announce=lines.append,
-        reload=None if reload is None else lambda: (reload(), None),
-    )
+    made = service_of(data, settings=settings_for(data, **values), announce=lines.append)
     async with serving(made) as supervisor:
         await until(lambda: lines and {row["phase"] for row in supervisor.reports.document()["servers"]} == {"running"})
         yield supervisor, lines
@@ -152,49 +142,6 @@ def servers(supervisor: Supervisor) -> dict[str, int]:
     return {row["kind"]: row["pid"] for row in document["servers"] if row["phase"] == "running"}
 
 
-async def test_a_reload_opens_moves_and_closes_listeners_one_by_one(data: Path) -> None:
-    settings = [settings_for(data, kv="0")]
-    async with service(data, lambda: settings[0], kv="0") as (supervisor, lines):
-        client = await connect(lines[0])
-        assert await value_of(client) == b"value"  # its login: without one, it would have 10 s
-        await until(lambda: all(row["phase"] == "running" for row in supervisor.reports.document()["workers"]))
-        before = servers(supervisor)
-        settings[0] = settings_for(data, kv="0", http="0")
-        os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: len(lines) == 2)
-        page = await connect(lines[1])
-        assert await page_of(page) == b"value"
-        assert (await value_of(client), servers(supervisor)["kv"]) == (b"value", before["kv"])
-
-        settings[0] = settings_for(data, kv=f"unix:{data}/kv.sock", http="0")
-        os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: len(lines) == 3)
-        assert lines[2] == f"kv unix:{data}/kv.sock"
-        moved = await connect(lines[2])
-        assert (await value_of(moved), await page_of(page)) == (b"value", b"value")
-        with pytest.raises(OSError, match=r"refused|Connect call failed"):
-            await connect(lines[0])
-
-        taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-        port = taken.sockets[0].getsockname()[1]
-        running = servers(supervisor)
-        settings[0] = settings_for(data, kv=f"{port}", batch_bytes_max=2**20)
-        os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: supervisor.reports.document()["events"][0]["event"] == "settings-refused")
-        assert f"kv: cannot listen at 127.0.0.1:{port}" in supervisor.reports.document()["events"][0]["why"]
-        assert (await value_of(moved), await page_of(page)) == (b"value", b"value")
-        assert servers(supervisor) == running
-        taken.close()
-
-        settings[0] = settings_for(data, kv=f"unix:{data}/kv.sock")
-        os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: [row["kind"] for row in supervisor.reports.document()["servers"]] == ["kv"])
-        assert await page[0].read() == b"", "closed"
-        assert (await value_of(moved), servers(supervisor)) == (b"value", {"kv": running["kv"]})
-        for _, writer in (client, page, moved):
-            writer.close()
-
-
 async def receive(streams: Streams) -> Frame:
     reader, _ = streams
     async with asyncio.timeout(WAIT_S):
@@ -205,27 +152,6 @@ async def receive(streams: Streams) -> Frame:
 async def ask(streams: Streams, frame: Frame) -> Frame:
     streams[1].write(fr.encode(frame))
     return await receive(streams)
-
-
-async def test_a_changed_list_of_mirrors_reaches_clients_that_stay_connected(data: Path) -> None:
-    settings = [settings_for(data, kv="0")]
-    async with service(data, lambda: settings[0], kv="0") as (supervisor, lines):
-        client = await connect(lines[0])
-        await ask(client, kv_client.hello(b"test", [Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION]))
-        await ask(client, kv_client.select_bucket(b"demo"))
-        before = json.loads((await ask(client, codec_kv.get_cluster_config())).value)
-        assert before["vBucketServerMap"]["numReplicas"] == 0
-        settings[0] = settings_for(data, kv="0", kv_nodes="a:1,b:1=x")
-        os.kill(os.getpid(), signal.SIGHUP)
-        settings[0] = settings_for(data, kv="0", kv_nodes="a:1,b:1")
-        os.kill(os.getpid(), signal.SIGHUP)
-        epoch, revision, bucket, config = codec_kv.decode_clustermap_notification(await receive(client))
-        assert (epoch, bucket) == (before["revEpoch"], b"demo")
-        assert revision > before["rev"]
-        assert json.loads(config)["vBucketServerMap"]["vBucketMap"] == [[0, 1], [1, 0]] * 4
-        assert (await ask(client, kv_client.noop())).status == 0
-        assert supervisor.reports.document()["servers"][0]["restarts"] == 0
-        client[1].close()
 
 
 async def test_a_server_reports_its_counters(data: Path) -> None:

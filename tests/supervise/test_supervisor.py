@@ -1,4 +1,4 @@
-"""A service as a whole: signals, reloads, and children that end with their supervisor."""
+"""A service as a whole: signals, and children that end with their supervisor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirror.errors import ExitCode
 from tests.processes import ProcessGroup, end_group
 from tests.supervise.conftest import eventually, eventually_now
 from tests.supervise.scripted import settings_for
-from tests.supervise.service import SCRIPTED, ask, ask_now, children_of, phases, pids, running, service_of, serving
+from tests.supervise.service import SCRIPTED, ask_now, children_of, phases, running, service_of
 
 
 async def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,40 +28,6 @@ async def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pyt
     await eventually(lambda: phases(service) == ["stopping", "stopping"])
     os.kill(os.getpid(), signal.SIGINT)
     assert await task == ExitCode.DONE
-
-
-async def test_fewer_workers_after_a_reload_take_over_the_groups(tmp_path: Path) -> None:
-    fresh = settings_for(tmp_path, workers=1)
-    async with serving(service_of(tmp_path, reload=lambda: (fresh, None))) as service:
-        await eventually(running(service))
-        os.kill(os.getpid(), signal.SIGHUP)
-        await eventually(running(service, 1))
-        await eventually(lambda: service.reports.document()["workers"][0]["groups"] == [0, 1, 2, 3])
-        assert service.reports.document()["workers"][1]["last_exit"] == "exit 0"
-
-
-async def test_changed_settings_restart_the_workers(tmp_path: Path) -> None:
-    fresh = settings_for(tmp_path, batch_bytes_max=2**20)
-    async with serving(service_of(tmp_path, reload=lambda: (fresh, None))) as service:
-        await eventually(running(service))
-        before = pids(service)
-        await ask(tmp_path, {"op": "reload"})
-        await eventually(lambda: running(service)() and not set(before) & set(pids(service)))
-        assert {worker["last_exit"] for worker in service.reports.document()["workers"]} == {"exit 0"}
-
-
-async def test_a_new_heartbeat_timeout_applies_without_a_restart(tmp_path: Path) -> None:
-    """Servers kept the old one until they were replaced."""
-    settings = settings_for(tmp_path, worker_heartbeat_timeout_s=3600)
-    fresh = settings_for(tmp_path, worker_heartbeat_timeout_s=2)
-    async with serving(service_of(tmp_path, settings=settings, reload=lambda: (fresh, None))) as service:
-        await eventually(running(service))
-        before = pids(service)
-        await ask(tmp_path, {"op": "reload"})
-        await eventually(lambda: "settings-read" in [each["event"] for each in service.reports.document()["events"]])
-        assert pids(service) == before
-        os.kill(before[0], signal.SIGSTOP)
-        await eventually(lambda: service.reports.document()["workers"][0]["last_error"] == "no heartbeat")
 
 
 def run(data: Path) -> bool:
@@ -90,7 +56,6 @@ def test_the_children_of_a_killed_supervisor_end(tmp_path: Path) -> None:
 
 
 def test_a_service_stops_when_its_terminal_closes(tmp_path: Path) -> None:
-    """The terminal's SIGHUP must not reload the settings: no terminal would be left to stop the service from."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, str(SCRIPTED), "service", str(tmp_path)])

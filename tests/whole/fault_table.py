@@ -240,12 +240,6 @@ def stop_flusher(site: Site) -> None:
     site.do(bucket.persistence_holds.update, {(vbid, bucket.map.owners[vbid]): 0 for vbid in (3, 4)})
 
 
-def wrong_settings(site: Site) -> None:
-    with (site.data.parent / "settings.toml").open("a") as file:
-        file.write('\nkv = "nowhere"\n')
-    os.kill(site.service.pid, signal.SIGHUP)
-
-
 GONE = {"page": "^0 ", "readyz": "^0 ", "metrics": "^0 "}
 """The connection is refused."""
 
@@ -305,7 +299,6 @@ FAULTS = {
         "degraded", "the active copy at 127", flags=("--set", "publish=persisted", "--set", "ready_lag_limit_s=2"),
     ),
     "the link is slow": Fault(slow_link, "catching up", "of unknown lag", doctor="catching up|unknown lag"),
-    "a reload is refused": Fault(wrong_settings, "", "settings-refused", "settings-refused"),
     "the service is killed": Fault(
         lambda site: os.kill(site.service.pid, signal.SIGKILL), expected={"status": "^stored: ", **GONE}
     ),

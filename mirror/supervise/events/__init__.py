@@ -1,1 +1,1 @@
-"""Events of a service: their kinds, the file that keeps them, and the command that runs for each."""
+"""Events of a service: their kinds, and the file that keeps them."""

@@ -1,6 +1,6 @@
 """The kinds of events: each is a class with a name, level and sentence.
 
-The log, `dcp-mirror events`, the status page, the hook `on_event` and docs/operations.md show these names. Vbuckets
+The log, `dcp-mirror events`, the status page and docs/operations.md show these names. Vbuckets
 with the same news are one event, which counts all vbuckets and names the first. An event has no content of a document.
 """
 
@@ -161,31 +161,6 @@ class MapChanged(_Kind, name="map-changed"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingsRead(_Kind, name="settings-read"):
-    in_force: tuple[str, ...]
-    """Changed settings that took effect."""
-    need_restart: tuple[str, ...]
-    """Changed settings that take effect at the next start of the service."""
-
-    @property
-    def text(self) -> str:
-        parts = [f"in force now: {', '.join(self.in_force)}"] if self.in_force else []
-        if self.need_restart:
-            parts.append(f"only after a restart of the service: {', '.join(self.need_restart)}")
-        return f"settings read again: {'; '.join(parts) or 'nothing has changed'}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SettingsRefused(
-    _Kind,
-    name="settings-refused",
-    level="error",
-    sentence="the new settings are refused, the old ones stay in force: {0.why}",
-):
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorkerEnded(_Kind, name="worker-ended", level="error"):
     process: str
     """For example `worker 0` or `http 1`."""
@@ -226,8 +201,6 @@ Event = (
     | DiskFull
     | DiskFree
     | MapChanged
-    | SettingsRead
-    | SettingsRefused
     | WorkerEnded
     | LeaseExpired
 )

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from mirror.clock import Clock
@@ -27,11 +27,9 @@ log = get_logger("events")
 
 
 class EventLog:
-    def __init__(self, clock: Clock, data: Path, forward: Callable[[ShownEvent], None]) -> None:
-        """`forward` gets each new event."""
+    def __init__(self, clock: Clock, data: Path) -> None:
         self._clock = clock
         self._data = data
-        self._forward = forward
         self._kept = deque(reversed(newest_events(data)), maxlen=EVENTS_KEPT)
         self._count = int(self._kept[-1]["number"]) if self._kept else 0
 
@@ -44,7 +42,6 @@ class EventLog:
             self._write(json.dumps(shown).encode() + b"\n")
         except OSError as error:
             log.warning("event-not-written", path=str(self._data / EVENTS_FILE), error=error.strerror)
-        self._forward(shown)
 
     def _write(self, line: bytes) -> None:
         path = self._data / EVENTS_FILE

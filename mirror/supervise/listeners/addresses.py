@@ -1,18 +1,17 @@
 """The readers' addresses, and the slots of the processes that serve them.
 
 A server has a slot like a worker (see `plan`), but without groups, and with a higher number. An address is opened
-before its servers start, and closed after they end or a reload drops the address. A reload changes all addresses or
-none.
+before its servers start, and closed after they end.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
 
-from mirror.config import EFFECTS, Effect, Settings, Values
+from mirror.config import Settings, Values
 from mirror.errors import ConfigError
 from mirror.messages import StartServer
 from mirror.serve.access.auth import users_of
@@ -25,9 +24,6 @@ KINDS = ("kv", "http", "dcp")
 SLOTS_PER_KIND = 1000
 """Slots 0 to 999 are workers, 1000 to 1999 KV processes, and so on."""
 
-Held = dict[str, dict[Address, Reserved]]
-"""Kind -> configured address -> the open socket."""
-
 
 class Listeners:
     def __init__(self, settings: Settings, revision: int) -> None:
@@ -35,71 +31,25 @@ class Listeners:
         start. Raises ConfigError.
         """
         self._addresses = check_servers(settings)
-        self._held: Held = {}
-        self._announced: set[tuple[str, Address]] = set()
+        self._held: dict[str, list[Reserved]] = {}
+        self._announced: set[str] = set()
         self._revision = revision
         self._login_secret = secrets.token_bytes(16)
         """The secret from which all processes derive the same salts for unknown users."""
 
     def reserve(self) -> None:
-        self._held = self._taken(self._addresses)
-
-    def change(self, settings: Settings) -> None:
-        """Open new addresses and close those no longer configured; the others stay open throughout.
-
-        Raises ConfigError, without a change, if a setting is wrong or a new address is taken.
-        """
-        desired = check_servers(settings)
-        fresh = self._taken(desired)
-        kept = {id(each.socket) for _, _, each in _each(fresh)}
-        for _, _, each in _each(self._held):
-            if id(each.socket) not in kept:
-                each.release()
-        self._addresses, self._held = desired, fresh
-        self._announced &= {(kind, each.address) for kind, _, each in _each(fresh)}
-
-    def _taken(self, desired: dict[str, list[Address]]) -> Held:
-        """Return sockets for these addresses, reusing open ones. Raises ConfigError."""
-        found: Held = {}
-        new: list[Reserved] = []
+        """Open all addresses, or raise ConfigError and open none."""
         try:
-            for kind, addresses in desired.items():
-                found[kind] = {}
-                for address in addresses:
-                    reserved = self._reserved(kind, address)
-                    if reserved is None:
-                        reserved = self._reserve(kind, address)
-                        new.append(reserved)
-                    found[kind][address] = replace(reserved, address=replace(reserved.address, tls=address.tls))
+            for kind, addresses in self._addresses.items():
+                held = self._held.setdefault(kind, [])
+                for address in dict.fromkeys(addresses):
+                    held.append(reserve(address, kind))
         except ConfigError:
-            for each in new:
-                each.release()
+            self.release()
             raise
-        return found
-
-    def _reserved(self, kind: str, address: Address) -> Reserved | None:
-        place = _place(address)
-        for configured, reserved in self._held.get(kind, {}).items():
-            if place in (_place(configured), _place(reserved.address)):
-                return reserved
-        return None
-
-    def _reserve(self, kind: str, address: Address) -> Reserved:
-        for other, _, reserved in _each(self._held):
-            if other != kind and _place(reserved.address) == _place(address):
-                raise ConfigError(
-                    f"{kind}: {address} is the address of {other} until {other} has changed",
-                    hint=f"reload once without it, and again with {kind} at that address",
-                )
-        own_ports = {reserved.address.port for reserved in self._held.get(kind, {}).values()}
-        return reserve(address, kind, shared=address.path is None and address.port in own_ports)
-
-    def renew(self, revision: int) -> int:
-        self._revision = max(self._revision + 1, revision)
-        return self._revision
 
     def release(self) -> None:
-        for _, _, each in _each(self._held):
+        for each in chain.from_iterable(self._held.values()):
             each.release()
         self._held = {}
 
@@ -110,40 +60,36 @@ class Listeners:
             slots |= {first + number: () for number in range(getattr(settings, f"{kind}_processes"))}
         return slots
 
+    def _of(self, slot: int) -> list[Reserved]:
+        return self._held.get(kind_of(slot) or "", [])
+
     def inherited(self, slot: int) -> list[int]:
-        held = self._held.get(kind_of(slot) or "", {})
-        return [each.inherited for each in held.values() if each.inherited is not None]
+        return [each.inherited for each in self._of(slot) if each.inherited is not None]
 
     def start_message(self, slot: int, settings: Values) -> StartServer:
-        kind = kind_of(slot) or ""
         return StartServer(
             slot=slot,
             settings=settings,
-            kind=kind,
+            kind=kind_of(slot) or "",
             revision=self._revision,
             login_secret=self._login_secret.hex(),
-            listeners=[[str(each.address), each.inherited] for each in self._held.get(kind, {}).values()],
+            listeners=[[str(each.address), each.inherited] for each in self._of(slot)],
         )
 
     def ready(self, slot: int) -> list[str]:
-        """Return a line for each address of this slot's kind that was not announced before."""
-        kind = kind_of(slot) or ""
-        new = [
-            each.address for each in self._held.get(kind, {}).values() if (kind, each.address) not in self._announced
-        ]
-        self._announced |= {(kind, address) for address in new}
-        return [f"{kind} {url_of(kind, address)}" for address in new]
+        """Return a line for each address of this slot's kind, unless they were announced before."""
+        kind = kind_of(slot)
+        if kind is None or kind in self._announced:
+            return []
+        self._announced.add(kind)
+        return [f"{kind} {url_of(kind, each.address)}" for each in self._of(slot)]
 
     def urls(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for kind, _, each in _each(self._held):
-            if (kind, each.address) in self._announced:
-                found.setdefault(kind, []).append(url_of(kind, each.address))
-        return found
-
-
-def _each(held: Held) -> Iterator[tuple[str, Address, Reserved]]:
-    return ((kind, address, each) for kind, addresses in held.items() for address, each in addresses.items())
+        return {
+            kind: [url_of(kind, each.address) for each in held]
+            for kind, held in self._held.items()
+            if kind in self._announced
+        }
 
 
 def _place(address: Address) -> Address:
@@ -188,11 +134,3 @@ def kind_of(slot: int) -> str | None:
 
 def process_name(slot: int) -> str:
     return f"{kind_of(slot) or 'worker'} {slot % SLOTS_PER_KIND}"
-
-
-def outdated_by(slot: int, changed: Collection[str]) -> bool:
-    """True if the `changed` settings restart the process of a slot."""
-    kind = kind_of(slot)
-    effects = {EFFECTS[name] for name in changed}
-    restarting = {Effect.ALL, Effect.WORKERS if kind is None else Effect.SERVERS}
-    return kind in changed or not restarting.isdisjoint(effects)

@@ -70,7 +70,6 @@ class Child:
         self.heartbeat = heartbeat
         self.phase = ProcessPhase.STARTING
         self.stopping_since_ms = 0
-        self.outdated = False
         self.exit_report: ExitReport | None = None
         """The reason of the child's exit, from the child or from the supervisor that kills it."""
         self.status: ProcessReport = {}
@@ -95,7 +94,6 @@ class Child:
             self.phase,
             overdue=self.heartbeat.overdue(now_ms, deadline_ms),
             stopping_since_ms=self.stopping_since_ms,
-            outdated=self.outdated,
         )
 
     def reported(self, status: ProcessReport, now_ms: int) -> None:

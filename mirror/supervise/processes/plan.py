@@ -29,8 +29,6 @@ class WorkerFacts:
     overdue: bool = False
     """True if the process has sent no heartbeat in time."""
     stopping_since_ms: int = 0
-    outdated: bool = False
-    """True if the process runs with old settings."""
     not_before_ms: int = 0
     """End of the restart pause of an absent process."""
 
@@ -89,7 +87,7 @@ def plan(
         if worker.phase in (ProcessPhase.STARTING, ProcessPhase.RUNNING):
             if worker.overdue:
                 actions.append(KillProcess(worker.slot, "no heartbeat"))
-            elif stopping or worker.outdated or target.get(worker.slot) != worker.groups:
+            elif stopping or target.get(worker.slot) != worker.groups:
                 actions.append(StopProcess(worker.slot))
         elif worker.phase is ProcessPhase.STOPPING and now_ms - worker.stopping_since_ms > stop_grace_ms:
             actions.append(KillProcess(worker.slot, "did not stop in time"))

@@ -17,7 +17,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire, required_data
 from mirror.errors import ConfigError
 from mirror.log import get_logger, set_up_logs
-from mirror.messages import NoteContact, ProcessCommand, ProcessReport, Reply, StartMessage, StartServer, UseKvNodes
+from mirror.messages import NoteContact, ProcessCommand, ProcessReport, Reply, StartMessage, StartServer
 from mirror.serve.access.auth import users_of
 from mirror.serve.access.tls import server_tls
 from mirror.serve.bucket.bucket import ServedBucket
@@ -54,7 +54,9 @@ class KvServing:
             publishes_persisted=settings.publish == "persisted",
         )
         self._addresses = [address for address, _ in sockets]
-        self._server = self.server_type(self._bucket, self._users, self._first_map(settings, revision), clock, settings)
+        kv_nodes = settings.kv_nodes if self.server_type is KvServer else None  # it has addresses of KV only
+        served = self._map(kv_nodes, revision)
+        self._server = self.server_type(self._bucket, self._users, served, clock, settings)
         self._sockets = sockets
         self._ended = asyncio.Event()
 
@@ -76,13 +78,7 @@ class KvServing:
         return {"vbuckets": [], "counters": self._server.status(), "request_seconds": latencies}
 
     async def request(self, command: ProcessCommand) -> Reply:
-        if not isinstance(command, UseKvNodes):
-            raise ConfigError(f"a KV process knows no command {command.op!r}")
-        self._server.change_map(self._map(command.kv_nodes, command.revision))
-        return {}
-
-    def _first_map(self, settings: Settings, revision: int) -> ServedMap:
-        return self._map(settings.kv_nodes, revision)
+        raise ConfigError(f"a KV process knows no command {command.op!r}")
 
     def _map(self, kv_nodes: str | None, revision: int) -> ServedMap:
         identity = self._bucket.identity
@@ -111,9 +107,6 @@ class DcpServing(KvServing):
             return await super().request(command)
         self._contact.note({each[0]: each[1] for each in command.lost})
         return {}
-
-    def _first_map(self, _settings: Settings, revision: int) -> ServedMap:
-        return self._map(None, revision)  # `kv_nodes` has addresses of KV only
 
 
 def give_back_freed_memory() -> None:

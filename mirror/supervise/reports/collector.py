@@ -237,7 +237,6 @@ class Reports:
             groups=groups,
             source_error=self._source_error,
             servers=silent_servers(self._processes, self._context.now_ms()),
-            mirrors=self._context.mirror_troubles,
             closed=closed_listeners(self._processes),
             process_errors=process_errors(self._processes),
         )
@@ -327,8 +326,7 @@ class Reports:
 
     def _warnings(self) -> list[str]:
         found = [text for child in self._processes.alive() for text in child.status.get("warnings") or ()]
-        refused = [self._context.refused_settings] if self._context.refused_settings is not None else []
-        return list(dict.fromkeys([*refused, *self._processes.quarantine.groups.values(), *found]))
+        return list(dict.fromkeys([*self._processes.quarantine.groups.values(), *found]))
 
 
 def _forget_lag(row: VbucketRow) -> None:

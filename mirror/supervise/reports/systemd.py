@@ -1,4 +1,4 @@
-"""Notifications to systemd: READY, STATUS, WATCHDOG, RELOADING, STOPPING.
+"""Notifications to systemd: READY, STATUS, WATCHDOG, STOPPING.
 
 Protocol: sd_notify(3), a datagram to the socket in NOTIFY_SOCKET for each message; without that variable every call
 does nothing.
@@ -39,10 +39,6 @@ class Notifier:
 
     def watchdog(self) -> None:
         self._send("WATCHDOG=1")
-
-    def reloading(self, monotonic_s: float) -> None:
-        """Report a reload that began at `monotonic_s`; `ready` ends it."""
-        self._send(f"RELOADING=1\nMONOTONIC_USEC={int(monotonic_s * 1_000_000)}")
 
     def stopping(self) -> None:
         self._send("STOPPING=1")
