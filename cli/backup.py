@@ -43,7 +43,7 @@ def backup(
         raise ConfigError("the tar would go to the terminal", hint="redirect stdout, or give --to a directory")
     time_ms = SystemClock().wall_ms()
     as_of_ms = None if moment is None else moment.ms
-    with render.Progress() as screen:
+    with render.ProgressLine() as screen:
 
         def progress(groups: int, size: int) -> None:
             screen.show(f"{groups} groups copied, {output.size(size)}")
@@ -127,7 +127,7 @@ def restore(
     """Restore a backup into an empty directory. `run` then fetches only later changes."""
     path = str(options.data_directory(data, config))
     store_backup.check_target(path)
-    with render.Progress() as screen:
+    with render.ProgressLine() as screen:
         summary = store_backup.restore(
             parts_of(source),
             path,

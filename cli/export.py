@@ -221,7 +221,7 @@ class JsonLines:
 
 def write(vbids: Sequence[int], text: Text, to: str) -> int:
     count = 0
-    with render.Progress() as screen, contextlib.ExitStack() as stack:
+    with render.ProgressLine() as screen, contextlib.ExitStack() as stack:
         split = to != STDOUT and (to.endswith("/") or os.path.isdir(to))
         whole = None if split else stack.enter_context(opened(to))
         for number, vbid in enumerate(vbids):

@@ -263,7 +263,7 @@ def command_name() -> str:
     return min(called, os.path.relpath(called), key=len)
 
 
-class Progress:
+class ProgressLine:
     """Shows the newest line of a task's progress on stderr: redrawn on a terminal, elsewhere every few seconds."""
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ def serve(settings: Settings, chosen: RunOptions, *, as_json: bool) -> ExitCode:
     """Run the service to its end, and report the progress if it ends by itself (`until_caught_up`)."""
     began_s = time.monotonic()
     last: Status = {}
-    with render.Progress() if chosen.until_caught_up else contextlib.nullcontext() as screen:
+    with render.ProgressLine() if chosen.until_caught_up else contextlib.nullcontext() as screen:
 
         def progress(document: Status) -> None:
             last.update(document)

@@ -114,7 +114,7 @@ def check(
 ) -> None:
     """Check every invariant of the stored data. Exit code 3 if one is broken."""
     path = str(options.data_directory(data, config))
-    with render.Progress() as screen:
+    with render.ProgressLine() as screen:
         report = storage_check.check(path, progress=lambda done, of: screen.show(f"checked {done} of {of} vbuckets"))
     found: list[str] = [str(problem) for problem in report.problems]
     if as_json:

@@ -139,7 +139,7 @@ def sync(
     with (
         serving_metrics(counted, metrics),
         tasks.runner("sync") as runner,
-        render.Progress() as screen,
+        render.ProgressLine() as screen,
         ending() as stop,
     ):
         done = run(
@@ -159,7 +159,7 @@ def sync(
 
 
 def show_figures(
-    counted: SyncMetrics, screen: render.Progress, as_json: bool, figures: BatchFigures | MergeFigures
+    counted: SyncMetrics, screen: render.ProgressLine, as_json: bool, figures: BatchFigures | MergeFigures
 ) -> None:
     from mirror.spark.pipeline.metrics import BatchFigures
 

@@ -121,7 +121,7 @@ def running(name: str, *, quiet: bool = False) -> Iterator[tuple[Runner, Callabl
 
     `quiet`: spark-submit joins stderr and stdout, so show nothing there.
     """
-    with render.Progress() as screen, runner(name) as found:
+    with render.ProgressLine() as screen, runner(name) as found:
 
         def progress(done: int, of: int) -> None:
             if not (quiet and submitted()):

@@ -196,7 +196,7 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(
     now_s = [0.0]
     monkeypatch.setattr("cli.render.time.monotonic", lambda: now_s[0])
     monkeypatch.setattr(render, "stderr", Console(stderr=True, highlight=False))
-    with render.Progress() as screen:
+    with render.ProgressLine() as screen:
         for second, line in [(0.0, "too early"), (2.0, "one"), (3.0, "too soon"), (4.5, "two"), (9.0, "two")]:
             now_s[0] = second
             screen.show(line)
