@@ -68,6 +68,15 @@ def test_an_expired_lease_is_not_renewed(tmp_path: Path) -> None:
     assert not leases.known(leases.requested(asking(), 8, 30_000), 30_000)
 
 
+def test_an_expired_lease_is_reported_once(tmp_path: Path) -> None:
+    """After a kill every start reported it again, until another lease was granted."""
+    leases = book(tmp_path)
+    leases.enter(leases.requested(asking(), 8, 0))
+    assert leases.expire(29_999) == []
+    assert [record.id for record in leases.expire(30_000)] == ["a"]
+    assert book(tmp_path).expire(30_001) == []
+
+
 def test_a_lease_keeps_its_positions(tmp_path: Path) -> None:
     """Workers that had none of the new positions kept the old ones until the lease expired."""
     leases = book(tmp_path)
