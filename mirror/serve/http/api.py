@@ -194,7 +194,7 @@ def page_file(name: str) -> bytes:
 
 @cache
 def description() -> bytes:
-    """Return `page/openapi.json`, completed with the version, the fields of a document, states and problems."""
+    """Return `page/openapi.json`, completed with version, fields of a document, states, problems and HEAD."""
     found: dict[str, Any] = json.loads(page_file("openapi.json"))
     found["info"]["version"] = __version__
     components = found["components"]
@@ -214,13 +214,16 @@ def description() -> bytes:
     for each in DOCUMENT_FIELDS:
         name = f"Mirror-{each.name.replace('_', '-').title()}"
         components["headers"][name] = {"description": each.meaning, "required": True, "schema": number}
-    path = found["paths"]["/v1/collections/{collection}/documents/{key}"]
-    answers = path["get"]["responses"]
+    answers = found["paths"]["/v1/collections/{collection}/documents/{key}"]["get"]["responses"]
     for code in ("200", "304"):
         answers[code]["headers"] = {name: {"$ref": f"#/components/headers/{name}"} for name in components["headers"]}
-    head = {"200": {each: answers["200"][each] for each in ("description", "headers")}, "304": answers["304"]}
-    head |= {code: bodyless[code] for code in answers if code in bodyless}
-    path["head"] = path["get"] | {"operationId": "head_document", "summary": "A document's headers", "responses": head}
+    for path in found["paths"].values():
+        if (get := path.get("get")) is None:
+            continue
+        heads = {code: bodyless.get(code, answer) for code, answer in get["responses"].items()}
+        heads = {code: {name: answer[name] for name in answer if name != "content"} for code, answer in heads.items()}
+        named = {"operationId": f"head_of_{get['operationId']}", "summary": f"Headers of: {get['summary']}"}
+        path["head"] = get | named | {"responses": heads}
     return dumps(found)
 
 
