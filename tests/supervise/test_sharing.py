@@ -41,7 +41,7 @@ async def test_the_service_gives_the_group_access_at_its_next_start(
     data = tmp_path / "data"
     for group, mode in ((None, 0o700), (GROUP, 0o750)):
         async with in_process.serving(data, settings_for(data, workers=1, readers_group=group)):
-            await eventually(lambda mode=mode: mode_of(data) == mode)  # type: ignore[misc]
+            await eventually(lambda mode=mode: data.exists() and mode_of(data) == mode)  # type: ignore[misc]
     assert (mode_of(data / directory.FILE), data.stat().st_gid) == (0o640, int(GROUP))
     said = "".join(capsys.readouterr())
     assert said.count("readers-group-locked-out") == (1 if ROOT else said.count("readers-group-locked-out"))
