@@ -4,8 +4,8 @@ A connection counts once it is accepted, before a TLS handshake costs memory.
 - At most `reader_connections_max` connections are open; at most `pending_max` of them are pending (without a login). A
   further connection replaces a pending one: the oldest of the peer with most pending connections, preferably one whose
   login is not being checked. So clients without a login never keep others out, and never replace a client with a login.
-- A TLS handshake begins after the client's first bytes, and never for a client that has hung up. Handshakes take turns
-  of the event loop (`turns`), one peer after the other.
+- A TLS handshake begins after the client's first bytes, in a turn of the event loop (`turns`), and never for a client
+  that has hung up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import select
 import socket
 import ssl
 import struct
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +41,6 @@ PENDING_SHARE = 4
 """One in this many of a process's connections may be pending."""
 PENDING_MIN = 16
 """Pending connections that are always allowed, if `reader_connections_max` allows as many."""
-REFUSALS_MAX = 64
-"""Limit of connections kept open to send a refusal; further ones are closed without a refusal."""
 DESCRIPTORS_RESERVED = 128
 """Open files besides those of clients and groups: the log, the connection to the supervisor."""
 DESCRIPTORS_PER_GROUP = 3
@@ -90,8 +88,6 @@ class Slot:
 
     _admission: Admission
     peer: str
-    refused: bool = False
-    """True if the connection is open only to send a refusal."""
     pending: bool = True
     """True before a login."""
     logging_in: bool = False
@@ -118,44 +114,16 @@ class Slot:
             self.deadline = None
 
 
-class Handshakes:
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Queues by peer; the first peer is next."""
-
-    async def turn(self, peer: str) -> None:
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not self._waiting:
-            self._turns.call(self._grant)
-        self._waiting.setdefault(peer, deque()).append(granted)
-        await granted
-
-    def _grant(self) -> None:
-        peer = next(iter(self._waiting))
-        queue = self._waiting.pop(peer)
-        while queue:
-            granted = queue.popleft()
-            if not granted.done():  # it is done if the connection was closed
-                granted.set_result(None)
-                break
-        if queue:
-            self._waiting[peer] = queue
-        if self._waiting:
-            self._turns.call(self._grant)
-
-
 class Admission:
     def __init__(self, settings: Settings, turns: Turns) -> None:
         self.settings = settings
-        self.handshakes = Handshakes(turns)
+        self.turns = turns
         self.accepted_count = 0
         self.rejected_count = 0
         """Connections refused on accept because there were too many."""
         self.evicted_count = 0
         """Pending connections closed for newer ones or by timeout."""
         self._open: set[Slot] = set()
-        self._refused: set[Slot] = set()
         self._by_peer: Counter[str] = Counter()
         self._pending: dict[str, dict[Slot, None]] = {}
         """Connections without a login, by peer, oldest first."""
@@ -170,10 +138,8 @@ class Admission:
         connections_max = self.settings.reader_connections_max
         return max(connections_max // PENDING_SHARE, min(connections_max, PENDING_MIN))
 
-    def admit(self, peer: str, *, answers: bool = False) -> Slot | None:
-        """Return the connection's slot; None: close it. With `answers`, `REFUSALS_MAX` refused connections may have
-        one.
-        """
+    def admit(self, peer: str) -> Slot | None:
+        """Return the connection's slot; None: close it."""
         settings = self.settings
         if peer != LOCAL and self._by_peer[peer] >= settings.reader_connections_per_peer_max:
             admitted = self._evict(peer)
@@ -184,11 +150,7 @@ class Admission:
         if not admitted:
             self.rejected_count += 1
             self._rejections.note(asyncio.get_running_loop().time(), peer=peer, open=len(self._open))
-            if not answers or len(self._refused) >= REFUSALS_MAX:
-                return None
-            slot = Slot(self, peer, refused=True, pending=False)
-            self._refused.add(slot)
-            return slot
+            return None
         slot = Slot(self, peer)
         self.accepted_count += 1
         self._open.add(slot)
@@ -224,7 +186,6 @@ class Admission:
                 del self._pending[slot.peer]
 
     def released(self, slot: Slot) -> None:
-        self._refused.discard(slot)
         if slot in self._open:
             self.established(slot)
             self._open.remove(slot)
@@ -247,15 +208,12 @@ class Acceptor:
         listening: socket.socket,
         factory: Factory,
         tls: ssl.SSLContext | None = None,
-        *,
-        answers: bool = False,
     ) -> None:
-        """Begin to accept, in the running loop. `answers` is for `Admission.admit`; with TLS it is ignored."""
+        """Begin to accept, in the running loop."""
         self._admission = admission
         self._listening = listening
         self._factory = factory
         self._tls = tls
-        self._answers = answers and tls is None
         self._loop = asyncio.get_running_loop()
         self._connecting: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -292,7 +250,7 @@ class Acceptor:
 
     def _take(self, connected: socket.socket, address: Any) -> None:
         try:
-            slot = self._admission.admit(peer_of(connected, address), answers=self._answers)
+            slot = self._admission.admit(peer_of(connected, address))
             if slot is None:
                 connected.close()
                 return
@@ -311,7 +269,7 @@ class Acceptor:
         try:
             if self._tls is not None:
                 await self._spoken(connected)
-                await self._admission.handshakes.turn(slot.peer)
+                await self._admission.turns.turn()
                 if _is_gone(connected):
                     raise ConnectionResetError("the client is gone")
             await self._loop.connect_accepted_socket(

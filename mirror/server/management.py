@@ -67,7 +67,7 @@ class Management:
         self._parser = httptools.HttpRequestParser(self)
         self._received_bytes = 0
         self._url = b""
-        self._authorization: bytes | None = None
+        self._authorization: str | None = None
         self._is_complete = False
         self._user = ""
         self._answering: asyncio.Task[None] | None = None
@@ -106,7 +106,7 @@ class Management:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"authorization":
-            self._authorization = value
+            self._authorization = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self._is_complete = True
@@ -141,7 +141,7 @@ class Management:
         session = self._session
         if self._authorization is not None:
             session.log_out()
-            name, password = _basic(self._authorization)
+            name, password = basic(self._authorization)
             if name is None or not session.plain_allowed:  # a password only over TLS, or on this machine
                 return False
             attempt = session.password_attempt(name, password)
@@ -186,11 +186,11 @@ class Management:
         self._write(f"{line}{headers}Connection: close\r\n\r\n".encode())
 
 
-def _basic(authorization: bytes) -> tuple[str | None, str]:
+def basic(authorization: str) -> tuple[str | None, str]:
     """Return user and password of an `Authorization: Basic` (RFC 7617); None if it is none."""
-    scheme, _, encoded = authorization.partition(b" ")
+    scheme, _, encoded = authorization.partition(" ")
     try:
-        name, separator, password = base64.b64decode(encoded, validate=True).decode().partition(":")
+        name, separator, password = base64.b64decode(encoded.strip(), validate=True).decode().partition(":")
     except ValueError:
         return None, ""
-    return (name, password) if scheme.lower() == b"basic" and separator else (None, "")
+    return (name, password) if scheme.lower() == "basic" and separator else (None, "")

@@ -45,8 +45,6 @@ _OF_LEAVING, _OF_PURGE = "tests/storage/test_left_branches.py", "tests/storage/t
 _STATUS, _OF_STATUS = "mirror/supervise/reports/progress.py", "tests/supervise/test_status.py"
 _OF_WATCH = "tests/feed/test_watch.py -k nothing_is_not_in_contact"
 _OF_STREAMS = "tests/serve/test_dcp_requests.py -k beyond_the_limit"
-_OF_IDLE = "tests/serve/test_http_protocol.py -k begins_with_its_last"
-_OF_FRAMING = "tests/serve/test_http_protocol.py -k framing_has_no_end"
 _MAPS, _OF_MAPS = "mirror/supervise/context.py", "tests/supervise/test_maps.py"
 _OF_FORKS = "tests/storage/test_forks.py -k 'not counts and not server'"
 _OF_MOUNTS = "tests/storage/test_access.py -k 'overlay or overwritten'"
@@ -72,19 +70,7 @@ _DELTA, _OF_DELTA = "mirror/spark/tables/delta.py", "tests/spark/tables/test_del
 
 MUTATIONS = (
     # --- the steps of a listener's event loop
-    Mutation(
-        "mirror/serve/http/protocol.py",
-        "self._gate.turns.call(self._go_on)",
-        "self._loop.call_soon(self._go_on)",
-        "tests/serve/test_http_protocol.py -k ahead_of_their_answers",
-    ),
     Mutation("mirror/server/admission.py", "if _is_gone(connected):", "if False:", _OF_ADMISSION),
-    Mutation(
-        "mirror/server/admission.py",
-        "self._waiting[peer] = queue",
-        "self._waiting = {peer: queue} | self._waiting",
-        _OF_ADMISSION,
-    ),
     Mutation(
         "mirror/serve/kv/scans.py",
         "byte_count += sum(len(each.value) for each in documents)",
@@ -498,13 +484,6 @@ MUTATIONS = (
     Mutation(
         "mirror/serve/dcp/producer.py", "self._counters.open_streams >= PROCESS_STREAMS_MAX", "False", _OF_STREAMS
     ),
-    Mutation("mirror/serve/http/framing.py", "self._trailer_bytes += len(line)", "pass", _OF_FRAMING),
-    Mutation(
-        "mirror/serve/http/protocol.py",
-        "at_once=at_once and not self._framing.byte_count",
-        "at_once=True",
-        "tests/serve/test_http_protocol.py -k pipelined_requests_are_not",
-    ),
     Mutation(
         "mirror/serve/http/waits.py",
         "if state is None or status_in(state, token) is not WriteStatus.WAITING:",
@@ -517,13 +496,6 @@ MUTATIONS = (
         "pass",
         "tests/serve/test_http_service.py -k bodies",
     ),
-    Mutation(
-        "mirror/serve/http/documents.py",
-        "found = parsed.read(service, reader, BUDGETED_BYTES)",
-        "found = parsed.read(service, reader, 1 << 40)",
-        "tests/serve/test_http_protocol.py -k in_pieces",
-    ),
-    Mutation("mirror/serve/http/protocol.py", "if waited_s > IDLE_TIMEOUT_S:", "if True:", _OF_IDLE),
     Mutation(
         "storage/read/point_reads.py",
         "if not above < dup <= up_to or",

@@ -230,20 +230,6 @@ def request(path: str, *headers: str, method: str = "GET", body: str = "", user:
     return "\r\n".join((*lines, "", body)).encode()
 
 
-def recorded_at_once(site: Site) -> list[bool]:
-    """From now on an entry for each request that was looked at, whether it was answered at once."""
-    gate, found = site.server.gate, []
-    answer_now = gate.answer_now
-
-    def record(scope: Any) -> Any:
-        response = answer_now(scope)
-        found.append(response is not None)
-        return response
-
-    gate.answer_now = record
-    return found
-
-
 def service_report(data: Path, **more: Any) -> dict[str, Any]:
     """A status as a healthy service would give it, of what the store says."""
     found = stored_status(data)

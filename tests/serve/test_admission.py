@@ -22,10 +22,8 @@ from mirror.errors import ConfigError
 from mirror.serve.access.tls import server_tls
 from mirror.server.admission import (
     LOCAL,
-    REFUSALS_MAX,
     Acceptor,
     Admission,
-    Handshakes,
     Slot,
     peer_of,
     raise_descriptor_limit,
@@ -155,24 +153,6 @@ async def test_an_interrupted_handshake_frees_its_memory(store: Store, certifica
             gc.enable()
 
 
-async def test_one_handshake_begins_in_each_turn_and_peers_alternate() -> None:
-    """A burst of 1,000 hellos once kept a client who was logged in waiting for up to 0.65 s."""
-    handshakes, begun = Handshakes(Turns()), [""]
-
-    async def client(peer: str) -> None:
-        await handshakes.turn(peer)
-        begun[-1] += peer
-
-    clients = [asyncio.create_task(client(peer)) for peer in "aaaaaabbc"]
-    await asyncio.sleep(0)
-    clients[1].cancel()
-    while not all(each.done() for each in clients):
-        begun.append("")
-        await asyncio.sleep(0)
-    assert max(map(len, begun)) == 1
-    assert "".join(begun) == "abcabaaa"
-
-
 async def test_a_silent_or_disconnected_client_gets_no_handshake(store: Store, certificate: Contexts) -> None:
     context, trusting = certificate
     wrap = context.wrap_bio
@@ -245,19 +225,6 @@ async def test_a_new_connection_displaces_one_of_the_largest_peer() -> None:
 def test_a_quarter_of_the_connections_or_sixteen_may_be_without_a_login() -> None:
     found = [Admission(Settings(reader_connections_max=count), Turns()).pending_max for count in (1, 16, 40, 1024)]
     assert found == [1, 16, 16, 256]
-
-
-async def test_the_number_of_connections_kept_for_a_refusal_is_bounded() -> None:
-    admission = Admission(Settings(reader_connections_max=1), Turns())
-    slot = admission.admit(LOCAL)
-    assert slot is not None
-    slot.establish()
-    answers = [admission.admit(LOCAL, answers=True) for _ in range(REFUSALS_MAX + 5)]
-    assert [each is not None and each.refused for each in answers] == [True] * REFUSALS_MAX + [False] * 5
-    assert len(admission._open) == 1
-    assert answers[0] is not None
-    answers[0].release()
-    assert admission.admit(LOCAL, answers=True)
 
 
 def test_a_peer_is_a_machine_a_network_or_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

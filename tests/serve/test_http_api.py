@@ -28,7 +28,6 @@ from tests.serve.http_site import (
     Source,
     events,
     judged,
-    recorded_at_once,
     request,
     running,
     service_report,
@@ -63,10 +62,7 @@ def test_readers_get_only_the_collections_they_may_read(guarded: Site) -> None:
     site.get(site.document("a"), 401, headers={"Authorization": "Bearer x"})
     site.get(site.document("a"), 401, headers={"Authorization": "Basic !!!"})
     assert site.get(site.document("a"), auth=("all", "secret")).content == b"1"
-    at_once = recorded_at_once(site)
-    site.get(site.document("a"), auth=("all", "secret"))
     site.get(site.document("a"), 401, auth=("all", "other"))
-    assert at_once == [True, False], "a password is checked by the application, unless it was proven before"
     shop = ("shop", "secret")
     site.get(site.document("a"), 403, auth=shop)
     site.get(site.document("a", "0"), 403, auth=shop)
@@ -232,7 +228,7 @@ def test_a_paused_stream_sends_nothing_more_to_a_removed_user(
     with running(tmp_path / "data", source, users_file=file) as site, site.connect() as line:
         line.sendall(request("/v1/changes?vbid=2", "Connection: close", user="ann:x"))
         (connection,) = eventually_now(lambda: site.server.gate.connections)
-        eventually_now(lambda: connection.outgoing.unsent_bytes > 64 * 1024)
+        eventually_now(lambda: connection.transport.get_write_buffer_size() > 64 * 1024)
         with_users(file, {})
         eventually_now(lambda: not site.server.gate.connections)
         with contextlib.suppress(ConnectionError):

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -27,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 
 from mirror.serve.http import requests as http_requests
 from mirror.serve.http.api import description
-from mirror.serve.http.framing import HEAD_BYTES_MAX
+from mirror.serve.http.protocol import HEAD_BYTES_MAX, READ_BYTES
 from storage.model import DOCUMENT_FIELDS, JSON_FIELDS, SEQNO_MAX, Branch, Collection, Seqno
 from storage.read.view import Token
 from storage.read.wait import MutationToken
@@ -86,6 +87,7 @@ EXAMPLES = settings(
 
 
 def does_what_it_says(case: Any, busy: Site) -> None:
+    assume(len(quote(str(case.query))) < HEAD_BYTES_MAX - READ_BYTES)  # a longer head may be reset before its 400
     wait = case.query.get("timeout_ms", 0)
     names = {each.name for each in case.operation.query}
     takes_it = "timeout_ms" in names

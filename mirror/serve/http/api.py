@@ -22,11 +22,11 @@ from mirror import __version__
 from mirror.log import get_logger
 from mirror.serve.access.auth import Reader
 from mirror.serve.http.changes import get_changes
-from mirror.serve.http.documents import answer_document, get_document, get_documents, scan_documents
+from mirror.serve.http.documents import get_document, get_documents, scan_documents
 from mirror.serve.http.problems import MEDIA_TYPE, TITLES, TYPE_PREFIX, Problem, internal, of_http, of_storage
 from mirror.serve.http.query import post_query
 from mirror.serve.http.requests import Parameters, header, routed, vbucket
-from mirror.serve.http.service import Credentials, Memory, Service, refuse_websites
+from mirror.serve.http.service import Memory, Service, refuse_websites
 from mirror.serve.http.status import Report, partly_shown, partly_shown_reasons, partly_shown_rows
 from mirror.serve.metrics import CONTENT_TYPE, STATES, exposition, own_exposition
 from mirror.serve.objects import dumps, rollback_object
@@ -239,32 +239,9 @@ def _page(name: str, media_type: str) -> Callable[[Request], Any]:
 class GuardedApp:
     """Counts requests, turns errors into problems, and refuses an answer if its reader's rights changed meanwhile."""
 
-    def __init__(self, app: ASGIApp, document: Route, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
-        self._document = document
         self._service = service
-
-    def answer_now(self, scope: Scope) -> Response | None:
-        """Answer a GET of a document, the most frequent request, without a task, routing or ASGI messages. Return None
-        for other requests, and if the answer must wait or is large: then call the application.
-        """
-        found = self._document.path_regex.match(routed(scope["raw_path"]))
-        if found is None:
-            return None
-        started = self._service.clock.monotonic()
-        scope["path_params"] = found.groupdict()
-        request = Request(scope)
-        try:
-            refuse_websites(request)
-            scope["endpoint"] = get_document
-            reader = self._service.reader_or_login(request)
-            response = None if isinstance(reader, Credentials) else answer_document(self._service, request, reader)
-        except Exception as error:
-            response = _problem_of(error, scope).response()
-        if response is not None:
-            seconds = self._service.clock.monotonic() - started
-            self._service.requests.answered(_route(scope), response.status_code, seconds, len(response.body))
-        return response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "there are no websockets, and no lifespan"
@@ -345,4 +322,4 @@ def make_app(service: Service) -> GuardedApp:
         Route("/openapi.json", get_openapi, methods=get),
         *(Route(path, _page(*file), methods=get) for path, file in PAGE_FILES.items()),
     ]
-    return GuardedApp(Router(routes, redirect_slashes=False), routes[0], service)
+    return GuardedApp(Router(routes, redirect_slashes=False), service)

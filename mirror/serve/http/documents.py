@@ -6,11 +6,9 @@ pages of a vbucket show the moment of its first page. If that moment is lost, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -45,8 +43,6 @@ from storage.errors import AnswerTooLarge
 from storage.model import DOCUMENT_FIELDS, Document
 from storage.read.reading import BoundaryRead
 from storage.read.scan import KeySelection
-from storage.read.view import AsOf
-from storage.read.wait import MutationToken
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Limit of the values in one multi-get: three of the largest documents."""
@@ -88,81 +84,41 @@ def headers_of(document: Document, tag: str, datatype: int) -> list[Header]:
     return [*PRIVATE, (b"etag", tag.encode()), *zip(_HEADERS, numbers, strict=True)]
 
 
-class DocumentRequest(NamedTuple):
-    collection: str | int
-    key: bytes
-    vbid: int
-    form: str
-    as_of: AsOf
-    tokens: Sequence[MutationToken]
-    timeout_s: float
-    tag: str | None
-
-    @staticmethod
-    def of(service: Service, request: Request) -> DocumentRequest:
-        """Parse the request. Raises Problem, also if its vbucket cannot be read now."""
-        parameters = Parameters(request, ("key_encoding", "form", "as_of", *WAIT_PARAMETERS))
-        collection = path_collection(request)
-        key = path_key(request, parameters.choice("key_encoding", *KEY_ENCODINGS))
-        form = parameters.choice("form", "body", "stored")
-        as_of = parameters.as_of()
-        tokens, timeout_s = service.tokens(parameters)
-        vbid = service.view.vbid_of(key)
-        return DocumentRequest(
-            collection, key, vbid, form, as_of, tokens, timeout_s, list_header(request, b"if-none-match")
-        )
-
-    def read(self, service: Service, reader: Reader, bytes_max: int) -> Document | None:
-        """Raises AnswerTooLarge for a document of more than `bytes_max` bytes."""
-        service.judge(reader, self.collection, (self.vbid,), self.as_of)
-        return service.view.get(
-            self.key, self.collection, as_of=self.as_of, raw=self.form == "stored", bytes_max=bytes_max
-        )
-
-    def answer(self, service: Service, memory: Memory, document: Document | None) -> Response:
-        if document is None:
-            raise Problem("no-document", "no such document", vbid=int(self.vbid))
-        tag = entity_tag(document, self.form)
-        if matches(self.tag, tag):
-            return Plain(304, headers_of(document, tag, document.datatype))
-        service.requests.document_total += 1
-        plain = self.form == "body" and document.datatype & DATATYPE_JSON
-        media_type = JSON if plain else b"application/octet-stream"
-        return Budgeted(memory, document.value, headers_of(document, tag, document.datatype), media_type)
-
-
-def answer_document(service: Service, request: Request, reader: Reader) -> Response | None:
-    """Answer a GET of a small document that need not wait for a write; otherwise return None."""
-    parsed = DocumentRequest.of(service, request)
-    if parsed.tokens:
-        return None
-    try:
-        found = parsed.read(service, reader, BUDGETED_BYTES)
-    except AnswerTooLarge:
-        return None
-    return parsed.answer(service, Memory(service.budget), found)
-
-
 async def get_document(request: Request) -> Response:
-    service: Service = request.state.service
-    reader = await service.reader(request)
-    return answer_document(service, request, reader) or await _answer_later(service, request, reader)
-
-
-async def _answer_later(service: Service, request: Request, reader: Reader) -> Response:
     """Answer once the writes of the request's tokens are published, and there is memory for the document."""
+    service: Service = request.state.service
     memory: Memory = request.state.memory
-    parsed = DocumentRequest.of(service, request)
-    bytes_max = LARGE_BYTES
+    reader = await service.reader(request)
+    parameters = Parameters(request, ("key_encoding", "form", "as_of", *WAIT_PARAMETERS))
+    collection = path_collection(request)
+    key = path_key(request, parameters.choice("key_encoding", *KEY_ENCODINGS))
+    form = parameters.choice("form", "body", "stored")
+    as_of = parameters.as_of()
+    tokens, timeout_s = service.tokens(parameters)
+    vbid = service.view.vbid_of(key)
+
+    def read(bytes_max: int) -> Document | None:
+        service.judge(reader, collection, (vbid,), as_of)
+        return service.view.get(key, collection, as_of=as_of, raw=form == "stored", bytes_max=bytes_max)
+
+    bytes_max, document = LARGE_BYTES, None
     while True:
-        read = partial(parsed.read, service, reader, bytes_max)
+        is_large = bytes_max > LARGE_BYTES
         try:
-            found = await service.after(request, parsed.tokens, parsed.timeout_s, read, in_bulk=bytes_max > LARGE_BYTES)
+            document = await service.after(request, tokens, timeout_s, partial(read, bytes_max), in_bulk=is_large)
+            break
         except AnswerTooLarge as error:
             bytes_max = error.byte_count
             memory.hold(bytes_max)
-        else:
-            return parsed.answer(service, memory, found)
+    if document is None:
+        raise Problem("no-document", "no such document", vbid=int(vbid))
+    tag = entity_tag(document, form)
+    if matches(list_header(request, b"if-none-match"), tag):
+        return Plain(304, headers_of(document, tag, document.datatype))
+    service.requests.document_total += 1
+    plain = form == "body" and document.datatype & DATATYPE_JSON
+    media_type = JSON if plain else b"application/octet-stream"
+    return Budgeted(memory, document.value, headers_of(document, tag, document.datatype), media_type)
 
 
 async def get_documents(request: Request) -> Response:

@@ -45,13 +45,7 @@ class HttpServer:
     ) -> None:
         """`stored` and `name`: as for `Service`."""
         self.service = Service(settings, stored, clock, name=name)
-        app = make_app(self.service)
-        self.gate = Gate(
-            app,
-            app.answer_now,
-            self.service.has_lost_rights,
-            self.service.turns,
-        )
+        self.gate = Gate(make_app(self.service), self.service.has_lost_rights)
         self.service.requests.connections = self.gate.connections
         self.admission = Admission(settings, self.service.turns)
         self._sockets = sockets
@@ -66,7 +60,7 @@ class HttpServer:
         for address, listening in self._sockets:
             factory = partial(HttpConnection, self.gate, address.local)
             tls = self._tls if address.tls else None
-            self._acceptors.append(Acceptor(self.admission, listening, factory, tls, answers=True))
+            self._acceptors.append(Acceptor(self.admission, listening, factory, tls))
 
     async def run(self) -> None:
         tasks = [asyncio.create_task(each) for each in (self._stop.wait(), self._sweep(), self.service.status.run())]

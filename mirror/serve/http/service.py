@@ -7,7 +7,6 @@ the read cannot give an older value.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import ipaddress
 from collections import Counter
@@ -15,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,14 +35,13 @@ from mirror.serve.metrics import Requests
 from mirror.serve.watch import Watch
 from mirror.server.admission import Slot
 from mirror.server.errors import RIGHTS_CHANGED
+from mirror.server.management import basic
 from mirror.server.turns import Budget, Turns, Worker
 from storage.read.reading import BoundaryRead
 from storage.read.view import AsOf, View
 from storage.read.wait import MutationToken, WriteStatus
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
-CREDENTIALS_LENGTH_MAX = 4096
-"""Limit of user and password in base64, in characters."""
 BUDGETED_BYTES = 64 * 1024
 """Answers up to this size fit into a socket's buffers, and do not count in the budget."""
 SEND_BYTES = 256 * 1024
@@ -56,11 +54,6 @@ WAITS_SHARE = 4
 
 Header = tuple[bytes, bytes]
 T = TypeVar("T")
-
-
-class Credentials(NamedTuple):
-    name: str
-    password: str
 
 
 class Memory:
@@ -189,50 +182,32 @@ class Service:
     # readers
 
     async def reader(self, request: Request) -> Reader:
+        """Return the reader by password, by certificate, or as the listener grants. Raises Problem."""
         state = request.scope["state"]
         slot: Slot = state["slot"]
-        found = self.reader_or_login(request)
-        if isinstance(found, Credentials):
-            slot.logging_in = True
-            try:
-                with leaves_line(request):
-                    reader = await self.logins.check(*found, slot.peer)
-            finally:
-                slot.logging_in = False
-            if reader is None:
-                raise _not_logged_in()
-            slot.establish()
-            found = reader
-        state["reader"] = found
-        return found
-
-    def reader_or_login(self, request: Request) -> Reader | Credentials:
-        """Return the request's reader, or the credentials to check. Raises Problem."""
-        state = request.scope["state"]
         authorization = header(request, b"authorization")
         if authorization is None:
             anonymous = self.users.anonymous if state["local"] else None
             reader = certified_reader(self.users, state["transport"]) or anonymous
             if reader is None:
                 raise Problem("not-authenticated", "this listener requires a login", hint="send Basic authentication")
-            state["slot"].establish()
-            return reader
-        scheme, _, text = authorization.partition(" ")
-        if scheme.lower() != "basic":
-            raise Problem("not-authenticated", "only Basic authentication is supported")
-        try:
-            login = base64.b64decode(text.strip()[:CREDENTIALS_LENGTH_MAX], validate=True).decode()
-        except ValueError:
-            raise _not_logged_in() from None
-        name, separator, password = login.partition(":")
-        if not separator:
-            raise _not_logged_in()
-        slot: Slot = state["slot"]
-        proven = None if slot.pending and self.logins.guesses(slot.peer) else self.users.proven(name, password)
-        if proven is None:
-            return Credentials(name, password)
+        else:
+            name, password = basic(authorization)
+            if name is None:
+                raise Problem("not-authenticated", "wrong user or password", hint="send Basic authentication")
+            reader = None if slot.pending and self.logins.guesses(slot.peer) else self.users.proven(name, password)
+            if reader is None:
+                slot.logging_in = True
+                try:
+                    with leaves_line(request):
+                        reader = await self.logins.check(name, password, slot.peer)
+                finally:
+                    slot.logging_in = False
+            if reader is None:
+                raise Problem("not-authenticated", "wrong user or password")
         slot.establish()
-        return proven
+        state["reader"] = reader
+        return reader
 
     def rights_changed(self, reader: Reader) -> Problem | None:
         """Return the refusal if the reader's rights have changed since its request began."""
@@ -361,10 +336,6 @@ def owner_of(request: Request) -> str:
     state = request.scope["state"]
     reader: Reader | None = state.get("reader")
     return f"user {reader.name}" if reader is not None and reader.name else f"peer {state['slot'].peer}"
-
-
-def _not_logged_in() -> Problem:
-    return Problem("not-authenticated", "wrong user or password")
 
 
 def _may_not_read(reader: Reader) -> Problem:
