@@ -64,7 +64,10 @@ def sandbox(
     ] = None,
     control: ControlOption = None,
 ) -> None:
-    """Run the embedded source until Ctrl-C. User and password: DCP_MIRROR_USER, DCP_MIRROR_PASSWORD (demo, demo)."""
+    """Run the embedded source until Ctrl-C. User and password: DCP_MIRROR_USER, DCP_MIRROR_PASSWORD (demo, demo).
+
+    Couchbase SDKs get, insert, upsert, replace and remove documents; other changes are unknown commands.
+    """
     if context.invoked_subcommand is not None:
         return
     cluster = SandboxCluster(

@@ -43,8 +43,7 @@ class About:
 class Content:
     xattrs: values.Xattrs
     body: bytes
-    about: About | None = None
-    _text: str | None = field(default=None, repr=False)
+    about: About
     _is_json: bool | None = field(default=None, repr=False)
 
     @staticmethod
@@ -68,20 +67,13 @@ class Content:
 
     def _json_body(self) -> bytes:
         if self._is_json is None:
-            if len(self.body) > JUDGED_BYTES_MAX and self.about is not None:
+            if len(self.body) > JUDGED_BYTES_MAX:
                 self._is_json = bool(self.about.datatype & values.JSON)
             else:
                 self._is_json = values.is_json(self.body)
         if not self._is_json:
             raise PathError(Status.SUBDOC_DOC_NOT_JSON)
         return self.body
-
-    def body_text(self) -> str:
-        if self._text is None:
-            if not values.is_json(self.body):
-                raise PathError(Status.SUBDOC_DOC_NOT_JSON)
-            self._text = self.body.decode()
-        return self._text
 
     def attributes_text(self, path: str) -> str:
         """Return all xattrs as one JSON object, or only the virtual attribute that the path names. Raises PathError."""
@@ -94,13 +86,14 @@ class Content:
     def _virtual(self, name: str) -> object:
         if name == "$XTOC":
             return [key.decode() for key in self.xattrs]
-        if name == "$document" and self.about is not None:
-            return self._about_document(self.about)
+        if name == "$document":
+            return self._about_document()
         if name == "$vbucket":
             return {"HLC": {"now": "0", "mode": "real"}}
         raise PathError(Status.SUBDOC_XATTR_UNKNOWN_VATTR)
 
-    def _about_document(self, about: About) -> dict[str, object]:
+    def _about_document(self) -> dict[str, object]:
+        about = self.about
         names = {values.JSON: "json", values.SNAPPY: "snappy", values.XATTR: "xattr"}
         found: dict[str, object] = {
             "CAS": f"0x{about.cas:016x}",

@@ -22,7 +22,6 @@ _U16 = struct.Struct(">H")
 _U32 = struct.Struct(">I")
 _U64 = struct.Struct(">Q")
 _STORE = struct.Struct(">II")
-_COUNTER = struct.Struct(">QQI")
 _TOKEN = struct.Struct(">QQ")
 _REVISION = struct.Struct(">qq")
 _COLLECTION = struct.Struct(">QI")
@@ -31,8 +30,6 @@ _OBSERVED = struct.Struct(">BHQQQ")
 _OBSERVED_FAILOVER = struct.Struct(">BHQQQQQ")
 _LOOKUP = struct.Struct(">BBH")
 _LOOKUP_RESULT = struct.Struct(">HI")
-_MUTATE = struct.Struct(">BBHI")
-_MUTATION_RESULT = struct.Struct(">BH")
 _SCAN_CONTINUE = struct.Struct(">16sIII")
 _SCAN_ITEM = struct.Struct(">IIQQB")
 
@@ -168,15 +165,6 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Counter:
-    """Extras of INCREMENT and DECREMENT. An expiry of all ones means: do not create a missing document."""
-
-    delta: int
-    initial: int = 0
-    expiry: int = 0xFFFF_FFFF
-
-
-@dataclass(frozen=True, slots=True)
 class Meta:
     """Extras of the answer to GET_META; `datatype` is set only if the request asks for version 2 of these extras."""
 
@@ -189,15 +177,6 @@ class Meta:
 
 def decode_store(extras: bytes) -> Store:
     return Store(*_exactly(_STORE, extras, Opcode.SET, "extras"))
-
-
-def decode_counter(extras: bytes) -> Counter:
-    return Counter(*_exactly(_COUNTER, extras, Opcode.INCREMENT, "extras"))
-
-
-def decode_expiry(extras: bytes) -> int:
-    """Return the expiry of TOUCH or GAT, or the lock time of GET_LOCKED in seconds; 0 without extras."""
-    return _exactly(_U32, extras, Opcode.TOUCH, "extras")[0] if extras else 0
 
 
 def encode_mutation_token(vbuuid: int, seqno: int) -> bytes:
@@ -265,23 +244,6 @@ class LookupSpec:
     flags: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MutationSpec:
-    opcode: int
-    path: bytes
-    value: bytes = b""
-    flags: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class MutationResult:
-    """Result of one path of SUBDOC_MULTI_MUTATION; sent for paths that return a value, or only for the failed path."""
-
-    index: int
-    status: int
-    value: bytes = b""
-
-
 def decode_lookup_specs(value: bytes) -> list[LookupSpec]:
     cutter = _Cutter(value, Opcode.SUBDOC_MULTI_LOOKUP)
     specs = []
@@ -293,26 +255,6 @@ def decode_lookup_specs(value: bytes) -> list[LookupSpec]:
 
 def encode_lookup_head(status: int, value_bytes: int) -> bytes:
     return _LOOKUP_RESULT.pack(status, value_bytes)
-
-
-def decode_mutation_specs(value: bytes) -> list[MutationSpec]:
-    cutter = _Cutter(value, Opcode.SUBDOC_MULTI_MUTATION)
-    specs = []
-    while cutter:
-        opcode, flags, path_length, value_length = cutter.fields(_MUTATE)
-        path = cutter.bytes(path_length)
-        specs.append(MutationSpec(opcode, path, cutter.bytes(value_length), flags))
-    return _bounded(specs, Opcode.SUBDOC_MULTI_MUTATION)
-
-
-def encode_mutation_results(results: Iterable[MutationResult]) -> bytes:
-    """Return the body of the answer to SUBDOC_MULTI_MUTATION. Only results of successful paths have a value."""
-    parts = []
-    for result in results:
-        parts.append(_MUTATION_RESULT.pack(result.index, result.status))
-        if result.status == Status.SUCCESS:
-            parts += [_U32.pack(len(result.value)), result.value]
-    return b"".join(parts)
 
 
 def decode_subdoc(frame: Frame) -> tuple[bytes, bytes, int, int | None, int]:

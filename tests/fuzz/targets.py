@@ -100,11 +100,8 @@ _KV_FRAMES: tuple[Callable[[frame.Frame], Any], ...] = (
 _KV_BYTES: tuple[Callable[[bytes], Any], ...] = (
     codec_kv.decode_features,
     codec_kv.decode_store,
-    codec_kv.decode_counter,
-    codec_kv.decode_expiry,
     codec_kv.decode_observe_seqno,
     codec_kv.decode_lookup_specs,
-    codec_kv.decode_mutation_specs,
     codec_kv.decode_scan_continue,
     lambda data: kv_scan_request.parse(data, takes_xattrs=True),
 )

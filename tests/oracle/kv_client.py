@@ -11,8 +11,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from mirror.wire.codec_kv import Counter, LookupSpec, Meta, MutationResult, MutationSpec, ScanItem, ScanLimits, Store
-from mirror.wire.constants import Datatype, Opcode, Status
+from mirror.wire.codec_kv import LookupSpec, Meta, ScanItem, ScanLimits, Store
+from mirror.wire.constants import Datatype, Opcode
 from mirror.wire.events import Response
 from mirror.wire.frame import Frame, frame_infos, request
 from mirror.wire.keys import decode_leb128
@@ -115,16 +115,6 @@ def encode_store(store: Store) -> bytes:
     return struct.pack(">II", store.flags, store.expiry)
 
 
-def encode_counter(counter: Counter) -> bytes:
-    """Extras of INCREMENT, DECREMENT."""
-    return struct.pack(">QQI", counter.delta, counter.initial, counter.expiry)
-
-
-def encode_expiry(expiry: int) -> bytes:
-    """Extras of TOUCH, GAT, GET_LOCKED."""
-    return struct.pack(">I", expiry)
-
-
 def decode_mutation_token(extras: bytes) -> tuple[int, int]:
     """(vbuuid, seqno) of a write, where HELLO granted MUTATION_SEQNO."""
     vbuuid, seqno = struct.unpack(">QQ", extras)
@@ -158,30 +148,6 @@ def decode_lookup_results(value: bytes) -> list[LookupResult]:
         assert len(value) >= 6 + length
         results.append(LookupResult(status, value[6 : 6 + length]))
         value = value[6 + length :]
-    return results
-
-
-def encode_mutation_specs(specs: Iterable[MutationSpec]) -> bytes:
-    """Value of SUBDOC_MULTI_MUTATION."""
-    parts = []
-    for spec in specs:
-        head = struct.pack(">BBHI", spec.opcode, spec.flags, len(spec.path), len(spec.value))
-        parts += [head, spec.path, spec.value]
-    return b"".join(parts)
-
-
-def decode_mutation_results(value: bytes) -> list[MutationResult]:
-    """Decode the answer to SUBDOC_MULTI_MUTATION."""
-    results = []
-    while value:
-        index, status = struct.unpack_from(">BH", value)
-        value = value[3:]
-        content = b""
-        if status == Status.SUCCESS:
-            length = int.from_bytes(value[:4])
-            assert len(value) >= 4 + length
-            content, value = value[4 : 4 + length], value[4 + length :]
-        results.append(MutationResult(index, status, content))
     return results
 
 

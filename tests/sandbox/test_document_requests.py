@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import cramjam
@@ -27,18 +26,6 @@ def get(key: bytes, opcode: Opcode = Opcode.GET) -> Frame:
     return fr.request(opcode, key=key)
 
 
-async def test_quiet_requests_are_answered_only_with_a_hit_or_an_error(cluster: SandboxCluster) -> None:
-    client = await Client.login(cluster)
-    client.send(store(b"\0k", b"1", Opcode.SETQ))
-    client.send(get(b"\0nope", Opcode.GETQ))
-    hit = client.send(get(b"\0k", Opcode.GETKQ))
-    lost = client.send(store(b"\0k", b"1", Opcode.ADDQ))
-    await client.ask(kv_client.noop())
-    assert sorted(client.answers) == [hit, lost]
-    assert client.answers[hit].key == b"\0k"
-    assert client.answers[lost].status == Status.KEY_EEXISTS
-
-
 async def test_compressed_values_are_accepted_and_checked(cluster: SandboxCluster) -> None:
     packed = bytes(cramjam.snappy.compress_raw(b'{"a":"%b"}' % (b"x" * 300)))
     able = await Client.login(cluster, features=(*FEATURES, 0x0A))
@@ -48,26 +35,6 @@ async def test_compressed_values_are_accepted_and_checked(cluster: SandboxCluste
     unable = await Client.login(cluster)
     assert (await unable.ask(store(b"\0k", packed, datatype=2))).status == Status.EINVAL
     assert (await unable.ask(get(b"\0k"))).value == b'{"a":"%b"}' % (b"x" * 300)
-
-
-async def test_counters_and_appended_values_are_changed_in_place(cluster: SandboxCluster) -> None:
-    client = await Client.login(cluster)
-
-    async def count(opcode: Opcode, delta: int, initial: int = 0, expiry: int = 0) -> Frame:
-        return await client.ask(fr.request(opcode, key=b"\0n", extras=struct.pack(">QQI", delta, initial, expiry)))
-
-    assert (await count(Opcode.INCREMENT, 1, 7, 0xFFFFFFFF)).status == Status.KEY_ENOENT
-    assert (await count(Opcode.INCREMENT, 1, 7)).value == (7).to_bytes(8)
-    assert (await count(Opcode.INCREMENT, 2)).value == (9).to_bytes(8)
-    assert (await count(Opcode.DECREMENT, 20)).value == (0).to_bytes(8)
-    append = fr.request(Opcode.APPEND, key=b"\0n", value=b"x")
-    assert (await client.ask(append)).status == 0
-    assert (await client.ask(fr.request(Opcode.PREPEND, key=b"\0n", value=b"<"))).status == 0
-    assert (await client.ask(get(b"\0n"))).value == b"<0x"
-    assert (await count(Opcode.INCREMENT, 1)).status == Status.DELTA_BADVAL
-    assert (await client.ask(store(b"\0n", b"18446744073709551616"))).status == 0
-    assert (await count(Opcode.DECREMENT, 1)).status == Status.DELTA_BADVAL
-    assert (await client.ask(fr.request(Opcode.APPEND, key=b"\0gone", value=b"x"))).status == Status.NOT_STORED
 
 
 async def test_another_node_refuses_with_the_map() -> None:
@@ -88,6 +55,8 @@ async def test_another_node_refuses_with_the_map() -> None:
         (fr.request(Opcode.SET, key=b"\0k", value=b"1"), Status.EINVAL),
         (fr.request(Opcode.SET, key=b"\0k", value=b"1", extras=bytes(8), datatype=4), Status.EINVAL),
         (fr.request(0x7E), Status.UNKNOWN_COMMAND),
+        (fr.request(Opcode.INCREMENT, key=b"\0k", extras=bytes(20)), Status.UNKNOWN_COMMAND),
+        (fr.request(Opcode.SUBDOC_DICT_UPSERT, key=b"\0k", extras=b"\0\1\0", value=b"a1"), Status.UNKNOWN_COMMAND),
     ],
 )
 async def test_a_malformed_request_is_refused_and_the_connection_stays(

@@ -10,7 +10,7 @@ import pytest
 
 from mirror.document import values
 from mirror.sandbox.data.bucket import Bucket
-from mirror.sandbox.data.documents import LOCKED_CAS, DocumentError, Mode
+from mirror.sandbox.data.documents import DocumentError, Mode
 from mirror.sandbox.data.item import ABORT, EXPIRATION, PREPARE, CommitItem
 from mirror.wire.constants import Status
 from tests.manual_clock import ManualClock
@@ -82,36 +82,6 @@ def test_expiry_is_relative_or_absolute_and_bounded_by_the_collection(world: Wor
     assert store(world.vbucket, b"\x08a", b"1", expiry=10).expiry == now + 10
 
 
-def test_a_touch_with_the_same_expiry_changes_nothing(world: World) -> None:
-    world.documents.store(world.vbucket, b"\0k", b"1")
-    assert world.documents.touch(world.vbucket, b"\0k", 0).seqno == 1
-    touched = world.documents.touch(world.vbucket, b"\0k", 100)
-    assert (touched.seqno, touched.expiry, touched.value) == (2, world.documents.now() + 100, b"1")
-
-
-def test_a_lock_keeps_others_out_until_it_ends(world: World) -> None:
-    documents, vb = world.documents, world.vbucket
-    documents.store(vb, b"\0k", b"1")
-    item, cas = documents.lock(vb, b"\0k", 5)
-    assert cas > item.cas
-    assert documents.visible_cas(vb, item) == LOCKED_CAS
-    for attempt in (
-        lambda: documents.lock(vb, b"\0k"),
-        lambda: documents.store(vb, b"\0k", b"2"),
-        lambda: documents.remove(vb, b"\0k"),
-        lambda: documents.touch(vb, b"\0k", 1),
-        lambda: documents.unlock(vb, b"\0k", 1),
-    ):
-        with refused(Status.LOCKED):
-            attempt()
-    assert documents.store(vb, b"\0k", b"2", cas=cas).value == b"2"
-    _, cas = documents.lock(vb, b"\0k", 5)
-    world.clock.advance(6)
-    assert documents.store(vb, b"\0k", b"3").value == b"3"
-    with refused(Status.ETMPFAIL):
-        documents.unlock(vb, b"\0k", cas)
-
-
 def test_a_tombstone_keeps_only_system_xattrs(world: World) -> None:
     value, datatype = values.join({b"_sync": b'{"a":1}', b"user": b"1"}, b"{}", values.JSON)
     value, datatype = values.deflate(value + b" " * 200, datatype)
@@ -149,7 +119,6 @@ def test_a_pending_durable_write_is_invisible_to_readers_and_refuses_writers(wor
         lambda: documents.remove(vb, b"\0k"),
         lambda: documents.prepare(vb, b"\0k", b"3"),
         lambda: documents.prepare_removal(vb, b"\0k"),
-        lambda: documents.touch(vb, b"\0k", 5),
         lambda: documents.expire(vb, documents.get(vb, b"\0k")),
     )
     for attempt in attempts:

@@ -68,8 +68,8 @@ def source() -> Iterator[SandboxThread]:
         cluster = connect(string_of(thread))
         bucket = cluster.bucket("orders")
         default = bucket.default_collection()
-        default.upsert("a", {"n": 1, "tags": ["x", "y"], "nested": {"p": {"q": 2}}})
-        default.mutate_in("a", [sd.upsert("meta.k", "v", xattr=True, create_parents=True)])
+        document: dict[str, object] = {"n": 1, "tags": ["x", "y"], "nested": {"p": {"q": 2}}}
+        thread.call(thread.cluster.set, "a", document, xattrs={"meta": {"k": "v"}})
         default.upsert("bin", b"\x00\x01\xff", UpsertOptions(transcoder=RAW))
         default.upsert("exp", {"n": 2}, UpsertOptions(expiry=timedelta(hours=1)))
         default.upsert("huge", b"\xa5" * 10_000_000, UpsertOptions(transcoder=RAW))

@@ -19,11 +19,6 @@ from tests.wire.shapes import blobs, u8, u16, u32, u64
 i64 = st.integers(-(2**63), 2**63 - 1)
 
 lookup_specs = st.lists(st.builds(kv.LookupSpec, u8, blobs, u8), min_size=1, max_size=16)
-mutation_specs = st.lists(st.builds(kv.MutationSpec, u8, blobs, blobs, u8), min_size=1, max_size=16)
-mutation_results = st.lists(
-    st.builds(kv.MutationResult, u8, st.just(0), blobs) | st.builds(kv.MutationResult, u8, st.integers(1, 65_535)),
-    max_size=5,
-)
 documents = st.lists(st.builds(kv.ScanItem, blobs, blobs, u32, u32, u64, u64, u8), max_size=4)
 only_keys = st.lists(st.builds(kv.ScanItem, blobs), max_size=4)
 observed = st.builds(kv.ObservedSeqno, u16, u64, u64, u64) | st.builds(kv.ObservedSeqno, u16, u64, u64, u64, u64, u64)
@@ -32,11 +27,8 @@ Pair = tuple[str, Callable[[Any], bytes], Callable[[bytes], Any], st.SearchStrat
 READ: list[Pair] = [
     ("features", kv.encode_features, kv.decode_features, st.lists(u16, max_size=9).map(tuple)),
     ("store", kv_client.encode_store, kv.decode_store, st.builds(kv.Store, u32, u32)),
-    ("counter", kv_client.encode_counter, kv.decode_counter, st.builds(kv.Counter, u64, u64, u32)),
-    ("expiry", kv_client.encode_expiry, kv.decode_expiry, u32),
     ("observed", kv.encode_observe_seqno, kv.decode_observe_seqno, observed),
     ("lookup specs", kv_client.encode_lookup_specs, kv.decode_lookup_specs, lookup_specs),
-    ("mutation specs", kv_client.encode_mutation_specs, kv.decode_mutation_specs, mutation_specs),
     (
         "scan limits",
         kv_client.encode_scan_continue,
@@ -47,7 +39,6 @@ READ: list[Pair] = [
 """Bodies that the program reads."""
 SENT: list[Pair] = [
     ("meta", kv.encode_meta, kv_client.decode_meta, st.builds(kv.Meta, st.booleans(), u32, u32, u64, st.none() | u8)),
-    ("mutation results", kv.encode_mutation_results, kv_client.decode_mutation_results, mutation_results),
     ("documents", kv.encode_scan_items, lambda body: kv_client.decode_scan_items(body, keys_only=False), documents),
     ("keys", kv.encode_scan_items, lambda body: kv_client.decode_scan_items(body, keys_only=True), only_keys),
     ("token", lambda pair: kv.encode_mutation_token(*pair), kv_client.decode_mutation_token, st.tuples(u64, u64)),
@@ -145,7 +136,6 @@ def test_malformed_requests_are_refused_with_a_status(frame: Frame, status: Stat
 def test_too_many_paths_are_refused_with_the_status_of_a_real_server() -> None:
     for read, body in (
         (kv.decode_lookup_specs, kv_client.encode_lookup_specs([kv.LookupSpec(0xC5, b"p")] * 17)),
-        (kv.decode_mutation_specs, kv_client.encode_mutation_specs([kv.MutationSpec(0xC8, b"p")] * 17)),
         (kv.decode_lookup_specs, b""),
     ):
         with pytest.raises(RemoteProtocolError) as caught:
@@ -184,7 +174,3 @@ def test_a_server_duration_is_read_as_written_within_five_percent() -> None:
     assert kv_client.server_duration_us(b"") is None
     assert kv.encode_server_duration(-5) == kv.encode_server_duration(0)
     assert kv.encode_server_duration(1e12)[1:] == b"\xff\xff"
-
-
-def test_a_touch_without_extras_never_expires() -> None:
-    assert kv.decode_expiry(b"") == 0

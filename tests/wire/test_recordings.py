@@ -183,8 +183,6 @@ _BODIES: dict[tuple[int, bool], Callable[[Frame], None]] = {
     (Opcode.SET, True): lambda f: _is(
         f.extras, codec_kv.encode_mutation_token(*kv_client.decode_mutation_token(f.extras))
     ),
-    (Opcode.INCREMENT, False): lambda f: _is(f.extras, kv_client.encode_counter(codec_kv.decode_counter(f.extras))),
-    (Opcode.TOUCH, False): lambda f: _is(f.extras, kv_client.encode_expiry(codec_kv.decode_expiry(f.extras))),
     (Opcode.GET_META, True): lambda f: _is(f.extras, codec_kv.encode_meta(kv_client.decode_meta(f.extras))),
     (Opcode.GET_COLLECTION_ID, True): lambda f: _is(
         f.extras, codec_kv.encode_collection_id(*kv_client.decode_collection_id(f.extras))
@@ -193,9 +191,6 @@ _BODIES: dict[tuple[int, bool], Callable[[Frame], None]] = {
         f.value, kv_client.encode_lookup_specs(codec_kv.decode_lookup_specs(f.value))
     ),
     (Opcode.SUBDOC_MULTI_LOOKUP, True): lambda f: _is(f.value, _looked_up(kv_client.decode_lookup_results(f.value))),
-    (Opcode.SUBDOC_MULTI_MUTATION, False): lambda f: _is(
-        f.value, kv_client.encode_mutation_specs(codec_kv.decode_mutation_specs(f.value))
-    ),
     (Opcode.GET_ERROR_MAP, False): lambda f: _is(
         f.value, kv_client.get_error_map(codec_kv.decode_error_map_request(f)).value
     ),

@@ -1,4 +1,4 @@
-"""The rules of document operations: CAS, revision numbers, expiry, locks and durable writes (kv_engine
+"""The rules of document operations: CAS, revision numbers, expiry and durable writes (kv_engine
 docs/BinaryProtocol.md, docs/protocol.md 2.11).
 
 A new CAS is above every earlier CAS in the vbucket. The next operation on an expired document first writes its
@@ -24,11 +24,6 @@ from mirror.wire.system_events import encode_system_event
 
 RELATIVE_EXPIRY_MAX = 30 * 24 * 3600
 """Expiry times up to this are seconds from now; larger times are Unix times."""
-
-LOCK_SECONDS_DEFAULT = 15
-LOCK_SECONDS_MAX = 30
-LOCKED_CAS = 0xFFFF_FFFF_FFFF_FFFF
-"""The CAS of a locked document, as readers see it."""
 
 
 class Mode(Enum):
@@ -75,9 +70,6 @@ class SandboxDocuments:
             raise DocumentError(Status.KEY_ENOENT)
         return item
 
-    def visible_cas(self, vbucket: Vbucket, item: Item) -> int:
-        return LOCKED_CAS if self._lock(vbucket, item.key) is not None else item.cas
-
     # --- changing
 
     def store(
@@ -103,7 +95,6 @@ class SandboxDocuments:
             raise DocumentError(Status.KEY_ENOENT)
         if old is not None and alive:
             self._check_cas(vbucket, old, cas)
-        vbucket.locks.pop(key, None)
         keep = preserve_expiry and old is not None and alive
         expiry = old.expiry if keep and old is not None else self._absolute_expiry(key, expiry)
         rev_seqno = _next_rev_seqno(vbucket, old)
@@ -125,12 +116,10 @@ class SandboxDocuments:
             return self._commit_at_once(vbucket, key)
         old = self.get(vbucket, key)
         self._check_cas(vbucket, old, cas)
-        vbucket.locks.pop(key, None)
         return self._bury(vbucket, old, ev.Deletion, leave)
 
     def expire(self, vbucket: Vbucket, old: Item) -> Item:
         _check_free(vbucket, old.key)
-        vbucket.locks.pop(old.key, None)
         return self._bury(vbucket, old, ev.Expiration)
 
     def expire_all(self, vbucket: Vbucket) -> int:
@@ -138,35 +127,6 @@ class SandboxDocuments:
         for item in due:
             self.expire(vbucket, item)
         return len(due)
-
-    def touch(self, vbucket: Vbucket, key: bytes, expiry: int) -> Item:
-        """Set the expiry. If the document has this expiry already, make no new version."""
-        old = self.get(vbucket, key)
-        if self._lock(vbucket, key) is not None:
-            raise DocumentError(Status.LOCKED)
-        if self._absolute_expiry(key, expiry) == old.expiry:
-            return old
-        return self.store(vbucket, key, old.value, datatype=old.datatype, flags=old.flags, expiry=expiry)
-
-    def lock(self, vbucket: Vbucket, key: bytes, seconds: int = 0) -> tuple[Item, int]:
-        """Lock a document; return it and the CAS that unlocks it."""
-        item = self.get(vbucket, key)
-        if self._lock(vbucket, key) is not None:
-            raise DocumentError(Status.LOCKED)
-        if not 0 < seconds <= LOCK_SECONDS_MAX:
-            seconds = LOCK_SECONDS_DEFAULT
-        cas = self.next_cas(vbucket)
-        vbucket.locks[key] = (self._clock.monotonic() + seconds, cas)
-        return item, cas
-
-    def unlock(self, vbucket: Vbucket, key: bytes, cas: int) -> None:
-        self.get(vbucket, key)
-        held = self._lock(vbucket, key)
-        if held is None:
-            raise DocumentError(Status.ETMPFAIL)
-        if held != cas:
-            raise DocumentError(Status.LOCKED)
-        del vbucket.locks[key]
 
     # --- durable writes in their steps
 
@@ -182,7 +142,6 @@ class SandboxDocuments:
     def prepare_removal(self, vbucket: Vbucket, key: bytes, *, cas: int = 0, level: int = 1) -> Item:
         old = self.get(vbucket, key)
         self._check_cas(vbucket, old, cas)
-        vbucket.locks.pop(key, None)
         value, datatype = values.tombstone_value(old.value, old.datatype)
         return self._prepare(vbucket, key, value, old.rev_seqno + 1, datatype, 0, 0, level, deleted=True)
 
@@ -283,22 +242,9 @@ class SandboxDocuments:
             expiry = min(expiry, now + entry.max_ttl) if expiry else now + entry.max_ttl
         return expiry
 
-    def _lock(self, vbucket: Vbucket, key: bytes) -> int | None:
-        held = vbucket.locks.get(key)
-        if held is None:
-            return None
-        until, cas = held
-        if until <= self._clock.monotonic():
-            del vbucket.locks[key]
-            return None
-        return cas
-
     def _check_cas(self, vbucket: Vbucket, old: Item, cas: int) -> None:
         _check_free(vbucket, old.key)
-        held = self._lock(vbucket, old.key)
-        if held is not None and held != cas:
-            raise DocumentError(Status.LOCKED)
-        if held is None and cas and cas != old.cas:
+        if cas and cas != old.cas:
             raise DocumentError(Status.KEY_EEXISTS)
 
 

@@ -61,7 +61,6 @@ class Vbucket:
         """(seqno of a commit or abort, seqno of its prepare)."""
         self.purge_seqno = 0
         self.rev_seqno_max_deleted = 0
-        self.locks: dict[bytes, tuple[float, int]] = {}
         self.collection_high_seqno: dict[int, int] = {}
         self.changed: set[Callable[[], None]] = set()
         self.cas_max = 0
@@ -317,7 +316,6 @@ class Vbucket:
         self.log, self.newest, self._system, self.prepared, self._aborted = [], {0: {}}, {}, {}, {}
         self.collection_high_seqno = {}
         self.completed = [entry for entry in self.completed if entry[0] <= self.forgotten_seqno]
-        self.locks.clear()
         self._checkpoints = deque([1])
         self._group_first = {seqno: first for seqno, first in self._group_first.items() if seqno <= base}
         self._group_last = {seqno: last for seqno, last in self._group_last.items() if seqno <= base}

@@ -13,7 +13,6 @@ from mirror.server.document_requests import DocumentSession
 from mirror.server.errors import Refused, unknown_collection
 from mirror.server.session import (
     SYSTEM_COLLECTIONS,
-    Handler,
     LoginAttempt,
     Reply,
     Revision,
@@ -38,15 +37,14 @@ class SessionPort(Protocol):
     def open_producer(self, name: str, flags: int) -> None: ...
 
 
-def document_of(vbid: int, item: Item, cas: int) -> Document:
-    """Return a version as clients see it. `cas` is the version's own, or another while the document is locked."""
+def document_of(vbid: int, item: Item) -> Document:
     return Document(
         vbid,
         item.collection_id,
         item.key[decode_leb128(item.key)[1] :],
         Seqno(item.seqno),
         item.rev_seqno,
-        cas,
+        item.cas,
         item.flags,
         item.expiry,
         item.datatype,
@@ -209,16 +207,13 @@ class SandboxSession(DocumentSession):
         item = documents.find_any(vbucket, wire_key) if deletions else documents.find(vbucket, wire_key)
         if item is None:
             raise Refused(Status.KEY_ENOENT)
-        return document_of(frame.vbucket, item, documents.visible_cas(vbucket, item))
+        return document_of(frame.vbucket, item)
 
     def vbuuid_of(self, vbid: int) -> int:
         return self.bucket.vbuckets[vbid].vbuuid
 
     def open_producer(self, name: str, flags: int) -> None:
         self.port.open_producer(name, flags)
-
-
-SandboxHandler = Handler[SandboxSession]
 
 
 def _state_statistics(_session: SandboxSession, vbid: int, state: VbucketRole) -> dict[str, str]:

@@ -19,7 +19,7 @@ from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.clustermap import SandboxAddress
 from mirror.sandbox.dcp.producer import PIECE_BYTES, SandboxProducer, StreamRights
 from mirror.sandbox.dcp.producer_stream import ProducerStream
-from mirror.sandbox.kv import document_requests, subdoc_requests
+from mirror.sandbox.kv import document_requests
 from mirror.sandbox.kv.sandbox_session import SandboxSession
 from mirror.sandbox.node.link import NetworkLink
 from mirror.server import dcp_requests, dispatch, requests
@@ -39,7 +39,6 @@ OPERATIONS: dict[int, Operation[SandboxSession]] = {
     **requests.OPERATIONS,
     **reads.OPERATIONS,
     **document_requests.OPERATIONS,
-    **subdoc_requests.OPERATIONS,
     **dcp_requests.OPERATIONS,
 }
 
