@@ -7,10 +7,10 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,8 +18,7 @@ from cli import options, output, render, tasks
 from mirror.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mirror.spark.pipeline.metrics import BatchFigures, MergeFigures, SyncMetrics
-    from mirror.spark.pipeline.sync import Synced
+    from mirror.spark.pipeline.sync import BatchFigures, MergeFigures, Synced
 
 AUTO = "auto"
 """Value of --schema: infer the schema from a sample."""
@@ -92,9 +91,6 @@ def sync(
     time_zone: tasks.TimeZoneOption = None,
     epoch: tasks.EpochOption = None,
     overwrite_schema: tasks.OverwriteSchemaOption = False,
-    metrics: Annotated[
-        str | None, options.optional("--metrics", metavar="HOST:PORT", help="Serve metrics for Prometheus here.")
-    ] = None,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -112,7 +108,6 @@ def sync(
         **({"collection": collection} if collection else {}),
         **({"connection": source} if source else {"path": str(tasks.path_from(options.data_directory(data, config)))}),
     }
-    from mirror.spark.pipeline.metrics import SyncMetrics
     from mirror.spark.pipeline.sync import How, look_at
     from mirror.spark.pipeline.sync import sync as run
     from mirror.spark.tables.documents import Layout
@@ -134,10 +129,8 @@ def sync(
         ),
     )
     tasks.check_destination(to)
-    counted = SyncMetrics()
     found = look_at(source_options, options.settings_from({"source": source}, config=config).settings)
     with (
-        serving_metrics(counted, metrics),
         tasks.runner("sync") as runner,
         render.ProgressLine() as screen,
         ending() as stop,
@@ -148,7 +141,7 @@ def sync(
             runner,
             how,
             part_vbuckets=found.part_vbuckets,
-            on_figures=partial(show_figures, counted, screen, as_json),
+            on_figures=partial(show_figures, screen, as_json),
             stop=stop,
         )
     if as_json:
@@ -158,29 +151,14 @@ def sync(
     output.echo(f"{to}: {output.counted(done.events, 'event')} in {batches}, {changed_rows(done)}")
 
 
-def show_figures(
-    counted: SyncMetrics, screen: render.ProgressLine, as_json: bool, figures: BatchFigures | MergeFigures
-) -> None:
-    from mirror.spark.pipeline.metrics import BatchFigures
+def show_figures(screen: render.ProgressLine, as_json: bool, figures: BatchFigures | MergeFigures) -> None:
+    from mirror.spark.pipeline.sync import BatchFigures
 
-    counted.add(figures)
     is_batch = isinstance(figures, BatchFigures)
     if as_json:
         output.print_json({"event": "batch" if is_batch else "merge"} | asdict(figures))
         sys.stdout.flush()
     screen.show(batch_line(figures) if isinstance(figures, BatchFigures) else merge_line(figures))
-
-
-def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContextManager[Any]:
-    if address is None:
-        return nullcontext()
-    from mirror.server.listener import parse_addresses
-    from mirror.spark.pipeline.metrics import serving
-
-    parsed, *more = parse_addresses(address, "--metrics")
-    if more or parsed.tls or parsed.path is not None:
-        raise ConfigError(f"--metrics {address!r}: give one HOST:PORT", hint="for example 127.0.0.1:9100")
-    return serving(metrics, parsed.host, parsed.port)
 
 
 def changed_rows(figures: MergeFigures | Synced) -> str:
@@ -194,9 +172,9 @@ def merge_line(figures: MergeFigures) -> str:
 
 
 def batch_line(figures: BatchFigures) -> str:
-    lag = "" if figures.lag_seqnos is None else f" | {figures.lag_seqnos:,} seqnos behind"
     rate = f"{output.number(figures.events_per_s)}/s, {output.duration(figures.duration_ms / 1000)}"
-    return f"batch {figures.batch} | {output.counted(figures.events, 'event')} | {rate}{lag}"
+    events = output.counted(figures.events, "event")
+    return f"batch {figures.batch} | {events} | {rate} | {figures.lag_seqnos:,} seqnos behind"
 
 
 def schema_of(text: str, path: str | None, collections: Sequence[str] | None) -> str:

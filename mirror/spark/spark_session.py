@@ -22,8 +22,6 @@ WORKERS: dict[str, str] = {
     # 20 ms longer.
     "spark.python.daemon.module": "mirror.spark.daemon",
     "spark.python.unix.domain.socket.enabled": "true",
-    # Without this setting Spark refuses a source that takes filters. Ours takes filters if the option pushdown is set.
-    "spark.sql.python.filterPushdown.enabled": "true",
 }
 LOCAL: dict[str, str] = {
     "spark.ui.enabled": "false",

@@ -12,7 +12,7 @@ from cli import tasks
 from cli.sync import batch_line
 from mirror.errors import ConfigError
 from mirror.sandbox.thread import SandboxThread
-from mirror.spark.pipeline.metrics import BatchFigures
+from mirror.spark.pipeline.sync import BatchFigures
 from tests.cli.conftest import call_here, environment
 
 

@@ -540,7 +540,7 @@ MUTATIONS = (
         "compact(self.changes_folder, self.changes, CHANGES)",
         _OF_LAKE,
     ),
-    Mutation(_LAKE_MERGE, "met = met.filter(rises)", "pass", f"{_OF_LAKE} -k older_event"),
+    Mutation(_LAKE_MERGE, "risen = met.filter(rises)", "risen = met", f"{_OF_LAKE} -k older_event"),
     # --- the order of events before a drop, a flush and a resync, and which rows each of them removes
     Mutation(
         _LAKE_MERGE,

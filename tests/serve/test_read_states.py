@@ -23,7 +23,7 @@ from mirror.inspection.verify import Verifier
 from mirror.serve.http import problems
 from mirror.spark.source import changes as spark_changes
 from mirror.spark.source.columns import DOCUMENTS
-from mirror.spark.source.local import Restriction, plan, read
+from mirror.spark.source.local import plan, read
 from mirror.spark.source.options import parse
 from mirror.typed.rows import Shape
 from mirror.wire import frame as fr
@@ -225,7 +225,7 @@ def by_arrow(world: World) -> str:
 
 def by_spark(world: World) -> str:
     options = parse({"path": world.path, "collection": world.collection, "vbuckets": str(VBID)})
-    job, shares = plan(options, Restriction())
+    job, shares = plan(options)
     world.happens()
     shape = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
     batches = (batch for share in shares for batch in read(job, share, shape))

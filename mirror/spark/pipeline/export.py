@@ -30,7 +30,7 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.spark.places import Folder, LocalFolder, ObjectFolder, folder_at
 from mirror.spark.runner import Progress, Runner
 from mirror.spark.source.columns import DOCUMENTS
-from mirror.spark.source.local import Job, Restriction, hold, plan, read
+from mirror.spark.source.local import Job, hold, plan, read
 from mirror.spark.source.options import Options
 from mirror.spark.tables import delta
 from mirror.spark.tables.delta import (
@@ -164,7 +164,7 @@ def _write(
     runner: Runner, options: Options, shape: Shape, place: _Target, progress: Progress | None
 ) -> tuple[Job, list[Written]]:
     """Write the files, while a lease holds the boundaries."""
-    job, shares = plan(options, Restriction())
+    job, shares = plan(options)
     lease = hold(job)
     try:
         tasks = [

@@ -20,7 +20,6 @@ from mirror.config import Settings
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.connection import connection_string
 from mirror.feed.connection.bootstrap import Access
-from mirror.spark.pipeline.metrics import BatchFigures, MergeFigures
 from mirror.spark.places import folder_at
 from mirror.spark.runner import Runner
 from mirror.spark.source.changes import ChangesTask
@@ -79,6 +78,29 @@ class Synced:
     deleted: int
     misfits: int = 0
     """Documents that did not fit the schema when they were merged."""
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    batch: int
+    events: int
+    events_per_s: float
+    duration_ms: int
+    """Time from the trigger to the end of the batch."""
+    lag_seqnos: int
+    """Number of published seqnos above the batch's end offset."""
+
+
+@dataclass(frozen=True)
+class MergeFigures:
+    batch: int
+    """The newest batch in `documents`."""
+    inserted: int
+    updated: int
+    deleted: int
+    misfits: int
+    rewritten_bytes: int
+    duration_ms: int
 
 
 class EventsTask(NamedTuple):

@@ -1,13 +1,12 @@
 """The data source `mirror` of PySpark: chooses the reader for the options.
 
 Spark pickles readers and sends them to the tasks. So readers hold options and plans, and open stores and connections
-only inside `read`. Only PushdownDocumentsReader has `pushFilters`: if the session's setting for filters is off, every
-query with such a reader fails.
+only inside `read`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from pyspark.sql.datasource import (
     DataSourceStreamReader,
     DataSourceStreamWriter,
     DataSourceWriter,
-    Filter,
     InputPartition,
 )
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
@@ -29,9 +27,7 @@ from mirror.errors import ConfigError
 from mirror.spark.source import local
 from mirror.spark.source.changes_stream import ChangesReader, ChangesStream
 from mirror.spark.source.columns import DOCUMENTS, TABLES
-from mirror.spark.source.failures import Carried, clear_errors, hide_tracebacks, show_tracebacks, with_clear_errors
-from mirror.spark.source.filters import accept
-from mirror.spark.source.local import Restriction
+from mirror.spark.source.failures import Carried, clear_errors, with_clear_errors
 from mirror.spark.source.options import Options, parse
 from mirror.typed.bodies import Bodies
 from mirror.typed.rows import Shape
@@ -87,12 +83,7 @@ class MirrorSource(DataSource):
             if own_schema:
                 raise OWN_COLUMNS
             return ChangesReader(replace(options, columns=tuple(fields.names)))
-        shape = shape_of(fields, options, own_schema)
-        mark = MARK if own_schema else ""
-        if options.pushdown:
-            hide_tracebacks()  # if the session's setting is off, PySpark refuses this reader: one line is enough
-            return PushdownDocumentsReader(options, shape, mark)
-        return DocumentsReader(options, shape, mark)
+        return DocumentsReader(options, shape_of(fields, options, own_schema))
 
     @with_clear_errors
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
@@ -170,28 +161,16 @@ def in_session(shape: Shape) -> Shape:
 
 
 class DocumentsReader(Carried, DataSourceReader):
-    def __init__(self, options: Options, shape: Shape, mark: str) -> None:
+    def __init__(self, options: Options, shape: Shape) -> None:
         self._options = options
         self._shape = shape
-        self._mark = mark
-        self._restriction = Restriction()
 
     @with_clear_errors
     def partitions(self) -> Sequence[InputPartition]:
-        job, shares = local.plan(self._options, self._restriction)
+        job, shares = local.plan(self._options)
         return [Share(job, vbids) for vbids in shares]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         assert isinstance(partition, Share)
         with clear_errors():
             yield from local.read(partition.job, partition.vbids, in_session(self._shape))
-
-
-class PushdownDocumentsReader(DocumentsReader):
-    def partitions(self) -> Sequence[InputPartition]:
-        show_tracebacks()
-        return super().partitions()
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        show_tracebacks()
-        return list(accept(filters, self._mark, self._restriction))

@@ -32,21 +32,13 @@ class MirrorSourceError(Exception): ...
 MirrorSourceError.__module__ = "builtins"  # so that Python prints its text without the module
 
 
-def hide_tracebacks() -> None:
-    os.environ[HIDE] = "1"
-
-
-def show_tracebacks() -> None:
-    os.environ.pop(HIDE, None)
-
-
 @contextmanager
 def clear_errors() -> Iterator[None]:
     """Turn our errors into a MirrorSourceError of one line. `HIDE` stays set: the process ends after the error."""
     try:
         yield
     except (MirrorError, StorageError) as error:
-        hide_tracebacks()
+        os.environ[HIDE] = "1"
         raise MirrorSourceError(" ".join(str(error).split())) from None
 
 

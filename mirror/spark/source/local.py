@@ -7,8 +7,8 @@ lease ends `lease_seconds` after the last renewal. If the history is gone all th
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,34 +17,9 @@ from mirror.spark.source.options import Options
 from mirror.typed.rows import Counts, Maker, Shape
 from storage.format import seal
 from storage.format.tokens import positions_of
-from storage.read.bulk import KeyRange
 from storage.read.view import Pin, Time, open_view
 
 NAME = "spark documents"
-
-
-@dataclass
-class Restriction:
-    start: bytes = b""
-    end: bytes | None = None
-    prefix: bytes = b""
-    key: bytes | None = None
-    """The key, if the filters allow only one; only its vbucket is read then."""
-    collections: frozenset[str] | None = None
-    vbid_tests: list[Callable[[int], bool]] = field(default_factory=list)
-
-    @property
-    def keys(self) -> KeyRange:
-        return KeyRange(self.start, self.prefix, self.end)
-
-    def takes(self, vbid: int) -> bool:
-        return all(test(vbid) for test in self.vbid_tests)
-
-    def narrow(self, start: bytes = b"", end: bytes | None = None) -> None:
-        """Restrict the keys to those from `start` on and below `end`."""
-        self.start = max(self.start, start)
-        if end is not None:
-            self.end = end if self.end is None else min(self.end, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +29,6 @@ class Job:
     lease_seconds: float
     pins: tuple[Pin, ...]
     collections: tuple[str, ...] | None
-    keys: KeyRange
 
 
 def dealt(vbids: Sequence[int], parts: int, group_count: int) -> list[list[int]]:
@@ -65,24 +39,19 @@ def dealt(vbids: Sequence[int], parts: int, group_count: int) -> list[list[int]]
     return [order[first:last] for first, last in pairwise(cuts)]
 
 
-def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int]]]:
-    """Choose and lease a boundary of each vbucket that the restriction leaves, and deal these vbuckets to tasks."""
+def plan(options: Options) -> tuple[Job, list[list[int]]]:
+    """Choose and lease a boundary of each vbucket, and deal the vbuckets to tasks."""
     assert options.path is not None
     with open_view(options.path) as view:
-        chosen = [vbid for vbid in options.vbids_of(view.vbids) if restriction.takes(vbid)]
-        if restriction.key is not None:
-            chosen = [vbid for vbid in chosen if vbid == view.vbid_of(restriction.key)]
+        chosen = options.vbids_of(view.vbids)
         as_of = None if options.as_of_ms is None else Time(options.as_of_ms)
-        collections = options.collections
-        if restriction.collections is not None:
-            collections = tuple(sorted(restriction.collections & set(collections or restriction.collections)))
         lease_id = uuid.uuid4().hex
         lease = of_reading(options.path, NAME, seconds=options.lease_seconds, lease_id=lease_id)
         with view.reading(chosen, as_of=as_of, lease=lease) as reading:
             for name in (options.collections or ()) if chosen else ():
                 reading.collection_id(name)
             pins = tuple(reading.hold())
-        job = Job(options.path, lease_id, options.lease_seconds, pins, collections, restriction.keys)
+        job = Job(options.path, lease_id, options.lease_seconds, pins, options.collections)
         return job, dealt(chosen, options.partitions, view.identity.group_count)
 
 
@@ -100,6 +69,6 @@ def read(job: Job, vbids: Sequence[int], shape: Shape, counts: Counts | None = N
     ):
         reading.hold()
         for vbid in set(vbids).intersection(reading.vbids):
-            for rows in reading.rows(vbid, job.collections, job.keys):
+            for rows in reading.rows(vbid, job.collections):
                 yield from maker.add(*rows)
         yield from maker.rest()

@@ -39,7 +39,6 @@ class Options:
     columns: tuple[str, ...] | None = None
     as_of_ms: int | None = None
     reading: Reading = AS_DECLARED
-    pushdown: bool = False
     infer_schema: bool = False
     max_rows: int = 1_000_000
     max_bytes: int = 1 << 30
@@ -214,7 +213,6 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     "columnNameOfCorruptRecord": ("corrupt_record", _text),
     "timeZone": ("time_zone", _zone),
     "epoch": ("epoch", _one_of(**{name: name for name in EPOCH_UNITS})),
-    "pushdown": ("pushdown", _one_of(true=True, false=False)),
     "inferSchema": ("infer_schema", _one_of(true=True, false=False)),
     "maxRowsPerBatch": ("max_rows", _count),
     "maxBytesPerBatch": ("max_bytes", byte_count),

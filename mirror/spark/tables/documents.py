@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable, Schema, Transaction
 
 from mirror.errors import ConfigError
-from mirror.spark.places import Folder, LocalFolder
+from mirror.spark.places import Folder
 from mirror.spark.runner import Runner
 from mirror.spark.tables.delta import (
     add_action,
@@ -38,7 +38,6 @@ from mirror.spark.tables.delta import (
 )
 from mirror.spark.tables.merge import (
     PART,
-    QUARANTINE,
     STATE,
     DocumentColumns,
     Merged,
@@ -125,10 +124,6 @@ class Layout(DocumentColumns):
         reading = self.reading
         return [Transaction(READING_MARK, fingerprint(f"{reading.time_zone} {reading.epoch} {reading.corrupt_record}"))]
 
-    @property
-    def quarantine_mark(self) -> str:
-        return f"{BATCH_MARK}/{fingerprint(f'{self.fields} {self.reading}'):x}"
-
 
 def batch_of(name: str) -> int | None:
     """Return the number of the batch for which a file was written; None if a compaction or delta-rs wrote it. The
@@ -148,17 +143,14 @@ def fingerprint(text: str) -> int:
 
 
 class DocumentsTable:
-    def __init__(self, folder: Folder, quarantine: Folder, layout: Layout, part_vbuckets: int, runner: Runner) -> None:
+    def __init__(self, folder: Folder, layout: Layout, part_vbuckets: int, runner: Runner) -> None:
         """Open or make the table. A new table has parts of `part_vbuckets`. If the table's columns differ from
         `layout`, write all rows again. Raises ConfigError, MirrorError.
         """
         self.folder = folder
-        self._quarantine = quarantine
         self._layout = layout
         self._runner = runner
         self.rewritten_bytes = 0
-        if isinstance(quarantine, LocalFolder):
-            quarantine.path.mkdir(exist_ok=True)
         table = open_table(folder)
         if table is None:
             self.table = self._make(part_vbuckets)
@@ -205,7 +197,7 @@ class DocumentsTable:
                 )
         files = self._files()
         merged = self._run([self._task(part, files[part], again=True) for part in files], self.batch or 0)
-        self._note_misfits(merged, self.batch or 0, again=True)
+        self._check_misfits(merged)
         self._commit(merged, marks, {}, again=True)
 
     @property
@@ -229,7 +221,8 @@ class DocumentsTable:
                 waiting.setdefault(part, []).append(name)
         tasks = [self._task(part, files.get(part, []), changes.url, waiting[part]) for part in sorted(waiting)]
         merged = self._run(tasks, number)
-        self._note_misfits(merged, number, again=False)
+        if self.batch is None:  # a later batch may have one document: its misfit must not stop the stream
+            self._check_misfits(merged)
         self._commit(merged, [Transaction(BATCH_MARK, number)], {"batch": str(number)}, again=False)
         done = Applied()
         for each in merged.values():
@@ -275,8 +268,7 @@ class DocumentsTable:
         again: bool = False,
     ) -> MergeTask:
         vbids = (part * self._width, (part + 1) * self._width - 1)
-        urls = self.folder.url, files, self._quarantine.url
-        return MergeTask(self._layout, part, vbids, changes, names, *urls, "", again)
+        return MergeTask(self._layout, part, vbids, changes, names, self.folder.url, files, "", again)
 
     def _run(self, tasks: Sequence[MergeTask], number: int) -> dict[int, Merged]:
         """Run tasks, and return the result of each part."""
@@ -284,21 +276,10 @@ class DocumentsTable:
         found = self._runner.run(merge_part, [task._replace(prefix=start) for task in tasks])
         return {task.part: merged for task, merged in zip(tasks, found, strict=True)}
 
-    def _note_misfits(self, merged: Mapping[int, Merged], number: int, *, again: bool) -> None:
-        """Commit the misfits to `quarantine`, once for each batch. With `again` they replace all others, because all
-        documents were read again. Raises TooManyMisfits.
-        """
-        found = [part for each in merged.values() for part in each.misfits]
-        mark = self._layout.quarantine_mark
-        if found:
-            table = open_table(self._quarantine)
-            done = None if table is None else table.transaction_version(mark)
-            if again or done is None or done < number:
-                actions, marks = map(add_action, found), [Transaction(mark, number)]
-                commit(self._quarantine, table, actions, QUARANTINE, overwrite=again, marks=marks)
-        if again or self.batch is None:  # a later batch may have one document: its misfit must not stop the stream
-            misfits, bodies = sum(x.misfit_count for x in merged.values()), sum(x.bodies_count for x in merged.values())
-            check_misfits(misfits, bodies, self._layout.misfits_max)
+    def _check_misfits(self, merged: Mapping[int, Merged]) -> None:
+        """Raise TooManyMisfits if more than the allowed share of the bodies does not fit."""
+        misfits, bodies = sum(x.misfit_count for x in merged.values()), sum(x.bodies_count for x in merged.values())
+        check_misfits(misfits, bodies, self._layout.misfits_max)
 
     def _commit(
         self, merged: Mapping[int, Merged], marks: Sequence[Transaction], metadata: dict[str, str], *, again: bool

@@ -1,5 +1,5 @@
 """Keep Delta tables current with batches of events. The table `changes` has every event. The table `documents` has the
-current documents. The table `quarantine` has documents that do not fit the schema.
+current documents.
 
 A batch's events come as files in the folder of `changes`. A merge applies the events of one or more batches to
 `documents` (documents.py). Delta has no transaction over two tables. But each event counts exactly once in every table,
@@ -47,10 +47,9 @@ from mirror.spark.tables.documents import (
     Layout,
     batch_of,
 )
-from mirror.spark.tables.merge import QUARANTINE
 from mirror.spark.tables.parts import Part, run_name
 
-CHANGES_FOLDER, DOCUMENTS_FOLDER, QUARANTINE_FOLDER = "changes", "documents", "quarantine"
+CHANGES_FOLDER, DOCUMENTS_FOLDER = "changes", "documents"
 POSITIONS_FOLDER = "_positions"
 
 POSITION_MARK = "dcp-mirror/position"
@@ -80,7 +79,6 @@ class Lake:
         """
         self.folder = folder
         self.changes_folder = folder.child(CHANGES_FOLDER)
-        self.quarantine_folder = folder.child(QUARANTINE_FOLDER)
         self._max_age_s = max_age_s
         self._keep_hours = keep_hours
         self._clock = clock
@@ -91,7 +89,6 @@ class Lake:
             self.changes = self._open_or_make_changes()
             self.documents = DocumentsTable(
                 folder.child(DOCUMENTS_FOLDER),
-                self.quarantine_folder,
                 layout or Layout(),
                 part_vbuckets,
                 runner or LocalRunner(1),
@@ -235,17 +232,13 @@ class Lake:
         return removed
 
     def tidy(self) -> None:
-        """Compact `changes` and `quarantine`, and remove replaced files. Call this only when every batch is merged: a
+        """Compact `changes`, and remove replaced files. Call this only when every batch is merged: a
         merge would not find files with new names.
         """
         assert self.done_batch in (self.merged_batch, None), "not while batches wait"
         mark = Transaction(COMPACTED_MARK, self.merged_batch)
         compact(self.changes_folder, self.changes, CHANGES, [mark])
         vacuum(self.changes_folder, self.changes, KEEP_CHANGES_HOURS)
-        quarantine = open_table(self.quarantine_folder)
-        if quarantine is not None:
-            compact(self.quarantine_folder, quarantine, QUARANTINE)
-            vacuum(self.quarantine_folder, quarantine, self._keep_hours)
         self.documents.vacuum(self._keep_hours)
 
     def tidy_documents(self) -> None:

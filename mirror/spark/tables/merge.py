@@ -10,7 +10,7 @@ even across rollbacks, where seqno falls. After the resync of a vbucket position
 events decides.
 
 A file whose rows all stay is not written again, unless small files are joined. Besides one row group, memory holds the
-keys of the waiting events, and a bit for each row of one file.
+keys of the waiting events, and a bit for each row of the part.
 """
 
 from __future__ import annotations
@@ -38,11 +38,6 @@ STATE = pa.schema([*DOCUMENTS, CHANGES.field("vbuuid"), CHANGES.field("at_branch
 NAME = ["collection", "key"]
 POSITION = [*NAME, "vbid", "at_branch", "at_seqno"]
 
-IDENTITY = ("collection", "key", "vbid", "seqno", "cas", "at_branch", "at_seqno")
-QUARANTINE = pa.schema([*map(CHANGES.field, IDENTITY), pa.field("reason", pa.string()), pa.field("text", pa.string())])
-"""Columns of the table of misfits: a version that does not fit the schema, the reason, and the text's beginning."""
-TEXT_LENGTH_MAX = 1_000
-"""Most characters of a reason, and of a text."""
 BODIES_AT_ONCE = 8192
 
 
@@ -79,7 +74,6 @@ class MergeTask(NamedTuple):
     documents: str
     files: Sequence[tuple[str, int]]
     """The part's files, with sizes."""
-    quarantine: str
     prefix: str
     again: bool = False
     """True to write all rows again, with the columns read from the body."""
@@ -88,7 +82,6 @@ class MergeTask(NamedTuple):
 class Merged(NamedTuple):
     added: list[Part]
     removed: list[str]
-    misfits: list[Part]
     bodies_count: int
     misfit_count: int
     inserted: int
@@ -100,40 +93,58 @@ def merge_part(task: MergeTask) -> Merged:
     """Raises MirrorError; DocumentDoesNotFit in mode failfast."""
     columns, folder = task.columns, folder_at(task.documents)
     waiting = WaitingEvents(folder_at(task.changes), task.names, task.vbids)
-    with (
-        PartWriter(task.documents, f"{PART}={task.part}/{task.prefix}", columns.schema) as parts,
-        PartWriter(task.quarantine, task.prefix, QUARANTINE) as misfits,
-    ):
-        typed = Typed(columns, misfits)
+    position = [columns.mark + each for each in POSITION]
+    effects: list[Effect] = []
+    with PartWriter(task.documents, f"{PART}={task.part}/{task.prefix}", columns.schema) as parts:
+        typed = Typed(columns)
         removed, kept = [], []
         for name, size in task.files:
-            if not _copy(folder, name, waiting, parts, typed, task):
-                kept.append((size, name))
-            else:
+            found = [waiting.effect_on(rows.rename_columns(POSITION)) for rows in groups_of(folder, name, position)]
+            effects += found
+            if task.again or any(each.removes for each in found):
+                _copy(folder, name, [each.gone for each in found], parts, typed, task)
                 removed.append(name)
+            else:
+                kept.append((size, name))
         for at in files_to_merge([size for size, _ in kept]):
             for rows in groups_of(folder, kept[at][1], columns.schema.names):
                 parts.write_table(rows.cast(columns.schema))
             removed.append(kept[at][1])
-        for rows in waiting.documents():
+        puts = waiting.puts([each.stale for each in effects])
+        for rows in waiting.documents(puts):
             parts.write_table(typed.rows(rows))
-    inserted = waiting.put_count - waiting.updated
-    counts = (typed.bodies_count, typed.misfit_count, inserted, waiting.updated, waiting.deleted)
-    return Merged(parts.finished, removed, misfits.finished, *counts)
+    updated, deleted = sum(each.updated for each in effects), sum(each.deleted for each in effects)
+    return Merged(
+        parts.finished, removed, typed.bodies_count, typed.misfit_count, len(puts) - updated, updated, deleted
+    )
 
 
-def _copy(folder: Folder, name: str, waiting: WaitingEvents, parts: PartWriter, typed: Typed, task: MergeTask) -> bool:
-    """Write the rows of a file that stay. If all stay, write nothing and return False."""
+def _copy(folder: Folder, name: str, gone: list[Any], parts: PartWriter, typed: Typed, task: MergeTask) -> None:
+    """Write the rows of a file that stay. `gone` has a mask for each row group."""
     columns = task.columns
-    position = [columns.mark + each for each in POSITION]
-    gone = [waiting.gone(rows.rename_columns(POSITION)) for rows in groups_of(folder, name, position)]
-    if not task.again and not any(pc.any(each).as_py() for each in gone):
-        return False
     names = columns.state.names if task.again else columns.schema.names
     for rows, mask in zip(groups_of(folder, name, names), gone, strict=True):
         left = rows.filter(pc.invert(mask))
         parts.write_table(typed.rows(left.rename_columns(STATE.names)) if task.again else left.cast(columns.schema))
-    return True
+
+
+class Effect(NamedTuple):
+    """The effect of the waiting events on rows of the table."""
+
+    gone: Any
+    """Mask of the rows that the events remove or replace."""
+    stale: pa.ChunkedArray
+    """Numbers of the events that are not above their row: the row stays."""
+    updated: int
+    """Number of rows that an event replaces."""
+
+    @property
+    def removes(self) -> bool:
+        return bool(pc.any(self.gone).as_py())
+
+    @property
+    def deleted(self) -> int:
+        return (pc.sum(self.gone).as_py() or 0) - self.updated
 
 
 class WaitingEvents:
@@ -145,8 +156,6 @@ class WaitingEvents:
         self._ended: dict[
             tuple[int, str], tuple[int, int, int]
         ] = {}  # vbid, collection -> number and position of its last end
-        self.updated = self.deleted = 0
-        self._stale: list[pa.ChunkedArray] = []
         held: list[pa.Table] = []
         for number, events in self._events([*POSITION, "kind"]):
             own = self._own(number, events)
@@ -193,14 +202,17 @@ class WaitingEvents:
             last = last.filter(pc.or_(other, pc.greater(last["number"], number)))
         return last.append_column("live", pc.is_in(last["kind"], PUTS))
 
-    def gone(self, rows: pa.Table) -> Any:
-        """Return a mask of the table's rows that the events remove or replace. `rows` have the columns POSITION."""
-        void: Any = pc.is_in(rows["vbid"], pa.array(list(self._resynced), pa.int32()))
+    def effect_on(self, rows: pa.Table) -> Effect:
+        """Return the effect on rows with the columns POSITION. A row without a waiting event stays, unless its
+        collection ended after it, or its vbucket was resynced.
+        """
+        resynced = pa.array(list(self._resynced), pa.int32())
+        void: Any = pc.is_in(rows["vbid"], resynced)
         for (vbid, name), (_, *ended) in self._ended.items():
             mine = pc.and_(pc.equal(rows["vbid"], vbid), pc.equal(rows["collection"], name))
             void = pc.or_(void, pc.and_(mine, _below(rows["at_branch"], rows["at_seqno"], *ended)))
         if self._last is None:
-            return void
+            return Effect(void, pa.chunked_array([], pa.int64()), 0)
         numbers = pa.array(range(len(rows)), pa.int64())
         met = rows.append_column("row", numbers).join(
             self._last.select([*NAME, "at_branch", "at_seqno", "number", "live"]),
@@ -210,29 +222,20 @@ class WaitingEvents:
             use_threads=False,
         )
         rises = _below(met["at_branch"], met["at_seqno"], met["at_branch_new"], met["at_seqno_new"])
-        rises = pc.or_(rises, pc.is_in(met["vbid"], pa.array(list(self._resynced), pa.int32())))
-        self._stale.append(met.filter(pc.invert(rises))["number"])
-        met = met.filter(rises)
-        gone = pc.or_(void, pc.is_in(numbers, met["row"].combine_chunks()))
-        updated = pc.sum(met["live"]).as_py() or 0
-        self.updated += updated
-        self.deleted += (pc.sum(gone).as_py() or 0) - updated
-        return gone
+        rises = pc.or_(rises, pc.is_in(met["vbid"], resynced))
+        risen = met.filter(rises)
+        gone = pc.or_(void, pc.is_in(numbers, risen["row"].combine_chunks()))
+        return Effect(gone, met.filter(pc.invert(rises))["number"], pc.sum(risen["live"]).as_py() or 0)
 
-    def _puts(self) -> Any:
-        """Return the numbers of the events whose documents come into the table, after `gone` has seen all rows."""
+    def puts(self, stale: Sequence[pa.ChunkedArray]) -> Any:
+        """Return the numbers of the events whose documents come into the table: not the `stale` ones of any row."""
         if self._last is None:
             return pa.array([], pa.int64())
         live = self._last.filter(self._last["live"])["number"]
-        stale = pa.chunked_array(self._stale, pa.int64())
-        return live.filter(pc.invert(pc.is_in(live, stale.combine_chunks()))).combine_chunks()
+        left_out = pa.chunked_array([chunk for each in stale for chunk in each.chunks], pa.int64())
+        return live.filter(pc.invert(pc.is_in(live, left_out.combine_chunks()))).combine_chunks()
 
-    @property
-    def put_count(self) -> int:
-        return len(self._puts())
-
-    def documents(self) -> Iterator[pa.Table]:
-        puts = self._puts()
+    def documents(self, puts: Any) -> Iterator[pa.Table]:
         if not len(puts):
             return
         for number, events in self._events(STATE.names):
@@ -258,11 +261,10 @@ def _below(branch: Any, seqno: Any, other_branch: Any, other_seqno: Any) -> Any:
 
 
 class Typed:
-    """Adds the columns of the body to rows of STATE, and writes misfits to `quarantine`."""
+    """Adds the columns of the body to rows of STATE, and counts misfits."""
 
-    def __init__(self, columns: DocumentColumns, quarantine: PartWriter) -> None:
+    def __init__(self, columns: DocumentColumns) -> None:
         self._columns = columns
-        self._quarantine = quarantine
         self._bodies = None if columns.fields is None else Bodies(columns.fields, columns.reading)
         self.bodies_count = self.misfit_count = 0
 
@@ -278,15 +280,5 @@ class Typed:
         keys = rows.column("key").cast(pa.binary())
         parsed = self._bodies.columns(bodies, bytes(rows.column("datatype").to_pylist()), keys)
         self.bodies_count += len(rows)
-        if parsed.misfits:
-            self._note(rows.take(pa.array(list(parsed.misfits), pa.int64())), list(parsed.misfits.values()))
+        self.misfit_count += len(parsed.misfits)
         return pa.RecordBatch.from_arrays([*rows.columns, *parsed.columns], schema=self._columns.schema)
-
-    def _note(self, rows: pa.RecordBatch, reasons: list[str]) -> None:
-        self.misfit_count += len(rows)
-        texts = [(each or b"").decode(errors="replace")[:TEXT_LENGTH_MAX] for each in rows.column("value").to_pylist()]
-        columns = [rows.column(name) for name in IDENTITY]
-        reasons = [each[:TEXT_LENGTH_MAX] for each in reasons]
-        self._quarantine.write(
-            pa.RecordBatch.from_arrays([*columns, pa.array(reasons), pa.array(texts)], schema=QUARANTINE)
-        )

@@ -47,7 +47,7 @@ def test_an_unforeseen_error_keeps_its_traceback() -> None:
 
 
 def reader() -> DocumentsReader:
-    return DocumentsReader(parse({"path": "/data"}), Shape(DOCUMENTS, (False,) * len(DOCUMENTS)), "_")
+    return DocumentsReader(parse({"path": "/data"}), Shape(DOCUMENTS, (False,) * len(DOCUMENTS)))
 
 
 def sent() -> bytes:

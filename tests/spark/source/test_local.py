@@ -13,7 +13,7 @@ from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark.pipeline.export import export
 from mirror.spark.runner import LocalRunner
 from mirror.spark.source.columns import DOCUMENTS
-from mirror.spark.source.local import Restriction, dealt, plan, read
+from mirror.spark.source.local import dealt, plan, read
 from mirror.spark.source.options import Options, parse
 from mirror.typed.rows import Shape
 from storage.errors import NotAMirror, Unavailable, UnknownCollection, ViewInvalidated
@@ -21,7 +21,6 @@ from storage.read.view import open_view
 from tests.crash.service import Service, until
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders
 
-SEVEN = Restriction(key=b"order::000007", start=b"order::000007", end=b"order::000007\0")
 PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
 
 
@@ -36,8 +35,8 @@ def options(small: SmallMirror, **more: str) -> Options:
     return parse({"path": str(small.path), "partitions": "3"} | more)
 
 
-def rows(options: Options, restriction: Restriction | None = None, shape: Shape = PLAIN) -> list[dict[str, Any]]:
-    job, shares = plan(options, restriction or Restriction())
+def rows(options: Options, shape: Shape = PLAIN) -> list[dict[str, Any]]:
+    job, shares = plan(options)
     return [row for vbids in shares for batch in read(job, vbids, shape) for row in batch.to_pylist()]
 
 
@@ -74,7 +73,7 @@ def test_vbuckets_are_divided_evenly_and_by_group() -> None:
 
 def test_a_planned_read_is_not_changed_by_later_writes_and_rollbacks(small: SmallMirror) -> None:
     before = by_key(scanned(small))
-    job, shares = plan(options(small), Restriction())
+    job, shares = plan(options(small))
     small.put(orders(50, 100))
     for vbid in range(VBUCKETS):
         small.roll_back(vbid, 1)
@@ -83,29 +82,11 @@ def test_a_planned_read_is_not_changed_by_later_writes_and_rollbacks(small: Smal
 
 
 def test_purged_history_fails_the_job_with_the_reason(small: SmallMirror) -> None:
-    job, shares = plan(options(small), Restriction())
+    job, shares = plan(options(small))
     small.put(orders(0, 100))
     small.purge(boundaries=1)
     with pytest.raises(ViewInvalidated, match=r"no longer kept.*start the read again"):
         list(read(job, shares[0], PLAIN))
-
-
-def test_filters_select_the_matching_documents(small: SmallMirror) -> None:
-    documents = scanned(small)
-    for restriction, test in (
-        (Restriction(prefix=b"order::00001"), lambda row: row["key"].startswith("order::00001")),
-        (Restriction(start=b"order::000090"), lambda row: row["key"] >= "order::000090"),
-        (Restriction(vbid_tests=[lambda vbid: vbid == 2]), lambda row: row["vbid"] == 2),
-        (Restriction(collections=frozenset({"shop.orders"})), lambda row: False),
-        (
-            Restriction(key=b"order::000007", start=b"order::000007", end=b"order::000007\0"),
-            lambda row: row["seqno"] and row["key"] == "order::000007",
-        ),
-    ):
-        assert by_key(rows(options(small), restriction)) == by_key([row for row in documents if test(row)])
-    job, shares = plan(options(small), SEVEN)
-    assert [len(share) for share in shares] == [1]
-    assert len(job.pins) == 1
 
 
 def test_fields_and_metadata_columns_come_in_the_order_of_the_schema(small: SmallMirror) -> None:
@@ -118,15 +99,15 @@ def test_fields_and_metadata_columns_come_in_the_order_of_the_schema(small: Smal
 
 
 def test_batches_of_small_vbuckets_are_joined(small: SmallMirror) -> None:
-    job, shares = plan(options(small, partitions="1"), Restriction())
+    job, shares = plan(options(small, partitions="1"))
     assert [batch.num_rows for batch in read(job, shares[0], PLAIN)] == [99]
 
 
 def test_a_missing_vbucket_collection_or_mirror_is_named(small: SmallMirror, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not hold vbucket 99 \(it holds 0 to 7\)"):
-        plan(options(small, vbuckets="99"), Restriction())
+        plan(options(small, vbuckets="99"))
     with pytest.raises(UnknownCollection, match=r"no collection 'shop.orders'.*_default._default"):
-        plan(options(small, collection="shop.orders"), Restriction())
+        plan(options(small, collection="shop.orders"))
     with pytest.raises(NotAMirror):
         open_view(str(tmp_path / "nowhere"))
 
@@ -138,8 +119,7 @@ def test_a_read_of_an_empty_mirror_needs_no_lease(tmp_path: Path) -> None:
         until("the mirror", lambda: (data / "mirror.json").exists())
         with open_view(str(data)) as view:
             until("all of it", lambda: all(view.state(vbid).is_whole for vbid in range(8)))
-        for restriction in (Restriction(), Restriction(vbid_tests=[lambda vbid: vbid == -1])):
-            assert rows(parse({"path": str(data)}), restriction) == []
+        assert rows(parse({"path": str(data)})) == []
         done = export(data, tmp_path / "export", LocalRunner(1))
         assert (done.documents, done.vbuckets) == (0, 8)
 

@@ -14,7 +14,7 @@ from mirror.typed.bodies import Reading
 def test_an_option_that_is_not_given_has_a_default() -> None:
     options = parse({"path": "/data"})
     assert (options.path, options.connection, options.table) == ("/data", None, "documents")
-    assert (options.max_rows, options.max_bytes, options.resync, options.pushdown) == (1_000_000, 1 << 30, False, False)
+    assert (options.max_rows, options.max_bytes, options.resync) == (1_000_000, 1 << 30, False)
     assert options.partitions >= 1
     assert options.names[:2] == ("key", "collection")
 
@@ -32,7 +32,6 @@ def test_an_option_is_read_in_any_case_of_letters() -> None:
             "columnNameOfCorruptRecord": "_bad",
             "timezone": "Europe/Berlin",
             "epoch": "millis",
-            "pushdown": "true",
             "maxrowsperbatch": "10",
             "startingFrom": "latest",
             "onLostHistory": "resync",
@@ -42,7 +41,7 @@ def test_an_option_is_read_in_any_case_of_letters() -> None:
     )
     assert options.collections == ("shop.orders", "_default.carts")
     assert options.vbuckets == frozenset({0, 1, 2, 3, 7})
-    assert (options.partitions, options.names, options.pushdown) == (5, ("key", "kind"), True)
+    assert (options.partitions, options.names) == (5, ("key", "kind"))
     assert options.reading == Reading("permissive", "_bad", "Europe/Berlin", "millis")
     assert reading_of({"mode": "dropmalformed"}) == Reading("dropmalformed")
     assert (options.max_rows, options.latest, options.resync) == (10, True, True)

@@ -20,7 +20,7 @@ from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.source.data_source import MirrorSource
 from mirror.spark.source.failures import MirrorSourceError
 from storage.format.records import VALUE_LENGTH_MAX
-from tests.spark.mirrors import SmallMirror, order, orders, scanned
+from tests.spark.mirrors import SmallMirror, orders, scanned
 
 ROOT = Path(__file__).parents[3]
 
@@ -80,45 +80,6 @@ def test_hostile_compressed_values_are_named_and_fail_no_job(spark: SparkSession
     assert {row._key: bytes(row._value) for row in rows if row._datatype != 1} == hostile
     assert len(rows) == 102
     assert all((row.id is None) is (row._corrupt is not None) is (row._key in hostile) for row in rows)
-
-
-FILTERS = {
-    "vbid = 3": 1,
-    "key = 'order::000042'": 1,
-    "key >= 'order::000090' and key < 'order::000095'": 2,
-    "key like 'order::00005%' and seqno > 3": 2,
-    "not (vbid = 3) or key is null": 2,
-}
-"""Condition to the number of tasks of two that remain."""
-
-
-def test_filters_are_answered_by_the_source_as_spark_would(spark: SparkSession, small: SmallMirror) -> None:
-    path = str(small.path)
-    whole = read(spark, path=path)
-    matches = [f"coalesce({condition}, false) as `{number}`" for number, condition in enumerate(FILTERS)]
-    expected = whole.selectExpr("key", "vbid", *matches).collect()
-    frames = {
-        condition: read(spark, path=path, partitions="2", pushdown="true").where(condition) for condition in FILTERS
-    }
-    for number, (condition, pushed) in enumerate(frames.items()):
-        rows = pushed.select("key", "vbid").rdd  # planned once for both
-        assert sorted(rows.collect()) == sorted(row[:2] for row in expected if row[str(number)]), condition
-        assert rows.getNumPartitions() == FILTERS[condition], condition
-    condition = "key >= 'order::000090' and key < 'order::000095'"
-    small.put({"order::000090x": order(1)})  # and what was pushed down once is requested again
-    assert frames[condition].count() == 6
-
-
-def test_pushdown_is_off_without_the_setting_of_the_session(spark: SparkSession, small: SmallMirror) -> None:
-    setting = "spark.sql.python.filterPushdown.enabled"
-    spark.conf.set(setting, "false")
-    try:
-        assert read(spark, path=str(small.path)).where("vbid = 3").count() > 0
-        with pytest.raises(Exception, match=r"DATA_SOURCE_PUSHDOWN_DISABLED.*Set it to true") as raised:
-            read(spark, path=str(small.path), pushdown="true").where("vbid = 3").count()
-        assert "Traceback" not in str(raised.value)
-    finally:
-        spark.conf.set(setting, "true")
 
 
 def test_a_mistake_is_refused_at_once_and_in_one_line(spark: SparkSession, small: SmallMirror, tmp_path: Path) -> None:

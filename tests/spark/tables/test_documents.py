@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deltalake import DeltaTable
 
 from mirror.errors import ConfigError
 from mirror.spark.places import folder_at
@@ -37,11 +36,6 @@ def typed(schema: str, misfits_max: float = 1, overwrite_schema: bool = False, *
 
 def lake_in(folder: Path, layout: Layout) -> Lake:
     return Lake(folder_at(folder), layout)
-
-
-def quarantined(folder: Path) -> list[tuple[str, int, str]]:
-    rows = DeltaTable(str(folder / "quarantine")).to_pyarrow_table().to_pylist()
-    return sorted((row["key"], row["at_seqno"], row["text"]) for row in rows)
 
 
 def rows(lake: Lake, *columns: str) -> dict[str, tuple[Any, ...]]:
@@ -218,27 +212,6 @@ def test_a_misfit_after_the_first_merge_does_not_stop_the_stream(tmp_path: Path)
         misfit = event("mutation", "a", (1, 1), value=body(n="many"), vbid=700)
         assert apply(lake, [[misfit]]) == Applied(inserted=1, misfits=1)
         assert rows(lake, "_vbid", "n", "_part")["a"] == (700, None, 43)
-
-
-def test_the_quarantine_has_each_misfit_once_even_after_a_broken_merge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with lake_in(tmp_path, typed("n int")) as lake:
-        apply(lake, [[put("a", 1, n="many" * 1_000), put("b", 2, n=2)]])
-        assert quarantined(tmp_path) == [("a", 1, body(n="many" * 1_000).decode()[:1_000])]
-
-        def dies(_: str) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(documents, "remove_action", dies)
-        with pytest.raises(KeyboardInterrupt):
-            apply(lake, [[put("b", 3, n="two")]])
-        monkeypatch.undo()
-    with lake_in(tmp_path, typed("n int")) as lake:
-        assert lake.merge() == Applied(updated=1, misfits=1)
-    assert [each[:2] for each in quarantined(tmp_path)] == [("a", 1), ("b", 3)]
-    with lake_in(tmp_path, typed("n int, at date")) as lake:
-        assert [each[:2] for each in quarantined(tmp_path)] == [("a", 1), ("b", 3)], "those that there are now"
 
 
 @pytest.mark.parametrize(

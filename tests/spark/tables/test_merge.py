@@ -22,7 +22,7 @@ class PartOfTable:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: list[tuple[str, int]] = []
-        for name in ("changes", "documents", "quarantine"):
+        for name in ("changes", "documents"):
             (folder / name).mkdir()
 
     def write(self, events: list[Event], group_rows: int) -> list[str]:
@@ -32,10 +32,8 @@ class PartOfTable:
         return [part.name for part in parts.finished]
 
     def merge(self, names: list[str]) -> Merged:
-        changes, documents, quarantine = (str(self.folder / name) for name in ("changes", "documents", "quarantine"))
-        task = MergeTask(
-            DocumentColumns(), 0, (0, 1), changes, names, documents, self.files, quarantine, f"part-{run_name()}-b0"
-        )
+        changes, documents = (str(self.folder / name) for name in ("changes", "documents"))
+        task = MergeTask(DocumentColumns(), 0, (0, 1), changes, names, documents, self.files, f"part-{run_name()}-b0")
         done = merge_part(task)
         self.files = [each for each in self.files if each[0] not in done.removed]
         self.files += [(part.name, part.size) for part in done.added]
