@@ -8,8 +8,8 @@ its host and ports. Most fields may be missing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -78,8 +78,6 @@ class ClusterMap:
     """The set of advertised addresses ("default", "external") that is used, also for later maps of the source."""
     network_offered: bool = True
     """False if no node has an address in `network`: then `nodes` has the nodes' own addresses."""
-    replaces: bool = False
-    """True if this map replaces a map of equal revision (`NewestMap.instead`)."""
     of_mirror: bool = False
     """True if a mirror's DCP port sent the map. The map names only that mirror, and has revisions of its own."""
 
@@ -135,9 +133,8 @@ class MapVerdict(Enum):
 class NewestMap:
     """The newest map of one bucket. Only a newer map replaces it.
 
-    Maps of the cluster are ordered by revision, even after a restart (`floor`). A map of equal revision is normally the
-    same map and ignored, unless the cluster was restarted with other ports (`instead`). A mirror as the source has
-    revisions of its own. A mirror's map sets no floor, and is accepted only while no map of the cluster is followed.
+    Maps of the cluster are ordered by revision, even after a restart (`floor`). A mirror as the source has revisions of
+    its own. A mirror's map sets no floor, and is accepted only while no map of the cluster is followed.
     """
 
     def __init__(self, bucket_uuid: str | None = None, floor: Revision | None = None) -> None:
@@ -160,19 +157,7 @@ class NewestMap:
             return MapVerdict.OLDER
         if current is None or current.of_mirror or found.revision > current.revision:
             return MapVerdict.NEWER
-        if found.replaces and found.revision == current.revision and found.nodes != current.nodes:
-            return MapVerdict.NEWER
         return MapVerdict.KNOWN
-
-    def instead(self, found: ClusterMap, away: Callable[[Node], bool]) -> ClusterMap:
-        """Return `found`, with `replaces` set if it has the followed map's revision, but not all nodes of that map, and
-        all missing nodes are away (the last contact failed).
-        """
-        current = self.current
-        if current is None or current.of_mirror or found.revision != current.revision:
-            return found
-        gone = [node for node in current.nodes if node not in found.nodes]
-        return replace(found, replaces=True) if gone and all(map(away, gone)) else found
 
     def take(self, found: ClusterMap) -> bool:
         if self.judge(found) is not MapVerdict.NEWER:

@@ -76,15 +76,10 @@ _ROWS: tuple[tuple[Shape, tuple[int, ...]], ...] = (
 )
 _SHAPES = {int(opcode): shape for shape, opcodes in _ROWS for opcode in opcodes}
 
-_SERVER_SHAPES: dict[int, Shape] = {
-    ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION: ((4, 16), MAY, MAY),
-}
-
 
 def check_request(frame: Frame) -> Frame:
     """Return the frame. If opcode or shape is wrong, raises RemoteProtocolError with the status for the answer."""
-    shapes = _SERVER_SHAPES if frame.magic == Magic.SERVER_REQUEST else _SHAPES
-    shape = shapes.get(frame.opcode)
+    shape = None if frame.magic == Magic.SERVER_REQUEST else _SHAPES.get(frame.opcode)
     if shape is None:
         raise refusal(frame, "unknown command", Status.UNKNOWN_COMMAND)
     check_shape(frame, shape)
@@ -145,14 +140,6 @@ def clustermap_notification(epoch: int, revision: int, bucket: bytes, config: by
     datatype = int(Datatype.JSON if config else Datatype.RAW)
     extras = _REVISION.pack(epoch, revision)
     return Frame(int(Magic.SERVER_REQUEST), opcode, datatype, 0, opaque, 0, b"", extras, bucket, config)
-
-
-def decode_clustermap_notification(frame: Frame) -> tuple[int, int, bytes, bytes]:
-    """Return epoch (0 in the old form), revision, bucket name and configuration (empty in the brief form)."""
-    if len(frame.extras) == _U32.size:
-        return 0, _U32.unpack(frame.extras)[0], frame.key, frame.value
-    epoch, revision = _exactly(_REVISION, frame.extras, frame.opcode, "a revision")
-    return epoch, revision, frame.key, frame.value
 
 
 # Documents.

@@ -14,9 +14,7 @@ from mirror.errors import MirrorError, OlderMap
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.connection_string import NodeAddress, parse
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
-from mirror.wire import codec_kv
-from mirror.wire import frame as fr
-from mirror.wire.constants import Feature, Opcode, Status
+from mirror.wire.constants import Opcode, Status
 from tests.feed.harness import VBUCKETS, write
 from tests.feed.scripted_node import ScriptedNode, refuse, silent
 from tests.feed.test_bootstrap import access_to
@@ -125,20 +123,6 @@ async def test_a_node_that_refuses_the_login_is_reported_and_retried_with_pauses
             await asyncio.sleep(0.1)
         assert node.connections == 1
         assert "wrong user or password" in str(polling.error)
-
-
-async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> None:
-    async with ScriptedNode() as node:
-        node.features |= {Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF}
-        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
-        async with Polling(tmp_path, node, map_poll_interval_s=600) as polling:
-            polling.queries.wake()
-            await polling.until(lambda: polling.maps.floor == (2, 7))
-            node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(9, node)
-            node.send(fr.encode(codec_kv.clustermap_notification(2, 6, b"")))
-            node.send(fr.encode(codec_kv.clustermap_notification(2, 9, b"b")))
-            await polling.until(lambda: polling.maps.floor == (2, 9))
-            assert polling.error is None
 
 
 # -- a consumer that is connected to a stale node alone --------------------------------------------------------------

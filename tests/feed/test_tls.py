@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import socket
 import ssl
-import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.serialization import (
@@ -24,7 +21,7 @@ from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError, ExitCode, TlsFailed
 from mirror.feed.connection.connection_string import NodeAddress
-from mirror.feed.connection.tls import Tls, speaks_plain_kv, speaks_tls
+from mirror.feed.connection.tls import Tls
 from mirror.feed.connection.transport import Link, open_link
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
@@ -154,33 +151,10 @@ async def test_a_node_that_closes_the_connection_is_retried(authority: Authority
 async def test_a_port_without_tls_is_an_error_with_the_tls_port(authority: Authority) -> None:
     async with ScriptedNode() as node:
         error = await refusal(node, settings_for(authority))
-        assert "does not speak TLS" in error.what
+        assert "hung up during the TLS handshake" in error.what
         assert "11207" in error.hint
         node.greeting = b"SSH-2.0-OpenSSH_9.2\r\n"
         assert "does not speak TLS" in (await refusal(node, settings_for(authority))).what
-
-
-async def test_a_probe_finds_out_whether_a_port_speaks_tls(authority: Authority) -> None:
-    async with ScriptedNode() as plain, ScriptedNode(ssl=authority.node_context("localhost", demand=True)) as tls:
-        assert await speaks_plain_kv(NodeAddress("127.0.0.1", plain.port))
-        assert not await speaks_plain_kv(NodeAddress("127.0.0.1", tls.port))
-        assert await speaks_tls(NodeAddress("127.0.0.1", tls.port))
-        assert not await speaks_tls(NodeAddress("127.0.0.1", plain.port))
-    assert not await speaks_tls(NodeAddress("127.0.0.1", 1))
-
-
-async def test_a_port_that_resets_the_connection_leaves_no_traceback(untaken_errors: list[dict[str, Any]]) -> None:
-    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readexactly(10)
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.close()
-
-    server = await asyncio.start_server(reset, "127.0.0.1", 0)
-    async with server:
-        assert not await speaks_tls(NodeAddress("127.0.0.1", server.sockets[0].getsockname()[1]))
-    await asyncio.sleep(0.01)  # the transport is let go of
-    gc.collect()
-    assert not untaken_errors
 
 
 def test_a_tls_failure_is_retried_only_if_the_node_closed_the_connection() -> None:

@@ -17,9 +17,7 @@ import pytest
 from mirror.sandbox import NodeTls, SandboxCluster
 from mirror.sandbox.data.clustermap import SandboxMap
 from mirror.server.cluster_config import NOWHERE
-from mirror.wire import codec_kv
-from mirror.wire import frame as fr
-from mirror.wire.constants import Magic, Status, VbucketRole
+from mirror.wire.constants import Status, VbucketRole
 from tests.feed.authority import Authority
 from tests.feed.harness import VBUCKETS, Mirror, Mirrors, write
 from tests.feed.name_server import NameServer
@@ -53,16 +51,12 @@ async def test_a_rebalance_is_followed_by_announced_maps(profile: str, tmp_path:
         assert mirror.status()["counters"]["requested_again_bytes"] == 0
 
 
-@pytest.mark.parametrize(
-    ("profile", "settings"), [("7.2", NO_POLLING), ("8.0", NO_POLLING), ("5.0", {"map_poll_interval_s": 0.1})]
-)
-async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_polling(
-    profile: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("profile", ["5.0", "8.0"])
+async def test_a_vbucket_that_has_a_node_again_is_found_by_polling(profile: str, tmp_path: Path) -> None:
     """A vbucket without a node is not streamed, so only the map says where it is."""
     async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         write(cluster, 50)
-        mirror = await mirrors.follow(**settings)
+        mirror = await mirrors.follow(map_poll_interval_s=0.1)
         owners = cluster.bucket.map.owners
         home, owners[3] = owners[3], NOWHERE
         cluster.bucket.map_changed(3)
@@ -77,51 +71,6 @@ async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_polli
 def has_map(mirror: Mirror, rev: int) -> bool:
     followed = mirror.consumer.map_follower.current
     return followed is not None and followed.rev == rev
-
-
-async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node may have a map before the others have it (SDK RFC 75)."""
-    async with source_of(tmp_path) as (cluster, mirrors):
-        mirror = await mirrors.follow(**NO_POLLING)
-        current = SandboxMap.to_json
-        old = cluster.bucket.map.to_json(0, with_bucket=True)
-
-        def late(found: SandboxMap, this_node: int, *, with_bucket: bool) -> bytes:
-            return old if this_node == 0 else current(found, this_node, with_bucket=with_bucket)
-
-        monkeypatch.setattr(SandboxMap, "to_json", late)
-        for _ in range(2):  # the nodes are queried in turn, so node 0 is the first once
-            cluster.bucket.map.bump()  # silently
-            rev = cluster.bucket.map.rev
-            notice = fr.encode(codec_kv.clustermap_notification(cluster.bucket.map.epoch, rev, b""))
-            for connection in cluster.faults.connections(node=1):
-                connection.link.send(notice)
-            await mirror.until(partial(has_map, mirror, rev), "the announced map")
-        cluster.set("after", {}, vbid=0)
-        await mirror.follow()
-        assert mirror.status()["counters"]["requested_again_bytes"] == 0
-
-
-async def test_malformed_announcements_are_ignored(tmp_path: Path) -> None:
-    async with source_of(tmp_path) as (cluster, mirrors):
-        mirror = await mirrors.follow(**NO_POLLING)
-        before = mirror.status()["map"]
-        nonsense = [
-            codec_kv.clustermap_notification(9, 9, b"another-bucket"),
-            codec_kv.clustermap_notification(9, 9, b"", b"{not json"),
-            codec_kv.clustermap_notification(9, 9, b"", b'{"rev": 9000, "revEpoch": 9, "nodesExt": []}'),
-            fr.Frame(int(Magic.SERVER_REQUEST), 0x01, extras=b"\0\0\0\1", key=b"another-bucket"),
-            fr.Frame(int(Magic.SERVER_REQUEST), 0x01, extras=b"\0"),
-            fr.Frame(int(Magic.SERVER_REQUEST), 0x77),
-        ]
-        for connection in cluster.faults.connections():
-            connection.link.send(b"".join(map(fr.encode, nonsense)))
-        write(cluster, 50)
-        await mirror.follow()
-        assert mirror.status()["map"] == before
-        assert all(node["reconnects"] == 0 for node in mirror.status()["nodes"])
 
 
 @pytest.mark.parametrize("profile", ["7.2", "8.0"])
@@ -177,20 +126,6 @@ async def test_a_name_is_looked_up_again_when_its_hosts_are_gone(tmp_path: Path)
             server.records[record] = [f"0 0 {cluster.nodes[added].port} localhost."]
             write(cluster, 50, "after")
             await mirror.follow()
-
-
-async def test_a_map_of_equal_revision_is_followed_when_a_node_came_back_at_another_port(tmp_path: Path) -> None:
-    """The cluster was restarted: the same bucket, the same revision, another address."""
-    async with source_of(tmp_path) as (cluster, mirrors):
-        write(cluster, 50)
-        mirror = await mirrors.follow()
-        await cluster.kill_node(1)
-        node = cluster.nodes[1]
-        await node.start("127.0.0.1", 0)
-        cluster.bucket.map.nodes[1] = node.address
-        cluster.bucket.map._cache.clear()
-        write(cluster, 50, "after")
-        await mirror.follow()
 
 
 async def test_one_node_without_an_alternate_address_does_not_change_the_others(

@@ -14,7 +14,6 @@ from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.transport import OPAQUE_MAX, Link, Opaques, open_link
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
-from mirror.wire.codec_kv import clustermap_notification
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame, encode, request, response
 from mirror.wire.scan import Run
@@ -110,17 +109,6 @@ async def test_an_impossible_length_ends_the_connection_at_once() -> None:
     assert "broke the protocol" in error.what
     link.data_received(mutation(1, 9))
     assert listener.items == []
-
-
-async def test_a_message_pushed_by_a_node_is_passed_on_and_not_answered() -> None:
-    link, listener = link_in_memory()
-    pushed: list[Frame] = []
-    notice = clustermap_notification(1, 7, b"b")
-    link.data_received(encode(notice))
-    link.on_push = pushed.append
-    link.data_received(encode(notice) + encode(request(Opcode.DCP_NOOP, opaque=5)))
-    assert pushed == [notice]
-    assert [item.opcode for item in listener.items if isinstance(item, Frame)] == [Opcode.DCP_NOOP]
 
 
 async def test_answers_find_their_requests_in_any_order_and_others_are_dropped() -> None:

@@ -94,7 +94,7 @@ def dcp_codec(data: bytes) -> None:
 
 _KV_FRAMES: tuple[Callable[[frame.Frame], Any], ...] = (
     codec_kv.decode_hello, codec_kv.decode_sasl, codec_kv.decode_error_map_request,
-    codec_kv.decode_cluster_config_request, codec_kv.decode_clustermap_notification,
+    codec_kv.decode_cluster_config_request,
     codec_kv.decode_observe_seqno_request, codec_kv.decode_subdoc, codec_dcp.decode_all_vb_seqnos_request,
 )  # fmt: skip
 _KV_BYTES: tuple[Callable[[bytes], Any], ...] = (

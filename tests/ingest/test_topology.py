@@ -175,20 +175,6 @@ def test_the_followed_revision_only_rises_in_any_order_of_maps(revisions: list[t
     assert followed[-1] == max([(1, 2), *ours])
 
 
-def test_a_map_of_equal_revision_is_followed_if_the_known_nodes_are_gone() -> None:
-    newest = NewestMap("0123")
-    assert newest.take(parsed())
-    moved = parsed(nodesExt=[{"services": {"kv": 11210, "kvSSL": 11207, "mgmt": 8091}, "thisNode": True}])
-    assert moved.nodes != parsed().nodes
-    assert newest.judge(moved) is MapVerdict.KNOWN
-    assert newest.judge(newest.instead(moved, lambda node: node == A)) is MapVerdict.KNOWN, "the other one is there"
-    assert newest.judge(newest.instead(parsed(rev=6, nodesExt=[]), lambda _node: True)) is MapVerdict.OLDER
-    assert newest.judge(newest.instead(parsed(), lambda _node: True)) is MapVerdict.KNOWN
-    replacing = newest.instead(moved, lambda node: node == B)
-    assert newest.take(replacing)
-    assert newest.judge(replacing) is MapVerdict.KNOWN
-
-
 def test_a_mirrors_map_is_not_compared_with_the_clusters() -> None:
     """Its revision is the second of its start; a client that goes from one to the other is not kept out for ever."""
     newest = NewestMap("0123", (2, 7))

@@ -186,3 +186,9 @@ def _measured(value: bytes, pos: int) -> tuple[bytes, int]:
     length, start = decode_leb128(value, pos)
     assert start + length <= len(value)
     return value[start : start + length], start + length
+
+
+def decode_clustermap_notification(frame: Frame) -> tuple[int, int, bytes, bytes]:
+    """Return epoch, revision, bucket name and configuration (empty in the brief form)."""
+    epoch, revision = struct.unpack(">qq", frame.extras)
+    return epoch, revision, frame.key, frame.value

@@ -63,7 +63,7 @@ async def test_maps_are_announced_to_subscribed_clients_even_on_dcp_connections(
         cluster.move(0, 1)
         for client in clients:
             await client.until(partial(getattr, client, "pushed"))
-            epoch, rev, bucket, config = codec_kv.decode_clustermap_notification(client.pushed[0])
+            epoch, rev, bucket, config = kv_client.decode_clustermap_notification(client.pushed[0])
             assert (epoch, rev, bucket) == (cluster.bucket.map.epoch, cluster.bucket.map.rev, b"demo")
             assert bool(config) == (notice == Feature.CLUSTERMAP_CHANGE_NOTIFICATION)
         await plain.ask(kv_client.noop())

@@ -8,17 +8,11 @@ from dataclasses import replace
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.serve.access.auth import Reader
-from mirror.serve.bucket.bucket import ServedBucket
 from mirror.serve.bucket.map import ServedMap, check_nodes, named_nodes, own_node
 from mirror.server.listener import Address
-from mirror.wire import codec_kv
-from mirror.wire.constants import Feature
 from storage.model import Identity
-from tests.serve.kv_rig import session_of
 
 IDENTITY = Identity("cluster", "orders", "uuid", 8, 2)
-NOTIFY, BRIEF = Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF
 
 
 def test_a_single_mirror_is_the_node_that_the_client_connected_to() -> None:
@@ -104,34 +98,3 @@ def test_a_list_that_contradicts_the_bucket_or_the_mirror_is_refused(
 def test_mirrors_that_hold_all_may_be_named_in_any_parts(text: str) -> None:
     check_nodes(named_nodes(text), IDENTITY, {1})
     check_nodes(named_nodes(text), IDENTITY, ())
-
-
-@pytest.mark.parametrize(
-    ("features", "logged_in", "selected", "reported"),
-    [
-        ((), True, True, None),
-        ((Feature.DUPLEX,), True, True, None),
-        ((NOTIFY,), True, True, None),
-        ((Feature.DUPLEX, NOTIFY), False, True, None),
-        ((Feature.DUPLEX, NOTIFY), True, True, "of_bucket"),
-        ((Feature.DUPLEX, NOTIFY), True, False, "of_node"),
-        ((Feature.DUPLEX, NOTIFY, BRIEF), True, True, ""),
-        ((Feature.DUPLEX, BRIEF), True, False, ""),
-    ],
-)
-def test_a_changed_map_is_announced_as_requested(
-    bucket: ServedBucket, features: tuple[int, ...], logged_in: bool, selected: bool, reported: str | None
-) -> None:
-    session = session_of(bucket)
-    session.grant(frozenset(map(int, features)))
-    session.reader = Reader("r") if logged_in else None
-    session.bucket_selected = selected
-    changed = ServedMap(session.bucket.identity, named_nodes("a:1"), 2)
-    session._clients.cluster_map = changed
-    frame = session.map_notification()
-    if reported is None:
-        assert frame is None
-        return
-    assert frame is not None
-    config = getattr(changed, reported) if reported else b""
-    assert codec_kv.decode_clustermap_notification(frame) == (1, 2, b"orders" if selected else b"", config)

@@ -18,7 +18,6 @@ from mirror.ingest.instructions import RetryReason
 from mirror.ingest.reactions import delay_s
 from mirror.log import get_logger
 from mirror.wire.errors import ProtocolError
-from mirror.wire.frame import Frame
 
 log = get_logger("feed")
 
@@ -165,11 +164,10 @@ class QueriedNode:
     def pausing(self) -> bool:
         return self._clock.monotonic() < self._not_before_s
 
-    async def open(self, on_push: Callable[[Frame], None] | None = None) -> Link:
+    async def open(self) -> Link:
         """Return the open connection, or log in. Raises ClusterError, ConfigError."""
         if self.link is None or self.link.closed:
             self.link, self.handshake = await enter(self._access, self.address, self._clock)
-            self.link.on_push = on_push
             if self.link.closed:
                 raise HandshakeFailed(f"{self.address} hung up after the login")
         return self.link

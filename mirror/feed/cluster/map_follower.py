@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from mirror.clock import Clock, happens
@@ -22,10 +21,6 @@ from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.transport import Link
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from mirror.log import get_logger
-from mirror.wire.codec_kv import decode_clustermap_notification
-from mirror.wire.constants import ServerOpcode
-from mirror.wire.errors import RemoteProtocolError
-from mirror.wire.frame import Frame
 
 log = get_logger("feed")
 
@@ -168,7 +163,6 @@ class MapFollower:
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
         """Offer a node's map, which may be older than the followed map, or of another bucket."""
-        found = self.maps.instead(found, self.queries.is_away)
         member = self.current is None or address in map(self._access.address_of, self.current.nodes)
         if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
             # Ignore the map: a host that left the cluster may serve another bucket of the same name.
@@ -181,30 +175,12 @@ class MapFollower:
 
     async def check_node(self, link: Link) -> None:
         """Offer a node's map while its session opens, before any stream is requested."""
-        link.on_push = partial(self.on_notice, link.address)
         found = await fetch_map(link, self._access.settings, network=self.network)
         try:
             self.offer(found)
         except MirrorError as error:
             self._user.on_map_refused(error)
             raise
-
-    def on_notice(self, address: NodeAddress, frame: Frame) -> None:
-        """Handle a node's announcement of a map, which may contain the map (SDK RFC 75)."""
-        if frame.opcode != ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION:
-            return
-        try:
-            epoch, rev, bucket, config = decode_clustermap_notification(frame)
-        except RemoteProtocolError as error:
-            log.warning("map-announcement-invalid", node=str(address), error=str(error))
-            return
-        if bucket not in (b"", self._access.source.bucket.encode()):
-            return
-        if config:
-            self._on_sent(config, address)
-        # A brief announcement names only the revision: ask for the map itself.
-        elif self.current is None or (epoch, rev) > self.current.revision:
-            self.queries.wake()
 
     def _on_sent(self, config: bytes, address: NodeAddress) -> bool:
         """Offer a map that a node sent without a request. Return False if the map is invalid or not newer."""

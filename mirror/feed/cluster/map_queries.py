@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from mirror.clock import Clock, happens
@@ -15,9 +14,8 @@ from mirror.feed.connection.bootstrap import Access, Handshake, fetch_newer_conf
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.node_session import NodeSession
 from mirror.feed.connection.transport import Link
-from mirror.ingest.topology import ClusterMap, NewestMap, Node
+from mirror.ingest.topology import ClusterMap, NewestMap
 from mirror.log import get_logger
-from mirror.wire.frame import Frame
 
 log = get_logger("feed")
 
@@ -36,8 +34,6 @@ class QueriesOwner(Protocol):
         ...
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None: ...
-
-    def on_notice(self, address: NodeAddress, frame: Frame) -> None: ...
 
 
 class _Node(QueriedNode):
@@ -63,11 +59,6 @@ class MapQueries:
         """The reason why no node sends a map; None if a node does, or if no node was queried yet."""
         errors = [node.error for node in self.nodes.values() if node.failures.count or node.error is None]
         return None if None in errors or not errors else errors[-1]
-
-    def is_away(self, node: Node) -> bool:
-        address = self._access.address_of(node)
-        known = None if address is None else self.nodes.get(address)
-        return known is not None and known.failures.count > 0
 
     def wake(self) -> None:
         """Begin a round now, instead of at the end of the interval."""
@@ -116,10 +107,8 @@ class MapQueries:
     async def _ask(self, node: _Node) -> None:
         try:
             link, handshake = await self._connection(node)
-            some_away = any(each.failures.count for each in self.nodes.values())
-            known = None if some_away else self._maps.current  # None: fetch even a map of equal revision, for `instead`
-            config = await fetch_newer_config(link, handshake, known, timeout_s=MAP_TIMEOUT_S)
-            is_new = bool(config) and (some_away or config != node.config)
+            config = await fetch_newer_config(link, handshake, self._maps.current, timeout_s=MAP_TIMEOUT_S)
+            is_new = bool(config) and config != node.config
             found = self._owner.read(config, node.address) if is_new else None
         except (ClusterError, ConfigError) as error:
             log.debug("no-map", node=str(node.address), error=str(error))
@@ -140,4 +129,4 @@ class MapQueries:
             return session.link, session.handshake
         if node.link is None or node.link.closed:
             node.config = b""
-        return await node.open(partial(self._owner.on_notice, node.address)), node.handshake
+        return await node.open(), node.handshake

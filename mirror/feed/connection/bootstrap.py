@@ -3,7 +3,7 @@
 The password itself (PLAIN) is sent only inside TLS, or if a setting allows that. It is never sent to a server that
 failed to prove that it knows the password.
 
-Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/Duplex.md; SDK RFC 36 (a server that
+Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL); SDK RFC 36 (a server that
 knows us by certificate answers SASL with NOT_SUPPORTED), RFC 75 (maps).
 """
 
@@ -30,7 +30,7 @@ from mirror.errors import (
     SourceTimeout,
 )
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
-from mirror.feed.connection.tls import Tls, hung_up, only_tls, speaks_tls
+from mirror.feed.connection.tls import Tls, hung_up
 from mirror.feed.connection.transport import READ_BYTES_MAX, Link, Opaques, open_link
 from mirror.ingest.selection import MalformedManifest, SourceManifest
 from mirror.ingest.topology import ClusterMap, MalformedClusterMap, Node, network_of, parse_cluster_map
@@ -49,14 +49,11 @@ FEATURES = (
     Feature.JSON,
     Feature.COLLECTIONS,
     Feature.TCP_NODELAY,
-    Feature.DUPLEX,
-    Feature.CLUSTERMAP_CHANGE_NOTIFICATION,
-    Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF,
     Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
     Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP,
     Feature.MIRROR,
 )
-"""The requested features. Only SELECT_BUCKET must be granted. To notifications without DUPLEX, nodes answer EINVAL."""
+"""The requested features. Only SELECT_BUCKET must be granted."""
 
 CONNECT_TIMEOUT_S = 10.0
 """Limit for the connection, and for each answer until the bucket is selected."""
@@ -64,6 +61,7 @@ PROPOSED_NAME = "dcp-mirror"
 REVISION_MAX = 2**63 - 1
 """The largest revision that a request can name (signed). Requests leave out a larger known revision."""
 NO_MAP_HINT = "the node is not ready yet, or not part of the cluster any more"
+PERHAPS_TLS = "if this is a port for TLS, write couchbases://, or use the port without TLS (usually 11210)"
 CERTIFICATE_HINT = (
     "have client certificates enabled at the cluster, check how it finds the user's name in them, that this user "
     "exists and that it may read the bucket; or name a user and a password"
@@ -250,19 +248,17 @@ async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
 
 
 async def _greet(link: Link, access: Access, name: str) -> frozenset[int]:
-    """Send HELLO; if the node does not answer with HELLO, find out if TLS is the reason."""
+    """Send HELLO. If the node does not answer it, name the likely reason."""
     secure = link.secure
     try:
         return await _hello(link, name)
     except ConnectFailed:
         if secure:  # in TLS 1.3 the node may refuse our certificate this late
             raise hung_up("right after", str(link.address), access.settings) from None
-        if await speaks_tls(link.address):
-            raise only_tls(str(link.address)) from None
-        raise
-    except (HandshakeFailed, SourceTimeout):
-        if not secure and await speaks_tls(link.address):
-            raise only_tls(str(link.address)) from None
+        raise ConnectFailed(f"{link.address} closed the connection at the first request", hint=PERHAPS_TLS) from None
+    except (HandshakeFailed, SourceTimeout) as error:
+        if not secure:
+            error.hint = PERHAPS_TLS
         raise
 
 

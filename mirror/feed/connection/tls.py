@@ -5,19 +5,11 @@ Each connection reads the files again, so they can be replaced without a restart
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ssl
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from mirror.config import Settings
 from mirror.errors import ConfigError, TlsFailed
-from mirror.feed.connection.connection_string import NodeAddress
-from mirror.wire.constants import HEADER_SIZE, Magic, Opcode
-from mirror.wire.frame import encode, request
-
-PROBE_TIMEOUT_S = 2.0
 
 CERTIFICATE_BEGIN = b"-----BEGIN CERTIFICATE-----"
 """If the certificate file contains this, errors name the key file: OpenSSL does not always say which file is wrong."""
@@ -139,7 +131,8 @@ def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
     ours = "rejects our client certificate" if settings.tls_client_cert_file else "demands a client certificate"
     return TlsFailed(
         f"{where} hung up {when} the TLS handshake",
-        hint=f"it is starting, or {ours} (tls_client_cert_file), or allows {version}; its log says which",
+        hint=f"it is starting, or speaks no TLS (use its TLS port, usually 11207, or couchbase://), or {ours} "
+        f"(tls_client_cert_file), or allows {version}; its log says which",
         retryable=True,
     )
 
@@ -148,59 +141,3 @@ def not_tls(where: str) -> TlsFailed:
     return TlsFailed(
         f"{where} does not speak TLS", hint="use its TLS port (usually 11207), or couchbase:// without TLS"
     )
-
-
-def only_tls(where: str) -> TlsFailed:
-    return TlsFailed(
-        f"{where} speaks TLS, but the connection string says couchbase://",
-        hint="write couchbases://, or the port without TLS (usually 11210)",
-    )
-
-
-# -- probing a port --------------------------------------------------------------------------------------------------
-
-
-async def speaks_plain_kv(address: NodeAddress) -> bool:
-    """Return True if the port answers a key-value request without TLS. Sends no secret."""
-
-    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(encode(request(Opcode.NOOP, opaque=1)))
-        return (await reader.readexactly(HEADER_SIZE))[0] == Magic.RESPONSE
-
-    return await _probe(address, ask)
-
-
-async def speaks_tls(address: NodeAddress) -> bool:
-    """Return True if the port answers the start of a TLS handshake. Verifies nothing, and sends no secret."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    tls = context.wrap_bio(incoming, outgoing)
-    # Without a peer the handshake cannot go on, but its first message is there.
-    with contextlib.suppress(ssl.SSLWantReadError):
-        tls.do_handshake()
-    hello = outgoing.read()
-
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(hello)
-        kind, major, *_ = await reader.readexactly(5)
-        return kind in (0x15, 0x16) and major == 3  # an alert or a handshake record (RFC 8446, 5.1)
-
-    return await _probe(address, greet)
-
-
-async def _probe(
-    address: NodeAddress, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bool]]
-) -> bool:
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-            try:
-                return await talk(reader, writer)
-            finally:
-                writer.transport.abort()
-                with contextlib.suppress(OSError):  # otherwise asyncio may log the stream's error
-                    await writer.wait_closed()
-    except (OSError, asyncio.IncompleteReadError, TimeoutError, UnicodeError):
-        return False

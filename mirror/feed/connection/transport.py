@@ -15,7 +15,7 @@ from collections.abc import Callable
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
 from mirror.feed.connection.connection_string import NodeAddress, is_name
-from mirror.feed.connection.tls import Tls, hung_up, not_tls, speaks_plain_kv
+from mirror.feed.connection.tls import Tls, hung_up
 from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Magic, opcode_name
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame, encode, frame_size, request
@@ -66,8 +66,6 @@ class Link(asyncio.BufferedProtocol):
         """Takes the items of a read that are no answers, in order. Each answer goes to its request and ends a batch."""
         self.on_lost: Callable[[ClusterError], None] | None = None
         """Called once, when the connection is closed or lost."""
-        self.on_push: Callable[[Frame], None] | None = None
-        """Takes the node's requests outside of streams (kv_engine docs/Duplex.md). The node expects no answer."""
         self.read_bytes_max = READ_BYTES_MAX
         self._clock = clock
         self.last_received = self._waits_since = clock.monotonic()
@@ -247,9 +245,6 @@ class Link(asyncio.BufferedProtocol):
                     batch = []
                 if self.error is None:
                     on_answer(item)
-            elif item.magic == Magic.SERVER_REQUEST:
-                if self.on_push is not None:
-                    self.on_push(item)
             else:
                 batch.append(item)
         if batch and self.on_batch is not None and self.error is None:
@@ -278,8 +273,7 @@ async def open_link(
         raise ConnectFailed(f"{where} did not take the connection within {timeout_s:g} s") from None
     except ssl.SSLError as error:
         assert tls is not None
-        failure = tls.failure(error, where)
-        raise (not_tls(where) if failure.retryable and await speaks_plain_kv(address) else failure) from None
+        raise tls.failure(error, where) from None
     except socket.gaierror as error:
         raise ConnectFailed(
             f"the name {address.host} cannot be resolved: {error.strerror}",
@@ -289,7 +283,6 @@ async def open_link(
         raise ConnectFailed(f"{address.host!r:.100} cannot be a host's name: {error}") from None
     except OSError as error:
         if tls is not None and isinstance(error, ConnectionResetError):
-            plain = await speaks_plain_kv(address)
-            raise (not_tls(where) if plain else hung_up("during", where, tls.settings)) from None
+            raise hung_up("during", where, tls.settings) from None
         reason = error.strerror or str(error)
         raise ConnectFailed(f"{where} cannot be reached: {reason}") from None

@@ -46,10 +46,10 @@ STATISTICS_BYTES = 4096
 
 GRANTED = frozenset(map(int, (
     Feature.TCP_NODELAY, Feature.MUTATION_SEQNO, Feature.XATTR, Feature.XERROR, Feature.SELECT_BUCKET, Feature.SNAPPY,
-    Feature.JSON, Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.UNORDERED_EXECUTION, Feature.TRACING,
+    Feature.JSON, Feature.UNORDERED_EXECUTION, Feature.TRACING,
     Feature.ALT_REQUEST, Feature.SYNC_REPLICATION, Feature.COLLECTIONS, Feature.PRESERVE_TTL, Feature.VATTR,
     Feature.SUBDOC_CREATE_AS_DELETED, Feature.SUBDOC_REPLICA_READ, Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
-    Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF,
+    Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP,
     Feature.RANGE_SCAN_INCLUDE_XATTR,
 )))  # fmt: skip
 """Features of Couchbase 7.2.0 that clients request, and newer ones for reading and for sending fewer cluster maps."""
