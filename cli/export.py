@@ -1,4 +1,4 @@
-"""`export`: every document as JSON lines, CSV, Parquet files or a Delta table, as of its vbucket's position at the
+"""`export`: every document as JSON lines, Parquet files or a Delta table, as of its vbucket's position at the
 start.
 
 JSON lines need no package beyond the program's own. A new file gets its name once it is complete; the cursor file is
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol
+from typing import IO, Annotated, Any
 
 import typer
 
@@ -31,24 +31,11 @@ from storage.read.reading import BoundaryRead
 from storage.read.view import Token, open_view
 
 STDOUT = "-"
-FORMATS = ("jsonl", "csv", "parquet", "delta")
+FORMATS = ("jsonl", "parquet", "delta")
 
 
 Collections = tuple[str, ...] | None
 """Names; None: all."""
-
-
-class Text(Protocol):
-    suffix: str
-    header: bytes
-
-    def pieces(self, vbid: int) -> Iterator[tuple[bytes, int]]:
-        """Yield the text of a vbucket in pieces, each with its number of documents."""
-        ...
-
-    def check(self) -> None:
-        """Raise MirrorError if the text must not be kept."""
-        ...
 
 
 def export(
@@ -87,7 +74,7 @@ def export(
     file: Annotated[
         Path | None,
         options.optional(
-            "--cursor", metavar="FILE", help="jsonl, csv: write the exported positions, for `changes --since FILE`."
+            "--cursor", metavar="FILE", help="jsonl: write the exported positions, for `changes --since FILE`."
         ),
     ] = None,
     partial: options.PartialOption = False,
@@ -102,20 +89,20 @@ def export(
     check_options(
         form,
         {
-            "--schema": ("csv parquet delta", schema is not None),
-            "--mode": ("csv parquet delta", mode is not None),
-            "--time-zone": ("csv parquet delta", time_zone is not None),
-            "--epoch": ("csv parquet delta", epoch is not None),
+            "--schema": ("parquet delta", schema is not None),
+            "--mode": ("parquet delta", mode is not None),
+            "--time-zone": ("parquet delta", time_zone is not None),
+            "--epoch": ("parquet delta", epoch is not None),
             "--overwrite": ("parquet delta", overwrite),
             "--overwrite-schema": ("delta", overwrite_schema),
             "--xattrs": ("jsonl", xattrs),
-            "--cursor": ("jsonl csv", file is not None),
-            "--partial": ("jsonl csv", partial),
+            "--cursor": ("jsonl", file is not None),
+            "--partial": ("jsonl", partial),
         },
     )
     moment = time_from(as_of)
-    if to == STDOUT and (as_json or form in ("parquet", "delta")):
-        why = "--json prints to stdout too" if form in ("jsonl", "csv") else "it makes files"
+    if to == STDOUT and (as_json or form != "jsonl"):
+        why = "--json prints to stdout too" if form == "jsonl" else "it makes files"
         raise ConfigError(f"--format {form} --to -: {why}", hint="give --to a place")
     if file is not None and file.exists():
         raise ConfigError(
@@ -128,13 +115,10 @@ def export(
         tasks.need("pyarrow", "deltalake")
         from mirror.typed.ddl import fields_of
 
-        columns: dict[str, Any] = {
+        how = {
             "fields": None if schema is None else fields_of(schema),
             "reading": tasks.reading_from(mode, time_zone, epoch),
             "misfits_max": max_misfits,
-        }
-    if form in ("parquet", "delta"):
-        chosen = {
             "collections": names,
             "vbuckets": None if vbid is None else frozenset((vbid,)),
             "as_of_ms": None if moment is None else moment.ms,
@@ -142,7 +126,7 @@ def export(
             "overwrite": overwrite,
             "overwrite_schema": overwrite_schema,
         }
-        export_files(path, to, columns | chosen, as_json)
+        export_files(path, to, how, as_json)
         return
     with open_view(str(path), partial=partial) as view:
         vbids = view.vbids if vbid is None else (vbid,)
@@ -151,14 +135,7 @@ def export(
             for name in names or ():
                 reading.collection_id(name)
             pins = reading.hold()
-            text: Text
-            if form == "csv":
-                from mirror.spark.pipeline.csv import CsvText
-
-                text = CsvText(reading, names, columns["fields"], columns["reading"], max_misfits)
-            else:
-                text = JsonLines(reading, names, xattrs=xattrs)
-            count = write(reading.vbids, text, to)
+            count = write(reading, names, to, xattrs=xattrs)
     if file is not None:
         if to == STDOUT:
             output.deliver()
@@ -206,34 +183,18 @@ def export_files(path: Path, to: str, how: dict[str, Any], as_json: bool) -> Non
     )
 
 
-class JsonLines:
-    suffix = "jsonl"
-    header = b""
-
-    def __init__(self, reading: BoundaryRead, collections: Collections, *, xattrs: bool) -> None:
-        self._reading, self._collections, self._xattrs = reading, collections, xattrs
-
-    def pieces(self, vbid: int) -> Iterator[tuple[bytes, int]]:
-        return ((line, 1) for line in lines(self._reading, vbid, self._collections, xattrs=self._xattrs))
-
-    def check(self) -> None: ...
-
-
-def write(vbids: Sequence[int], text: Text, to: str) -> int:
-    count = 0
+def write(reading: BoundaryRead, collections: Collections, to: str, *, xattrs: bool) -> int:
+    count, vbids = 0, reading.vbids
     with render.ProgressLine() as screen, contextlib.ExitStack() as stack:
         split = to != STDOUT and (to.endswith("/") or os.path.isdir(to))
         whole = None if split else stack.enter_context(opened(to))
         for number, vbid in enumerate(vbids):
-            place = os.path.join(to, f"vbucket-{vbid:05}.{text.suffix}")
+            place = os.path.join(to, f"vbucket-{vbid:05}.jsonl")
             with contextlib.nullcontext(whole) if whole else opened(place) as file:
-                if split or not number:
-                    file.write(text.header)
-                for piece, documents in text.pieces(vbid):
-                    file.write(piece)
-                    count += documents
+                for line in lines(reading, vbid, collections, xattrs=xattrs):
+                    file.write(line)
+                    count += 1
             screen.show(f"{number + 1} of {len(vbids)} vbuckets exported, {count:,} documents")
-        text.check()
     return count
 
 

@@ -38,7 +38,7 @@ COMMANDS = {
         "sql": "Answer SQL, once or in a shell.",
         "schema": "Show the columns that documents have.",
         "changes": "Print changes, each with its token.",
-        "export": "Write every document: JSON lines, CSV, Parquet, Delta.",
+        "export": "Write every document: JSON lines, Parquet, Delta.",
         "sync": "Keep Delta tables current, on Spark.",
         "state": "Show the stored positions of each vbucket.",
         "check": "Check the stored data.",

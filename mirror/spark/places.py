@@ -16,7 +16,6 @@ import os
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,6 @@ from mirror.errors import ConfigError, MirrorError
 
 OBJECT_STORES = ("s3", "gs", "abfss")
 ACCEPTED = "a path, file:///path, s3://bucket/prefix, gs://bucket/prefix or abfss://container@account.dfs.core.windows.net/prefix"
-
-AWS_SOURCES = {
-    *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE"),
-    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
-}
-METADATA_TIMEOUT_S = 1.0
-"""Timeout for the cloud's metadata service, which may not exist."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
@@ -70,9 +62,6 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None: ...
-
-    def check_access(self) -> None:  # noqa: B027 - a disk reports errors when it is written
-        ...
 
     def error(self, error: Exception) -> MirrorError:
         why = (error.strerror if isinstance(error, OSError) else None) or plain(error)
@@ -148,14 +137,6 @@ class ObjectFolder(Folder):
     def child(self, name: str) -> ObjectFolder:
         return ObjectFolder(f"{self.url}/{name}")
 
-    def check_access(self) -> None:
-        """Raise ConfigError if there are no AWS credentials: delta-rs would search for ten seconds."""
-        if self.url.startswith("s3://") and not _has_aws_credentials():
-            raise ConfigError(
-                f"{self.url}: no AWS credentials were found",
-                hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, on every machine of the job",
-            )
-
     def _handler(self) -> Any:
         from deltalake.fs import DeltaStorageHandler
 
@@ -212,25 +193,6 @@ class _Upload:
         if not self.closed:
             self.closed = True
             self._raw.close()
-
-
-def _has_aws_credentials() -> bool:
-    """Return True if the environment or a file has credentials, or if a metadata service gives any answer."""
-    given = {name.upper() for name in os.environ}
-    homes = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
-    files = (Path(os.environ.get(name, home)).expanduser() for name, home in homes.items())
-    if given & AWS_SOURCES or any(each.is_file() for each in files):
-        return True
-    endpoint = urlsplit(os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254"))
-    connection = HTTPConnection(endpoint.hostname or "", endpoint.port, timeout=METADATA_TIMEOUT_S)
-    try:
-        connection.request("PUT", "/latest/api/token", headers={"X-aws-ec2-metadata-token-ttl-seconds": "1"})
-        connection.getresponse()
-    except (OSError, HTTPException):
-        return False
-    finally:
-        connection.close()
-    return True
 
 
 def folder_at(text: str | Path) -> Folder:

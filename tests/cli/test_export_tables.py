@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import signal
 import subprocess
@@ -54,38 +52,17 @@ def test_a_schema_that_most_documents_do_not_fit_is_exit_3_and_no_export(mirrore
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_to_csv_has_the_documents_and_their_columns(mirrored: Path, tmp_path: Path) -> None:
-    rows = list(csv.DictReader(io.StringIO(succeed("export", "--data", mirrored, "--format", "csv").out)))
-    assert len({(row["collection"], row["key"], row["seqno"]) for row in rows}) == 183
-    assert '{"number":7' in next(row for row in rows if row["key"] == "order::007")["value"].replace(" ", "")
-    typed = [
-        "--format", "csv", "--schema", "number int, missing string", "--mode", "permissive", "--max-misfits", "0.5",
-    ]  # fmt: skip
-    call("export", "--data", mirrored, *typed[:4]).assert_complains(3, "the body is not a JSON object")
-    call("export", "--data", mirrored, *typed[:6], "--to", tmp_path / "a").assert_complains(3, "do not fit the schema")
-    assert list(tmp_path.iterdir()) == []
-    facts = succeed("export", "--data", mirrored, *typed, "--to", f"{tmp_path}/split/", "--json").json
-    assert (facts["documents"], facts["vbuckets"]) == (183, 16)
-    files = sorted((tmp_path / "split").iterdir())
-    assert [path.name for path in files] == [f"vbucket-{vbid:05}.csv" for vbid in range(16)]
-    rows = [row for path in files for row in csv.DictReader(io.StringIO(path.read_text()))]
-    numbers = {int(row["number"]) for row in rows if row["_key"].startswith("order::")}
-    assert numbers == {number for number in range(200) if number % 10}
-    assert {row["missing"] for row in rows} == {""}
-
-
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["--to", "out", "--format", "arrow"], "give jsonl, csv, parquet, delta"),
+        (["--to", "out", "--format", "arrow"], "give jsonl, parquet, delta"),
         (["--format", "parquet"], "it makes files (give --to a place)"),
-        (["--schema", "a int"], "--schema is not for --format jsonl (it is for csv and parquet and delta)"),
+        (["--schema", "a int"], "--schema is not for --format jsonl (it is for parquet and delta)"),
         (["--to", "out", "--format", "parquet", "--cursor", "c"], "--cursor is not for --format parquet"),
         (["--to", "out", "--format", "parquet", "--as-of", "12"], "takes a time here"),
         (["--to", "out", "--format", "parquet", "--schema", "a uuid"], "expected a type"),
         (["--to", "out", "--format", "parquet", "--collection", "no.such"], "no collection 'no.such'"),
-        (["--format", "csv", "--collection", "no.such"], "no collection 'no.such'"),
-        (["--format", "csv", "--schema", "a array<int>"], "which CSV cannot have (give it as string"),
+        (["--format", "jsonl", "--collection", "no.such"], "no collection 'no.such'"),
         (["--to", "out", "--format", "delta", "--schema", "a int", "--epoch", "days"], "option epoch='days'"),
     ],
 )

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 from pathlib import Path
 
-import pyarrow.dataset as ds
-import pyarrow.fs as pf
 import pytest
 from deltalake import DeltaTable
-from deltalake.fs import DeltaStorageHandler
 
-from cli.tasks import check_destination
 from mirror.errors import ConfigError, MirrorError
-from mirror.lease import Lease
-from mirror.spark.pipeline import export as exports
 from mirror.spark.pipeline.export import export
 from mirror.spark.places import LocalFolder, ObjectFolder, folder_at, local_path
 from mirror.spark.runner import LocalRunner
 from mirror.spark.source.columns import CHANGES
-from mirror.spark.source.local import Job, hold
 from mirror.spark.tables.delta import CommitConflict
 from mirror.spark.tables.lake import Lake
 from tests.cli.conftest import call_here
@@ -112,13 +103,6 @@ def objects(url: str) -> list[str]:
     return folder_at(url).names()
 
 
-def exported(url: str) -> dict[str, tuple[int, bytes]]:
-    with folder_at(url).open("_SUCCESS") as file:
-        names = json.load(file)["names"]
-    table = ds.dataset(names, format="parquet", filesystem=pf.PyFileSystem(DeltaStorageHandler(url))).to_table()
-    return {row["key"]: (row["seqno"], row["value"]) for row in table.to_pylist()}
-
-
 def in_table(url: str, version: int | None = None) -> dict[str, tuple[int, bytes]]:
     rows = DeltaTable(url, version=version).to_pyarrow_table().to_pylist()
     return {row["key"]: (row["seqno"], row["value"]) for row in rows}
@@ -150,71 +134,11 @@ def test_an_export_to_s3_is_written_to_s3(
     assert in_table(url) == scanned(small.path)
 
 
-def test_an_export_to_parquet_in_s3_is_complete_once_success_is_written(
-    small: SmallMirror, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"s3://lake/{tmp_path.name}"
-    seen: list[list[str]] = []
-    check = exports._Target.check
-
-    def killed(self: exports._Target, parts: object) -> None:
-        check(self, parts)  # type: ignore[arg-type]
-        seen.append(objects(url))
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(exports._Target, "check", killed)
-        patch.setattr(exports._Prefix, "__exit__", lambda *_: None)  # as after SIGKILL
-        with pytest.raises(KeyboardInterrupt):
-            export(small.path, url, LocalRunner(1))
-    assert seen
-    assert "_SUCCESS" not in objects(url)
-    with pytest.raises(ConfigError, match="unfinished export"):
-        export(small.path, url, LocalRunner(1))
-    done = export(small.path, url, LocalRunner(1), overwrite=True)
-    assert done.orphans_removed == len(seen[0])
-    assert exported(url) == scanned(small.path)
-    assert len(objects(url)) == done.files + 1
-    small.put(orders(50, 10))
-    export(small.path, url, LocalRunner(1), overwrite=True)
-    assert exported(url) == scanned(small.path)
-
-
-def test_a_failed_export_to_s3_leaves_nothing(
-    small: SmallMirror, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"s3://lake/{tmp_path.name}"
-
-    def fail(*_: object) -> None:
-        raise OSError("the store went away")
-
-    monkeypatch.setattr(exports._Target, "success", fail)
-    with pytest.raises(MirrorError, match="the store went away"):
-        export(small.path, url, LocalRunner(1))
-    assert objects(url) == []
-
-
-def test_the_later_of_two_exports_to_one_prefix_fails_and_leaves_the_other(
-    small: SmallMirror, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"s3://lake/{tmp_path.name}"
-
-    def other_first(job: Job) -> Lease:
-        """Both found the prefix empty."""
-        monkeypatch.setattr(exports, "hold", hold)
-        export(small.path, url, LocalRunner(1))
-        return hold(job)
-
-    monkeypatch.setattr(exports, "hold", other_first)
-    with pytest.raises(MirrorError, match="another export is writing here"):
-        export(small.path, url, LocalRunner(1))
-    assert exported(url) == scanned(small.path)
-
-
 def test_a_missing_bucket_is_one_line(small: SmallMirror, s3: ObjectStore) -> None:
-    for delta_table in (False, True):
-        with pytest.raises(MirrorError, match="NoSuchBucket"):
-            export(small.path, "s3://absent/x", LocalRunner(1), delta_table=delta_table)
+    with pytest.raises(MirrorError, match="NoSuchBucket"):
+        export(small.path, "s3://absent/x", LocalRunner(1), delta_table=True)
+    with pytest.raises(ConfigError, match="cannot rename a complete export"):
+        export(small.path, "s3://lake/x", LocalRunner(1))
 
 
 def test_the_tables_of_a_lake_in_s3_have_each_batch_once(s3: ObjectStore, tmp_path: Path) -> None:
@@ -235,19 +159,3 @@ def test_the_tables_of_a_lake_in_s3_have_each_batch_once(s3: ObjectStore, tmp_pa
     with Lake(folder) as lake:
         assert lake.position == {"at": 3}
     assert table_of([]).schema == CHANGES
-
-
-def test_an_object_store_without_credentials_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last that is asked is the metadata service of a cloud's machines; elsewhere it may never answer."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(ConfigError, match=r"no AWS credentials were found \(set AWS_ACCESS_KEY_ID and "):
-            check_destination("s3://lake/orders")
-        monkeypatch.setenv("AWS_PROFILE", "lake")
-        check_destination("s3://lake/orders")
-    check_destination(str(tmp_path))

@@ -8,13 +8,11 @@ during a long export.
   write to the folder `<target>.incomplete`; its file `_SUCCESS` has the metadata as JSON. One rename moves an older
   target away, and a second rename makes the folder the target. A killed export leaves no version and no incomplete
   target; the next run removes its files.
-- An object store has no rename: Parquet files are written in place. `_SUCCESS` is the last object, and names the files.
-  A prefix without `_SUCCESS` is not a complete export. `overwrite` removes `_SUCCESS` first.
+- An object store has no rename, and takes Delta tables only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import time
@@ -27,7 +25,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark.places import Folder, LocalFolder, ObjectFolder, folder_at
+from mirror.spark.places import Folder, LocalFolder, folder_at
 from mirror.spark.runner import Progress, Runner
 from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.source.local import Job, hold, plan, read
@@ -43,7 +41,7 @@ from mirror.spark.tables.delta import (
     remove_orphans,
     require_absent_or_table,
 )
-from mirror.spark.tables.parts import Part, PartWriter, run_name, run_of, text_keys
+from mirror.spark.tables.parts import Part, PartWriter, run_name, text_keys
 from mirror.typed.bodies import AS_DECLARED, MISFITS_MAX, Bodies, Reading, check_misfits
 from mirror.typed.rows import Counts, Shape
 from mirror.typed.values import folded
@@ -186,7 +184,7 @@ def export_task(task: ExportTask) -> Written:
 
 class _Target(ABC):
     """The destination of the files; on a disk it is locked until the context ends. After an error the context removes
-    this run's files, except in a Delta table in an object store. The constructor raises MirrorError.
+    this run's files, except in an object store. The constructor raises MirrorError.
     """
 
     version: int | None = None
@@ -220,26 +218,16 @@ class _Target(ABC):
     @abstractmethod
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, str]) -> None: ...
 
-    def success(self, parts: Sequence[Part], facts: dict[str, str]) -> None:
-        counted = {"documents": sum(part.rows for part in parts), "files": len(parts)}
-        file = self.folder.create(SUCCESS_FILE)
-        file.write(json.dumps({**facts, **counted, "names": [part.name for part in parts]}).encode())
-        file.close()
-
-    def empty(self, schema: pa.Schema, facts: dict[str, str]) -> list[Part]:
-        """Write a file without rows, which shows readers the columns."""
-        with PartWriter(self.folder.url, f"part-{facts[delta.RUN]}-00000", schema) as writer:
-            writer.write_empty()
-        return writer.finished
-
 
 def _target(folder: Folder, delta_table: bool, overwrite: bool) -> _Target:
     if delta_table:
         return _Delta(folder, overwrite)
-    if isinstance(folder, LocalFolder):
-        return _Folder(folder.path, overwrite)
-    assert isinstance(folder, ObjectFolder)
-    return _Prefix(folder, overwrite)
+    if not isinstance(folder, LocalFolder):
+        raise ConfigError(
+            f"{folder}: an object store cannot rename a complete export of Parquet files",
+            hint="--format delta, or give a folder",
+        )
+    return _Folder(folder.path, overwrite)
 
 
 class _Delta(_Target):
@@ -315,7 +303,7 @@ class _Folder(_Target):
 
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, str]) -> None:
         try:
-            self.success(parts or self.empty(schema, facts), facts)
+            self._success(parts or self._empty(schema, facts), facts)
             (self._incomplete / delta.LOCK_FILE).unlink()
             sync_directory(str(self._incomplete))
             if self._target.exists():
@@ -326,47 +314,14 @@ class _Folder(_Target):
         except OSError as error:
             raise LocalFolder(self._target).error(error) from error
 
+    def _success(self, parts: Sequence[Part], facts: dict[str, str]) -> None:
+        counted = {"documents": sum(part.rows for part in parts), "files": len(parts)}
+        file = self.folder.create(SUCCESS_FILE)
+        file.write(json.dumps({**facts, **counted, "names": [part.name for part in parts]}).encode())
+        file.close()
 
-class _Prefix(_Target):
-    """Parquet files under a prefix of an object store. They are removed after an error; if that fails, the next run
-    with `overwrite` removes them.
-    """
-
-    def __init__(self, target: ObjectFolder, overwrite: bool) -> None:
-        super().__init__(target)
-        self._succeeding = False
-        try:
-            names = target.names()
-            if strangers := [each for each in names if each != SUCCESS_FILE and run_of(each) is None]:
-                raise ConfigError(f"{target}: holds something else ({strangers[0]})", hint="give a new prefix")
-            if names and not overwrite:
-                raise ConfigError(
-                    f"{target}: holds {'an export' if SUCCESS_FILE in names else 'files of an unfinished export'}",
-                    hint="--overwrite removes it first; with --format delta an export is the table's next version",
-                )
-            for each in sorted(names, key=lambda name: name != SUCCESS_FILE):
-                target.remove(each)
-                self.orphans_removed += each != SUCCESS_FILE and SUCCESS_FILE not in names
-        except OSError as error:
-            raise target.error(error) from error
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            with contextlib.suppress(OSError):
-                if self._succeeding:  # otherwise the file is another run's
-                    self.folder.remove(SUCCESS_FILE)
-                for each in self.folder.names():
-                    if run_of(each) == self.run:
-                        self.folder.remove(each)
-
-    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, str]) -> None:
-        parts = parts or self.empty(schema, facts)
-        try:
-            if others := set(self.folder.names()) - {part.name for part in parts}:
-                raise MirrorError(
-                    f"{self.folder}: another export is writing here ({min(others)})", hint="run it again, alone"
-                )
-            self._succeeding = True
-            self.success(parts, facts)
-        except OSError as error:
-            raise self.folder.error(error) from error
+    def _empty(self, schema: pa.Schema, facts: dict[str, str]) -> list[Part]:
+        """Write a file without rows, which shows readers the columns."""
+        with PartWriter(self.folder.url, f"part-{facts[delta.RUN]}-00000", schema) as writer:
+            writer.write_empty()
+        return writer.finished
