@@ -149,7 +149,7 @@ class Settings:
     sql: bool = False
     """Answer SQL at `POST /v1/query`. Needs the extra `dcp-mirror[sql]`."""
     sql_processes: Annotated[int, Field(ge=1, le=64)] = 2
-    """Queries that an HTTP process runs at a time; a large one has up to four processes. Others wait; meanwhile a user
+    """Queries that an HTTP process runs at a time; a process and up to two cores each. Others wait; meanwhile a user
     keeps one process, and further queries of this user are ended with a 503.
     """
     sql_memory_bytes: Annotated[int, Field(ge=64 * MIB, le=1024 * 1024 * MIB)] = 512 * MIB

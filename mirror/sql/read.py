@@ -1,10 +1,12 @@
-"""Read documents as Arrow batches, at one boundary of each vbucket. Memory holds one batch."""
+"""Read documents as Arrow batches, at one boundary of each vbucket. Memory holds at most four batches."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
@@ -21,44 +23,15 @@ from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.view import AsOf, View
 
 DEFAULT_COLLECTION = "_default._default"
+EVERY_VBID = range(1 << 16)
+MAKERS = 2
+"""Threads that make batches, while one thread reads rows. More do not pay: half of a read is Python."""
 TYPED = Reading(mode="permissive", corrupt_record=None, keep_numbers=True)
 _HALF = r"\\u[dD][89a-fA-F]"
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]"
 """Escapes of surrogates, and of two that are a character."""
 _ESCAPE = re.compile(_PAIR + r"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL)
 """An escape in JSON; the group is a lone surrogate."""
-
-
-def batches(
-    of: reading.BoundaryRead,
-    collection: str | None,
-    shape: Shape,
-    *,
-    key: bytes | None = None,
-    key_range: KeyRange = EVERY_KEY,
-    after_seqno: int = 0,
-    vbids: Iterable[int] | None = None,
-) -> Iterator[Any]:
-    """Yield record batches of the documents of a collection (None: of all). A lease holds the boundaries, except for a
-    read of one key.
-
-    The batches hold every document that has `key`, is in `key_range`, above `after_seqno`, and in a vbucket of `vbids`
-    (None: all). They may also hold documents at or below `after_seqno`. Raises DocumentDoesNotFit, CorruptedError and
-    the errors of `BoundaryRead.hold`.
-    """
-    rows_max = bulk.ROWS_MAX
-    if key is not None:
-        rows_max = 1
-        vbids = [vbid for vbid in (of.vbid_of(key),) if vbid in of.vbids]
-        key_range = KeyRange(key, b"", key + b"\0")
-    else:
-        of.hold()
-    names = None if collection is None else (collection,)
-    maker = Maker(shape, None, seal.SIZE)
-    for vbid in of.vbids if vbids is None else vbids:
-        for rows in of.rows(vbid, names, key_range, rows_max=rows_max, after_seqno=after_seqno):
-            yield from maker.add(*rows)
-    yield from maker.rest()
 
 
 def arrow(
@@ -75,8 +48,8 @@ def arrow(
     The columns are `mirror.typed.rows.DOCUMENTS`, or those of `schema` (which may be text, as for Spark): fields of
     JSON documents, and metadata such as `_key`. If `columns` is given, only they are read. A key, or a `_value` of type
     string, is null if it is not UTF-8. The first batch chooses the boundaries; a lease holds them until the last batch
-    or until the reader is closed. Raises ConfigError, the errors of `View.scan` and `Lease`, and DocumentDoesNotFit for
-    a number that its integer column cannot hold.
+    or until the reader is deleted. Raises ConfigError, the errors of `View.scan` and `Lease`, and DocumentDoesNotFit
+    for a number that its integer column cannot hold.
     """
     fields = DOCUMENTS if schema is None else fields_of(schema) if isinstance(schema, str) else schema
     if columns is not None:
@@ -91,8 +64,7 @@ def arrow(
 
     def finished() -> Iterator[Any]:
         with view.reading(as_of=as_of, lease=of_reading(view.path, "arrow")) as of:
-            for batch in batches(of, collection, table.shape, key_range=key_range):
-                yield table.finished(batch)
+            yield from table.batches(of, collection, key_range=key_range)
 
     return pa.RecordBatchReader.from_batches(table.schema, finished())
 
@@ -113,7 +85,7 @@ class Columns:
         if self._json and f"{mark}datatype" not in schema.names:
             read.append(pa.field(f"{mark}datatype", DOCUMENTS.field("datatype").type))
             from_body.append(False)
-        self.shape = Shape(pa.schema(read), tuple(from_body), TYPED)
+        self._shape = Shape(pa.schema(read), tuple(from_body), TYPED)
         self._mark = mark
 
     @staticmethod
@@ -129,8 +101,53 @@ class Columns:
             raise ConfigError(f"column {field.name} has type {stored}, not {field.type}")
         return stored
 
-    def finished(self, batch: Any) -> Any:
-        """Convert a batch with the columns of `shape` to one with those of `schema`."""
+    def batches(
+        self,
+        of: reading.BoundaryRead,
+        collection: str | None,
+        *,
+        key: bytes | None = None,
+        key_range: KeyRange = EVERY_KEY,
+        after_seqno: int = 0,
+        vbids: range = EVERY_VBID,
+        progress: Callable[[int, int], None] = lambda _begun, _ended: None,
+    ) -> Iterator[Any]:
+        """Yield record batches of the documents of a collection (None: of all). A lease holds the boundaries, except
+        for a read of one key.
+
+        The batches hold every document that has `key`, is in `key_range`, above `after_seqno`, and in a vbucket of
+        `vbids`. They may also hold documents at or below `after_seqno`. `progress` gets the numbers of vbuckets that
+        were begun and ended. Raises DocumentDoesNotFit, CorruptedError and the errors of `BoundaryRead.hold`.
+        """
+        rows_max = bulk.ROWS_MAX
+        if key is not None:
+            rows_max = 1
+            vbids = range(of.vbid_of(key), of.vbid_of(key) + 1)
+            key_range = KeyRange(key, b"", key + b"\0")
+        else:
+            of.hold()
+        chosen = [vbid for vbid in of.vbids if vbid in vbids]
+        names = None if collection is None else (collection,)
+        maker = Maker(self._shape, None, seal.SIZE)
+        progress(len(chosen), 0)
+        ahead = MAKERS if any(self._shape.from_body) or self._json else 0
+        making: deque[Future[Any]] = deque()
+        with ThreadPoolExecutor(MAKERS) as pool:
+            for vbid in chosen:
+                for rows in of.rows(vbid, names, key_range, rows_max=rows_max, after_seqno=after_seqno):
+                    for make in maker.add(*rows):
+                        making.append(pool.submit(self._finished, make))
+                        if len(making) > ahead:
+                            yield making.popleft().result()
+                progress(0, 1)
+            while making:
+                yield making.popleft().result()
+        for make in maker.rest():  # all rows of a small read, which starts no thread
+            yield self._finished(make)
+
+    def _finished(self, make: Callable[[], Any]) -> Any:
+        """Make a batch with the columns of `_shape`, and convert it to one with those of `schema`."""
+        batch = make()
         arrays = []
         for field in self.schema:
             column = batch.column(field.name)

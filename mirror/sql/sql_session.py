@@ -21,8 +21,7 @@ import pyarrow.dataset as ds
 
 from mirror.errors import ConfigError, QueryCancelled, QueryFailed
 from mirror.lease import of_reading
-from mirror.sql.read import DEFAULT_COLLECTION
-from mirror.sql.readers import EVERY_VBID, Read, Readers
+from mirror.sql.read import DEFAULT_COLLECTION, EVERY_VBID, Columns
 from mirror.sql.schema import Column, sample
 from mirror.typed.rows import DOCUMENTS
 from mirror.typed.values import folded
@@ -96,6 +95,7 @@ class SqlSession:
         limits = {"memory_limit": memory_bytes and f"{memory_bytes}B", "threads": threads}
         given = {name: limit for name, limit in limits.items() if limit is not None}
         self._connection = duckdb.connect(config=_CONFIG | given)
+        self._connection.execute("SET enable_progress_bar = false")  # in a shell DuckDB prints one to stdout
         self._connection.execute("SET lock_configuration = true")
         self._columns: dict[str, list[Column]] = {}
         self._views: dict[tuple[str, ...], str] = {}
@@ -105,7 +105,6 @@ class SqlSession:
         self.failure: BaseException | None = None
         """The error that ended the read of a table. It is kept because DuckDB passes on only its text."""
         self._result: Result | None = None
-        self.readers = Readers()
 
     def __enter__(self) -> SqlSession:
         return self
@@ -117,10 +116,8 @@ class SqlSession:
         if self._result is not None:
             self._result.close()
         self._connection.close()
-        self.readers.close()
 
     def release(self) -> None:
-        self.readers.abandon()
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.close()
@@ -343,15 +340,14 @@ class _Table(ds.Dataset):  # type: ignore[misc]
                 raise QueryFailed("the query has ended")
             tested = "" if condition is None else str(condition)
             conditions = [name for name in self._fields if name in tested and self._is_tested(name, condition)]
-            needed = [*names, *(name for name in conditions if name not in names)]
+            read = [*names, *(name for name in conditions if name not in names)]
+            table = Columns(pa.schema([self._fields[name] for name in read]), "_")
             shown = "".join(f"{name}{self._fields[name].type}" for name in conditions)
             bounds = {} if _AMBIGUOUS.search(shown) else _bounds(tested)
-            columns = pa.schema([self._fields[name] for name in needed])
-            read = Read(self._collection, columns, names, condition, bounds)
-            if "key" in bounds:
-                yield from read.batches(reading)
-            else:
-                yield from session.readers.batches(read, reading, session.count_vbuckets)
+            for found in table.batches(reading, self._collection, progress=session.count_vbuckets, **bounds):
+                if condition is not None:
+                    found = found.filter(condition)
+                yield found.select(names)
         except GeneratorExit:
             raise
         except BaseException as error:  # Ctrl-C included

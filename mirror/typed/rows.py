@@ -12,7 +12,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from struct import pack
 from typing import Any
 
@@ -226,7 +226,10 @@ class Counts:
 
 
 class Maker:
-    """Makes large record batches from rows of many vbuckets. Each row ends with a checksum of `checksum_size` bytes."""
+    """Collects rows of many vbuckets for large record batches. Each row ends with a checksum of `checksum_size` bytes.
+
+    `add` and `rest` yield functions that make a batch. Any thread may call them, but only one if there are `counts`.
+    """
 
     def __init__(self, shape: Shape, counts: Counts | None = None, checksum_size: int = 0) -> None:
         self._shape = shape
@@ -237,8 +240,10 @@ class Maker:
         self._rows = Documents(checksum_size)
         self._now_ms = 0
 
-    def add(self, pin: Pin, collection: str, prefix_length: int, frames: list[bytes], byte_count: int) -> Iterator[Any]:
-        """Take rows; yield batches as they become full."""
+    def add(
+        self, pin: Pin, collection: str, prefix_length: int, frames: list[bytes], byte_count: int
+    ) -> Iterator[Callable[[], Any]]:
+        """Take rows; yield a function for each batch that becomes full."""
         if pin.now_ms != self._now_ms:
             yield from self.rest()
             self._now_ms = pin.now_ms
@@ -248,13 +253,13 @@ class Maker:
             if self._rows.full:
                 yield from self.rest()
 
-    def rest(self) -> Iterator[Any]:
+    def rest(self) -> Iterator[Callable[[], Any]]:
         rows, self._rows = self._rows, Documents(self._checksum_size)
         if len(rows):
-            rows.close()
-            yield self._batch(rows)
+            yield partial(self._batch, rows, self._now_ms)
 
-    def _batch(self, rows: Documents) -> Any:
+    def _batch(self, rows: Documents, now_ms: int) -> Any:
+        rows.close()
         parsed = Parsed([], {})
         if self._bodies is not None:
             parsed = self._bodies.columns(rows.values, rows.datatypes, rows.keys)
@@ -264,7 +269,7 @@ class Maker:
             for field, of_body in zip(self._shape.schema, self._shape.from_body, strict=True)
         ]
         batch = pa.RecordBatch.from_arrays(columns, schema=self._shape.schema)
-        kept = rows.alive(self._now_ms)
+        kept = rows.alive(now_ms)
         misfits = [row for row in parsed.misfits if kept is None or kept[row].as_py()]
         self._counts.documents += len(rows) if kept is None else kept.true_count
         self._counts.misfits += len(misfits)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Lock
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from storage.env.environment import AFTER_FORK
 from storage.errors import Closed, Unavailable, ViewInvalidated
@@ -23,7 +23,7 @@ from storage.read import bulk, scan, validity
 from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.groups import Groups
 from storage.read.scan import KeySelection, WireRange
-from storage.read.vbucket_reader import ReadOptions, Served, VbucketReader
+from storage.read.vbucket_reader import Served, VbucketReader
 
 AGAIN = "start the read again; if this comes again, keep more history (history_s)"
 
@@ -68,10 +68,6 @@ class Rows(NamedTuple):
     byte_count: int
 
 
-def _elsewhere(reads: ReadOptions, vbids: list[int], pins: list[Pin]) -> BoundaryRead:
-    return BoundaryRead(Groups(reads.path, reads=reads), vbids, None, None, pins, lambda _: nullcontext())
-
-
 class BoundaryRead:
     """Documents of some vbuckets, each at one boundary, made by `View.reading`. Threads may share it."""
 
@@ -87,10 +83,6 @@ class BoundaryRead:
         self._held = ExitStack()
         self._is_held = False
         self._lock = Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Give another process the boundaries. The lease stays in this one."""
-        return _elsewhere, (self._groups.reads, self.vbids, [*self._pins.values()])
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,8 @@
 """SQL over a mirror, next to DuckDB over the same documents as NDJSON on disk, both on the same cores.
 
 Jobs of a round run in turn, after one that does not count. `ratio` is a job's time to that of the job it is next to,
-`anonymous_mib` the peak of the own memory of this process and its helpers; DuckDB's limit is `memory_mib`. `cold`
-queries open a session of their own. A point query runs after its table was opened.
+`anonymous_mib` the peak of this process's own memory; DuckDB's limit is `memory_mib`. `cold` queries open a session of
+their own. A point query runs after its table was opened.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
 
 import duckdb
-import psutil
 
 from mirror import open_view
 from mirror.sandbox.workload import Orders, order_key
@@ -107,17 +106,14 @@ def _on(cores: int) -> Iterator[None]:
 
 @contextmanager
 def _anonymous_peak() -> Iterator[list[float]]:
-    """Note how many MiB this process and its children have of their own, every 20 ms."""
+    """Note how many MiB of its own this process has, every 20 ms."""
     seen: list[float] = []
     ended = threading.Event()
 
     def note() -> None:
-        own = psutil.Process()
         while True:
-            with suppress(OSError):  # a child has ended
-                statuses = [Path(f"/proc/{each.pid}/status").read_text() for each in (own, *own.children())]
-                lines = [line for text in statuses for line in text.splitlines() if line.startswith("RssAnon")]
-                seen.append(sum(int(line.split()[1]) for line in lines) / 1024)
+            (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in each)
+            seen.append(int(line.split()[1]) / 1024)
             if ended.wait(0.02):
                 return
 

@@ -511,29 +511,3 @@ def test_a_query_ends_when_its_http_process_is_killed() -> None:
         process = subprocess.Popen(command, stdin=theirs.fileno(), cwd=Path(__file__).parents[2])
     ours.close()
     assert process.wait(60) in (0, 1)
-
-
-def test_helpers_of_a_query_end_with_its_client_and_a_killed_one_is_a_problem(tmp_path: Path) -> None:
-    """A helper is killed while it starts. Later the helpers have read, and DuckDB is busy, when the client hangs up."""
-    by_vbid: dict[int, list[tuple[bytes, bytes]]] = {}
-    with made(tmp_path) as opened:
-        for number in range(150_000):
-            key = b"d%d" % number
-            mixed = b"%d" if number % 2 else b'"%d"'
-            by_vbid.setdefault(opened.vbid_of(key), []).append((key, b'{"n":%b}' % (mixed % number)))
-        for vbid, documents in by_vbid.items():
-            opened.snapshot(vbid, *documents, datatype=1)
-        query = (
-            "SELECT count(*) FROM range(1000000000000) t(a), (SELECT max(n) AS n FROM documents) WHERE a % 7 = len(n)"
-        )
-        with running(Path(opened.path), opened, sql=True, sql_processes=1, sql_memory_bytes=OWN_BYTES) as site:
-            answered = in_thread(lambda: ask(site, "SELECT max(n) FROM documents", 503))
-            (process,) = until("a process", lambda: processes(OWN_BYTES))
-            helper = until("a helper", process.children)[0]
-            until("its start", lambda: helper.cpu_times().user > 0.1)
-            helper.kill()
-            assert answered().json()["detail"] == "a process that read for this query died"
-            line, process = begun(site, query)
-            helpers = until("a helper", process.children)
-            line.close()
-            assert psutil.wait_procs([process, *helpers], 60)[1] == []

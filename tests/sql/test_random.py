@@ -238,7 +238,7 @@ QUERIES = st.one_of(
 )
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.ci), pytest.param(30_000, marks=MANY)])
+@pytest.mark.parametrize("examples", [60, pytest.param(30_000, marks=MANY)])
 def test_conditions_pushed_down_to_the_store_do_not_change_an_answer(examples: int, tmp_path: Path) -> None:
     """The same queries over the same rows in a table of DuckDB's own, where nothing is left to the store."""
     mirror = SmallMirror(tmp_path / "mirror")

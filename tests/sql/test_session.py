@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import duckdb
 import pytest
 
@@ -194,3 +197,14 @@ def test_a_scope_named_like_a_schema_of_duckdb_is_queried(
             session.run("SELECT * FROM documents JOIN main.documents USING (_key)")
     query = 'SELECT a.n, b.n FROM documents a JOIN "main.documents" b USING (_key)'
     assert rows(view, query) == [(1, 2)]
+
+
+def test_duckdb_prints_no_progress_bar(mirror: SmallMirror) -> None:
+    """DuckDB took `python -c`, a shell and a notebook for a terminal, and wrote to stdout after two seconds."""
+    program = (
+        "import mirror, sys\n"
+        "with mirror.open_view(sys.argv[1]) as view:\n"
+        "    print(view.sql(\"SELECT current_setting('enable_progress_bar') AS a\").to_pylist())"
+    )
+    command = [sys.executable, "-P", "-c", program, str(mirror.path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[{'a': False}]\n"

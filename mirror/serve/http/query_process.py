@@ -26,7 +26,6 @@ from mirror.serve.access.auth import Reader
 from mirror.serve.http.problems import Problem, internal, of_storage
 from mirror.sql import Session
 from mirror.sql.answers import Body
-from mirror.sql.readers import ReaderDied
 from mirror.typed.bodies import DocumentDoesNotFit
 from storage.errors import StorageError
 from storage.read.view import Time, open_view
@@ -92,8 +91,6 @@ class QueryProcess:
             )
         except (QueryFailed, DocumentDoesNotFit) as error:
             problem = Problem("bad-request", error.what, hint=error.hint)
-        except ReaderDied as error:
-            problem = Problem("unavailable", error.what, hint="a query that needs too much memory ends so")
         except MirrorError:  # of the service, for its operator
             traceback.print_exc()
             problem = Problem("unavailable", "the service could not hold the history of this query", hint="ask again")

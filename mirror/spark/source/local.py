@@ -70,5 +70,5 @@ def read(job: Job, vbids: Sequence[int], shape: Shape, counts: Counts | None = N
         reading.hold()
         for vbid in set(vbids).intersection(reading.vbids):
             for rows in reading.rows(vbid, job.collections):
-                yield from maker.add(*rows)
-        yield from maker.rest()
+                yield from (make() for make in maker.add(*rows))
+        yield from (make() for make in maker.rest())
