@@ -1,16 +1,14 @@
 """One KV or DCP client's connection: answers requests in order, within limits.
 
 The connection is given its session, which speaks KV or DCP: it has the operations, the login and, after DCP_OPEN, the
-producer that sends streams (`ProducerPort`). Requests are answered as they are read. If an answer takes time (`Later`),
-the client's further requests wait, unless the client negotiated unordered execution (kv_engine
-docs/UnorderedExecution.md).
+producer that sends streams (`ProducerPort`). Requests are answered as they are read. If an answer takes time, the
+client's further requests wait.
 - While the client takes no answers, its requests wait: at most one answer is unsent (`Outgoing`). Requests of a DCP
   client are answered on, because acknowledgements and close requests must arrive, up to `ANSWERS_BYTES_MAX`.
 - A client's turn ends after `TURN_REQUESTS` answers or `TURN_S`. Its further requests then wait in the queue of
-  `turns`, as steps of slow requests do. So a small request of another client waits for one entry of the queue.
+  `turns`. So a small request of another client waits for one entry of the queue.
 - A request that needs more than `LARGE_BYTES` runs in the worker thread, once there is memory for it.
-- At most `LATER_MAX` slow requests are in progress. They end with the connection, and are refused if the rights of the
-  reader changed meanwhile.
+- An answer that takes time ends with the connection, and is refused if the rights of the reader changed meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from mirror.server.outgoing import Outgoing
 from mirror.server.session import Later, Operation, Reply
 from mirror.server.turns import LARGE_BYTES, Turns, Worker
 from mirror.wire import frame as fr
-from mirror.wire.constants import HEADER_SIZE, Feature, Magic, Opcode, Status
+from mirror.wire.constants import HEADER_SIZE, Magic, Opcode, Status
 from mirror.wire.errors import ProtocolError, RemoteProtocolError
 from mirror.wire.frame import HEADER, Frame
 
@@ -47,9 +45,6 @@ TURN_S = 0.001
 TURN_REQUESTS = 128
 REQUEST_BYTES_MAX = 64 * 1024
 """Larger requests are refused: a read is small, and writes are refused anyway."""
-
-LATER_MAX = 64
-"""Limit of one client's slow requests (`Later`) in progress; further ones are answered `busy`."""
 
 _REQUEST, _FLEX_REQUEST = int(Magic.REQUEST), int(Magic.FLEX_REQUEST)
 _RESPONSES = (int(Magic.RESPONSE), int(Magic.FLEX_RESPONSE))
@@ -144,7 +139,6 @@ class Connection(asyncio.Protocol):
         self._held: asyncio.Task[None] | None = None
         """The task of the answer that further requests wait for."""
         self._is_busy = False
-        self._later: set[asyncio.Task[None]] = set()
         self._goodbye = False
         """True to hang up when all answers are written."""
         self._is_new = True
@@ -166,8 +160,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.ended = True
         self._pieces.clear()
-        for task in self._later:
-            task.cancel()
+        if self._held is not None:
+            self._held.cancel()
         if self.session.producer is not None:
             self.session.producer.stop()
         self.session.closed()
@@ -379,22 +373,13 @@ class Connection(asyncio.Protocol):
         if opcode == _QUITQ:
             self._goodbye = True
             return b""
-        is_full = len(self._later) >= LATER_MAX
         try:
             reply = self._reply(frame)
         except NeedsMemory as error:
-            if not is_full:
-                return self._begin(self._go_on_in_worker(frame, error.byte_count, began), holds=True)
-            reply = self._too_many()
+            return self._begin(self._answer_in_worker(frame, error.byte_count, began))
         if isinstance(reply, Later):
-            later, reply = reply, self._too_many() if is_full else self._guarded(frame, reply.step)
-            if reply is None:
-                holds = later.barrier or Feature.UNORDERED_EXECUTION not in self.session.features
-                return self._begin(self._go_on(frame, later, began), holds=holds)
+            return self._begin(self._log_in(frame, reply, began))
         return self._count(frame, reply, began)
-
-    def _too_many(self) -> Reply:
-        return self.session.refuse(Status.EBUSY, "too many requests are under way")
 
     def _count(self, frame: Frame, reply: Reply | None, began: float) -> bytes:
         self._tally(reply)
@@ -412,30 +397,19 @@ class Connection(asyncio.Protocol):
 
     # -- answers that take time
 
-    def _begin(self, answering: Coroutine[Any, Any, None], *, holds: bool) -> bytes:
-        """Answer in a task; return no bytes yet. `holds`: the client's further requests wait for it."""
+    def _begin(self, answering: Coroutine[Any, Any, None]) -> bytes:
+        """Answer in a task, for which the client's further requests wait. Return no bytes yet."""
         self.slot.logging_in = self.slot.pending  # before a login only the login itself takes time
-        task = self._loop.create_task(answering)
-        if holds:
-            self._held = task
-        self._later.add(task)
-        task.add_done_callback(self._later_done)
+        self._held = self._loop.create_task(answering)
+        self._held.add_done_callback(self._answered)
         return b""
 
-    async def _go_on(self, frame: Frame, later: Later, began: float) -> None:
-        reader, reply = self.session.reader, None
-        while reply is None:
-            if later.wait is not None:
-                await later.wait()
-            else:
-                if later.pause_s:
-                    await asyncio.sleep(later.pause_s)
-                await self.host.turns.turn()
-            await self.outgoing.writable.wait()
-            reply = self._guarded(frame, later.step) if self.session.reader == reader else self._rights_changed()
-        self._answered_later(self._count(frame, reply, began))
+    async def _log_in(self, frame: Frame, later: Later, began: float) -> None:
+        await later.wait()
+        await self.outgoing.writable.wait()
+        self._answered_later(self._count(frame, later.answer(), began))
 
-    async def _go_on_in_worker(self, frame: Frame, byte_count: int, began: float) -> None:
+    async def _answer_in_worker(self, frame: Frame, byte_count: int, began: float) -> None:
         """Answer a request in the worker thread. Its memory counts until the client has taken the answer."""
         worker, session, reader = self.host.worker, self.session, self.session.reader
 
@@ -476,15 +450,13 @@ class Connection(asyncio.Protocol):
             if self._goodbye:
                 self.hang_up()
 
-    def _later_done(self, task: asyncio.Task[None]) -> None:
-        self._later.discard(task)
+    def _answered(self, task: asyncio.Task[None]) -> None:
         self.slot.logging_in = False
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("answer-failed", error=repr(error))
             self.abort()
-        if self._held is task:
-            self._held = None
-            self._next_turn()
+        self._held = None
+        self._next_turn()
 
     def _encode(self, frame: Frame, reply: Reply, began: float) -> bytes:
         return self.session.encode(frame, reply, (perf_counter() - began) * 1e6)

@@ -86,18 +86,16 @@ def _step(session: Session, frame: Frame) -> Reply | Later:
 
 
 def _later(session: Session, username: str, attempt: LoginAttempt[T], answered: Callable[[T], bytes]) -> Later:
-    """Return the answer to the last message of a login. It waits for the outcome of `attempt`."""
 
-    def step() -> Reply | None:
-        if attempt.done is None:
-            return None
+    def answer() -> Reply:
+        assert attempt.done is not None, "it was waited for"
         (found,) = attempt.done
         if found is None:
             return _login_failed(session)
         session.log_in(username)
         return Reply(value=answered(found))
 
-    return Later(step, wait=attempt.wait, barrier=True)
+    return Later(attempt.wait, answer)
 
 
 def _login_failed(session: Session) -> Reply:

@@ -58,15 +58,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """An answer that takes time: computed in steps of bounded work, with other clients' requests between them."""
+    """The answer to the last message of a login. The client's next requests wait for it."""
 
-    step: Callable[[], Reply | None]
-    """Returns the answer, or None if more steps are needed. Raises Refused."""
-    pause_s: float = 0.0
-    wait: Callable[[], Awaitable[None]] | None = None
-    """If set, used instead of `pause_s`: returns when the next step can run."""
-    barrier: bool = False
-    """True if the client's next requests wait for this answer, even with unordered execution."""
+    wait: Callable[[], Awaitable[None]]
+    answer: Callable[[], Reply]
+    """Called once `wait` has returned, or at once if the outcome is known."""
 
 
 def certified_name(certificate: Mapping[str, Any]) -> str | None:

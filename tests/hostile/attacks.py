@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import multiprocessing
 import os
 import secrets
@@ -24,7 +23,6 @@ from storage.format.keys import vbid_of
 from storage.model import SEQNO_MAX
 from tests.hostile.site import LARGE_BYTES, Http, Kv, Site
 from tests.oracle import kv_client
-from tests.serve.kv_rig import ALL_FEATURES
 
 XATTR_PATH = 4
 CONNECTIONS = 2_000
@@ -232,23 +230,6 @@ def scans_of_large_documents(site: Site) -> None:
             assert len(answer.value) > LARGE_BYTES
 
     at_once(8, read)
-
-
-@attack("kv")
-def scans_that_wait(site: Site) -> None:
-    """For a seqno that does not come: 1,024 of them once looked for it 200,000 times a second."""
-    required = {"vb_uuid": "77", "seqno": 10**12, "timeout_ms": 60_000}
-    body = {"range": {"start": "AA==", "end": "/w=="}, "snapshot_requirements": required}
-    frame = fr.request(Opcode.RANGE_SCAN_CREATE, value=json.dumps(body).encode(), datatype=1)
-
-    def wait() -> None:
-        client = Kv(site.kv)
-        client.ask(kv_client.hello(b"", ALL_FEATURES))
-        client.send(*[frame] * 64)
-        while True:
-            client.receive()
-
-    at_once(16, wait)
 
 
 @attack("kv")

@@ -318,21 +318,6 @@ def features(ports: Ports) -> None:
     client.close()
 
 
-def scans_that_wait(ports: Ports) -> None:
-    """64 of each client, for a seqno that does not come."""
-    required = {"vb_uuid": "77", "seqno": 10**12, "timeout_ms": 500}
-    value = json.dumps(between(snapshot_requirements=required)).encode()
-    frame = fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=FULL_VBID, value=value, datatype=1)
-    clients = [ports.kv_client("kv") for _ in range(16)]
-    for client in clients:
-        client.ask(kv_client.hello(b"", ALL_FEATURES))
-        client.send(*[frame] * 64)
-    for client in clients:
-        for _ in range(64):
-            assert client.receive().status
-        client.close()
-
-
 def changed_users(ports: Ports) -> None:
     """A file of 10,000 users that has changed, and clients who come while it is read."""
     document = json.loads(ports.users_file.read_text())
@@ -397,7 +382,6 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
     "pipelined requests": web(pipelined),
     "a body of chunks of one byte": web(chunked),
     "HELLO with 32,000 features": features,
-    "scans that wait": scans_that_wait,
     "DCP of large documents": large_dcp_stream(FEATURES, DcpOpenFlag.INCLUDE_XATTRS),
     "DCP of large documents, plain": large_dcp_stream([Feature.COLLECTIONS, Feature.SELECT_BUCKET], DcpOpenFlag(0)),
     "DCP of large documents, without values": large_dcp_stream(FEATURES, DcpOpenFlag.NO_VALUE),

@@ -165,11 +165,10 @@ async def test_other_clients_are_answered_while_a_large_document_is_read(
 
 
 async def test_other_answers_come_behind_a_large_document(endpoint: Endpoint, store: Store) -> None:
-    """Requests of a pipeline, also of a client that takes answers in any order, and a message of the server."""
+    """Requests of a pipeline, and a message of the server."""
     body = bytes(40 * LARGE_BYTES)
     store.put(b"large", body, 2)
     client = await endpoint.connect(limit=1024)
-    await client.hello(Feature.UNORDERED_EXECUTION)
     (connection,) = endpoint.server.connections
     await client.send(get(b"large", 1), lookup(b"large", (Opcode.GET, b"", 0), opaque=2), get(b"small", 3))
     await until(lambda: connection.outgoing.paused_s is not None)
@@ -270,10 +269,9 @@ async def test_a_client_that_leaves_frees_its_memory_and_its_place(store: Store)
         assert client
 
 
-@pytest.mark.parametrize("unordered", [False, True])
 @pytest.mark.parametrize(("value", "datatype", "body"), [VALUES[each] for each in JSON_VALUES], ids=JSON_VALUES)
 async def test_a_large_document_is_a_page_of_its_own_in_a_scan(
-    endpoint: Endpoint, store: Store, value: bytes, datatype: int, body: bytes, unordered: bool
+    endpoint: Endpoint, store: Store, value: bytes, datatype: int, body: bytes
 ) -> None:
     """Each was once read, and read again where it did not fit, in one step."""
     vbid = 3
@@ -282,7 +280,7 @@ async def test_a_large_document_is_a_page_of_its_own_in_a_scan(
         large = number in (1, 3)
         store.put(key, value if large else b"{}", 2 + number, datatype=datatype if large else 1, flags=7)
     client = await endpoint.connect()
-    await client.hello(Feature.JSON, *[Feature.UNORDERED_EXECUTION] * unordered)
+    await client.hello(Feature.JSON)
     for keys_only in (False, True):
         expected = b'{"range":{"start":"YQ==","end":"Yg=="},"key_only":%s}' % (b"true" if keys_only else b"false")
         made = await client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=expected, datatype=1))

@@ -33,6 +33,9 @@ MANIFEST_FRESH_S = 0.5
 VISIBLE_MAX = 32
 """Limit of kept `VisibleManifest` objects, one for each set of rights. One more drops the others."""
 
+COUNT_KEYS = 2000
+"""Keys counted in one transaction."""
+
 T = TypeVar("T")
 
 log = get_logger("kv")
@@ -158,12 +161,15 @@ class ServedBucket:
                 document_bytes_max=document_bytes_max,
             )
 
-    def count_keys(self, pin: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
-        """Count documents, expired ones too, in a step of `keys_max` keys from `start` on. Return the count, and the
-        key to continue at (empty: the end). Raises Refused.
-        """
+    def count_keys(self, pin: Pin, collection_id: int) -> int:
+        """Count documents, expired ones too. Raises Refused."""
+        count, start = 0, b""
         with self._reading(Status.RANGE_SCAN_CANCELLED):
-            return self.view.reading(pins=(pin,)).count_keys(pin.vbid, collection_id, start, keys_max)
+            while True:
+                more, start = self.view.reading(pins=(pin,)).count_keys(pin.vbid, collection_id, start, COUNT_KEYS)
+                count += more
+                if not start:
+                    return count
 
     def holds_seqno(self, vbid: int, seqno: int) -> bool:
         """Return True if the newest version of some document has this seqno."""

@@ -29,7 +29,6 @@ class Requirements:
     vbuuid: int
     seqno: int
     seqno_exists: bool
-    timeout_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +90,7 @@ def _requirements(found: Mapping[str, object]) -> Requirements:
     text = _field(found, "vb_uuid", str) or ""
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         raise Refused(Status.EINVAL, "vb_uuid is not a number in a string")
-    exists, timeout_ms = _field(found, "seqno_exists", bool), _field(found, "timeout_ms", int)
-    return Requirements(int(text), _number(found, "seqno"), bool(exists), timeout_ms or 0)
+    return Requirements(int(text), _number(found, "seqno"), bool(_field(found, "seqno_exists", bool)))
 
 
 def parse(value: bytes, *, takes_xattrs: bool) -> ScanBounds:

@@ -8,21 +8,18 @@ rollback or resync, the scan is cancelled: a scan has no lease of history.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from hashlib import blake2b
 from time import perf_counter
 from typing import Any
 
 from mirror.document import values
-from mirror.serve.bucket.bucket import ServedBucket
 from mirror.serve.bucket.mirror_session import MirrorClients, MirrorSession
 from mirror.serve.kv.scan_request import Scan, ScanBounds, parse
 from mirror.server.document_requests import outgoing
 from mirror.server.errors import NeedsMemory, Refused
 from mirror.server.listener import Address
-from mirror.server.session import JSON, Later, Operation, Reply
-from mirror.server.turns import LARGE_BYTES
+from mirror.server.session import JSON, Operation, Reply
 from mirror.wire import codec_kv
 from mirror.wire.codec_kv import ScanItem
 from mirror.wire.constants import Feature, Opcode, Status
@@ -38,12 +35,6 @@ PAGE_BYTES = 256 * 1024
 """Limit of one answer, unless its first document is larger. SDKs request less."""
 PAGE_S = 0.05
 """Time after which a page that is still empty waits for the worker's next turn. Tombstones may precede a document."""
-COUNT_ITEMS = 2000
-"""Keys counted for a sample in one turn: 1 ms."""
-PEEKS = (1, 16, 256)
-"""Sizes of the pages in which a new scan looks for its first document. Tombstones may precede the document."""
-POLL_S = 0.005
-"""Interval at which a waiting scan looks for its seqno."""
 _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
 
 
@@ -53,71 +44,23 @@ class ScanSession(MirrorSession):
         self.scans: dict[bytes, Scan] = {}
 
 
-def _creation(session: ScanSession, vbid: int, bounds: ScanBounds) -> Iterator[Reply | None]:
-    """Yield None while the scan waits for a seqno, or counts the documents of a sample; then yield the answer."""
-    bucket = session.bucket
-    begun_s = bucket.clock.monotonic()
-    while (scan := _begun(session, vbid, bounds, begun_s)) is None:
-        yield None
-    if bounds.samples is None:
-        _peek(bucket, scan)
-    else:
-        counted, position = 0, bounds.start
-        while True:
-            more, position = bucket.count_keys(scan.pin, bounds.collection_id, position, COUNT_ITEMS)
-            counted += more
-            if not position:
-                break
-            yield None
-        if not counted:
-            raise Refused(Status.KEY_ENOENT)
-        if counted > bounds.samples:
-            scan.chosen = sampler(bounds.seed, bounds.samples / counted)
-    scans, now_s = session.scans, bucket.clock.monotonic()
-    for old in [name for name, each in scans.items() if each.ends_s <= now_s]:
-        del scans[old]
-    if len(scans) >= SCANS_MAX:
-        raise Refused(Status.EBUSY, "too many scans are open on this connection")
-    name = secrets.token_bytes(16)
-    scans[name] = scan
-    yield Reply(value=name)
-
-
-def _begun(session: ScanSession, vbid: int, bounds: ScanBounds, begun_s: float) -> Scan | None:
-    """Return the scan at the vbucket's present moment. None: the moment does not meet the requirements; try again."""
+def _begun(session: ScanSession, vbid: int, bounds: ScanBounds) -> Scan:
+    """Return the scan at the vbucket's present moment. Raises Refused if the moment does not meet the requirements."""
     bucket, reader = session.bucket, session.known_reader
     bucket.check_collection(vbid, bounds.collection_id, reader)
     state = bucket.state(vbid)
     pin = bucket.pin(vbid)
     if bucket.state(vbid).branch != state.branch:
-        return None  # a rollback came between the reads
-    now_s = bucket.clock.monotonic()
+        raise Refused(Status.ETMPFAIL, "a rollback came meanwhile")
     required = bounds.requirements
     if required is not None:
         if required.vbuuid != state.failover_log.newest_vbuuid:
             raise Refused(Status.VB_UUID_NOT_EQUAL, "the vbucket has another history")
         if required.seqno > pin.seqno:
-            if (now_s - begun_s) * 1000 >= required.timeout_ms:
-                raise Refused(Status.ETMPFAIL, "the seqno is not published yet")
-            return None
+            raise Refused(Status.ETMPFAIL, "the seqno is not published yet")
         if required.seqno_exists and not bucket.holds_seqno(vbid, required.seqno):
             raise Refused(Status.NOT_STORED, "no document has that seqno any more")
-    return Scan(bounds, pin, reader, now_s + LIFETIME_S, bounds.start)
-
-
-def _peek(bucket: ServedBucket, scan: Scan) -> None:
-    """Raise Refused if the range ends within `PEEKS` without a document."""
-    position, bounds = scan.position, scan.bounds
-    for limit in PEEKS:
-        with suppress(NeedsMemory):
-            found, position = bucket.page(
-                scan.pin, bounds.collection_id, position, bounds.end, limit, PAGE_BYTES, LARGE_BYTES
-            )
-            if not (found or position):
-                raise Refused(Status.KEY_ENOENT)
-            if not found:
-                continue
-        return
+    return Scan(bounds, pin, reader, bucket.clock.monotonic() + LIFETIME_S, bounds.start)
 
 
 def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
@@ -128,11 +71,26 @@ def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
     return lambda key: int.from_bytes(blake2b(key, digest_size=8, key=secret).digest()) < limit
 
 
-def _create(session: ScanSession, frame: Frame) -> Later:
+def _create(session: ScanSession, frame: Frame) -> Reply:
     if frame.datatype != JSON:
         raise Refused(Status.EINVAL, "the datatype of a scan request is JSON")
     bounds = parse(frame.value, takes_xattrs=Feature.XATTR in session.features)
-    return Later(_creation(session, frame.vbucket, bounds).__next__, POLL_S if bounds.requirements else 0)
+    scan = _begun(session, frame.vbucket, bounds)
+    if bounds.samples is not None:
+        session.need_worker()  # reads all keys
+        counted = session.bucket.count_keys(scan.pin, bounds.collection_id)
+        if not counted:
+            raise Refused(Status.KEY_ENOENT)
+        if counted > bounds.samples:
+            scan.chosen = sampler(bounds.seed, bounds.samples / counted)
+    scans, now_s = session.scans, session.bucket.clock.monotonic()
+    for old in [name for name, each in scans.items() if each.ends_s <= now_s]:
+        del scans[old]
+    if len(scans) >= SCANS_MAX:
+        raise Refused(Status.EBUSY, "too many scans are open on this connection")
+    name = secrets.token_bytes(16)
+    scans[name] = scan
+    return Reply(value=name)
 
 
 def _continue(session: ScanSession, frame: Frame) -> Reply:
