@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import cramjam
@@ -20,10 +22,17 @@ import pytest
 
 from mirror.serve.http.requests import TOKENS_MAX, Page, collection_name
 from mirror.server.listener import Address
+from mirror.wire import frame as fr
+from mirror.wire.constants import Opcode, Status
+from storage.format import records
 from storage.history.purge import Window
 from storage.model import Collection, FailoverLog, Seqno
+from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.view import AsOf, Time
+from tests.oracle import kv_client
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, Source, make_certificate, running, service_report
+from tests.serve.kv_rig import Endpoint
+from tests.serve.test_kv_scans import b64, create, go_on
 
 
 def moment_text(ms: int) -> str:
@@ -211,43 +220,176 @@ def test_pages_show_one_state_of_each_vbucket_while_it_is_written(site: Site) ->
     assert at == sorted(at)
 
 
+class Written(NamedTuple):
+    seqno: int
+    time_ms: int
+    collection_id: int
+    key: bytes
+    """Empty: the collection was flushed."""
+    expiry: int = 0
+    deleted: bool = False
+
+
+class Past:
+    """Everything that was written, so the documents at each boundary."""
+
+    def __init__(self, source: Source, rng: Random) -> None:
+        self.source, self.rng = source, rng
+        self.keys = sorted(source.key_of(vbid, number) for vbid in range(VBUCKETS) for number in range(12))
+        self.moments: list[AsOf] = [None]
+        self._written: dict[int, list[Written]] = {vbid: [] for vbid in range(VBUCKETS)}
+        for _ in range(2):
+            for vbid in range(VBUCKETS):
+                self._flush(vbid)
+            for number, key in enumerate(self.keys):
+                expiry = 1 if number % 16 > 6 else rng.choice((0, source.now_ms // 1000 + 100))
+                self._put(key, rng.choice((0, 9)), expiry)
+                if number % 16 > 6 and number % 2:
+                    self._put(key, rng.choice((0, 9)), None)
+                if rng.random() < 0.1:
+                    self._roll_back(source.vbid_of(key))
+            self.moments.append(Time(source.now_ms + 100))
+            source.now_ms += 1_000_000
+
+    def _put(self, key: bytes, collection_id: int, expiry: int | None) -> None:
+        value = None if expiry is None else b"1"
+        more = {} if expiry is None else {"expiry": expiry}
+        seqno = self.source.put(key, value, collection_id=collection_id, **more)
+        found = Written(seqno, self.source.now_ms, collection_id, key, expiry or 0, expiry is None)
+        self._written[self.source.vbid_of(key)].append(found)
+
+    def _flush(self, vbid: int) -> None:
+        seqno = self.source.seqnos.get(vbid, 0) + 1
+        self.source.collections(vbid, Collection(9, 8, "orders", Seqno(seqno)))
+        self._written[vbid].append(Written(seqno, self.source.now_ms, 9, b""))
+
+    def _roll_back(self, vbid: int) -> None:
+        to = self.source.rollback(vbid, self.rng.choice(self._written[vbid]).seqno)
+        self._written[vbid] = [each for each in self._written[vbid] if each.seqno <= to]
+
+    def at(
+        self, vbid: int, collection_id: int, as_of: AsOf = None, *, deletions: bool = False, expired: bool = False
+    ) -> list[Written]:
+        """The documents of a vbucket; with `deletions` also tombstones and expired ones, which `expired` has alone."""
+        limit = as_of.ms if isinstance(as_of, Time) else as_of
+        at = [each for each in self._written[vbid] if limit is None or each[isinstance(as_of, Time)] <= limit]
+        now_ms = at[-1].time_ms if as_of is not None else time.time() * 1000
+        found: dict[bytes, Written] = {}
+        for each in at:
+            if each.collection_id == collection_id and each.key:
+                found[each.key] = each
+            elif each.collection_id == collection_id:
+                found.clear()
+        return [
+            each
+            for _, each in sorted(found.items())
+            if deletions or not (each.deleted or (not expired and 0 < each.expiry * 1000 <= now_ms))
+        ]
+
+
 @pytest.mark.parametrize("limit", [1, 3, 1000])
-def test_pages_have_the_documents_of_a_scan(site: Site, limit: int) -> None:
+def test_every_way_to_read_gives_the_documents_that_were_written(site: Site, limit: int) -> None:
     """`start` was forgotten behind the first vbucket, and a page that ended with its collection continued at the key of
     the next one. Expired and deleted keys fill a page without documents.
     """
     rng, view = Random(limit), site.server.service.view
-    keys = sorted(site.source.key_of(vbid, number) for vbid in range(VBUCKETS) for number in range(12))
-    for each in range(VBUCKETS):
-        site.source.collections(each, Collection(9, 8, "orders", Seqno(0)))
-    moments: list[AsOf] = [None]
-    for _ in range(2):
-        for number, key in enumerate(keys):
-            gone, expiry = number % 16 > 6, rng.choice((0, site.source.now_ms // 1000 + 100))
-            site.source.put(key, collection_id=rng.choice((0, 9)), expiry=1 if gone else expiry)
-            if gone and number % 2:
-                site.source.put(key, None, collection_id=rng.choice((0, 9)))
-        moments.append(Time(site.source.now_ms + 100))
-        site.source.now_ms += 1_000_000
+    past = Past(site.source, rng)
+    keys = past.keys
     for _ in range(20):
         encoding, collection = rng.choice(("utf8", "base64url")), rng.choice(("_default", "shop.orders", "9"))
+        collection_id = 0 if collection == "_default" else 9
         bounds: dict[str, Any] = {"prefix": rng.choice((b"", b"", keys[0][:-1])), "start": rng.choice((b"", *keys))}
         bounds |= rng.choice(({}, {"end": rng.choice((b"", *keys))}))
-        vbid, deletions, as_of = rng.choice((None, 0, 5)), rng.choice((True, False)), rng.choice(moments)
+        vbid, deletions, as_of = rng.choice((None, 0, 5)), rng.choice((True, False)), rng.choice(past.moments)
         if vbid is not None and rng.random() < 0.3:
             as_of = rng.choice(view.boundaries(vbid)).seqno
+        vbids = range(VBUCKETS) if vbid is None else [vbid]
+        named = collection_name(collection)
+
+        def within(found: list[Written], bounds: dict[str, Any] = bounds) -> list[Written]:
+            end = bounds.get("end", b"\xff")
+            return [e for e in found if e.key.startswith(bounds["prefix"]) and bounds["start"] <= e.key < end]
+
+        written = [within(past.at(each, collection_id, as_of, deletions=deletions)) for each in vbids]
+        expected = [(each.key, each.seqno, each.deleted) for found in written for each in found]
+        at: dict[str, Any] = {}
+        if as_of is not None:
+            at["as_of"] = moment_text(as_of.ms) if isinstance(as_of, Time) else as_of
         params: dict[str, Any] = {
             name: key.decode() if encoding == "utf8" else base64.urlsafe_b64encode(key).decode()
             for name, key in bounds.items()
         }
-        params |= {} if vbid is None else {"vbid": vbid}
-        if as_of is not None:
-            params["as_of"] = moment_text(as_of.ms) if isinstance(as_of, Time) else as_of
+        params |= at | ({} if vbid is None else {"vbid": vbid})
         params |= {"key_encoding": encoding, "deletions": str(deletions).lower(), "collection": collection}
-        found = [row for page in site.pages(limit=limit, **params) for row in page["documents"]]
-        scan = view.scan(vbid, **bounds, collection=collection_name(collection), as_of=as_of, deletions=deletions)
-        expected = [(each.key.decode(), each.seqno, each.deleted) for each in scan]
-        assert [(row["key"], row["seqno"], row.get("deleted", False)) for row in found] == expected, params
+        pages = [row for page in site.pages(limit=limit, **params) for row in page["documents"]]
+        assert [(row["key"].encode(), row["seqno"], row["deleted"]) for row in pages] == expected, params
+        scan = view.scan(vbid, **bounds, collection=named, as_of=as_of, deletions=deletions)
+        assert [(each.key, each.seqno, each.deleted) for each in scan] == expected, params
+
+        chosen = [key for key in rng.sample(keys, 20) if site.source.vbid_of(key) in vbids]
+        live = {each.key: each.seqno for vbid in vbids for each in past.at(vbid, collection_id, as_of)}
+        there = {key: live[key] for key in chosen if key in live}
+        multi = site.multi_get(chosen, collection=collection, params=at)
+        assert {row["key"].encode(): row["seqno"] for row in multi["documents"]} == there
+        assert [row["key"].encode() for row in multi["missing"]] == [key for key in chosen if key not in there]
+        many = view.get_many(chosen, named, as_of=as_of)
+        assert {key: each.seqno for key, each in many.items()} == there
+        for key in chosen[:3]:
+            answer = site.client.get(site.document(key.decode(), collection), params=at)
+            assert (answer.status_code, answer.headers.get("mirror-seqno")) == (
+                (200, str(there[key])) if key in there else (404, None)
+            )
+            document = view.get(key, named, as_of=as_of)
+            assert (document and document.seqno) == there.get(key)
+
+        key_range = KeyRange(bounds["start"], bounds["prefix"], bounds.get("end"))
+        for each_range in (key_range, EVERY_KEY):
+            for each in vbids:
+                rows = view.reading(as_of=as_of).rows(each, [named], each_range)
+                found = sorted(records.key_of(row)[1:] for part in rows for row in part.stored)
+                stored = past.at(each, collection_id, as_of, expired=True)
+                assert found == [row.key for row in (stored if each_range is EVERY_KEY else within(stored))]
+    for vbid in range(VBUCKETS):
+        assert view.count(vbid) == sum(len(past.at(vbid, each, expired=True)) for each in (0, 9))
+    asyncio.run(_ask_by_kv(past, limit))
+
+
+async def _ask_by_kv(past: Past, limit: int) -> None:
+    rng = past.rng
+    async with Endpoint.serving(past.source.path) as endpoint:
+        client = await endpoint.sdk()
+        for _ in range(40):
+            vbid, collection_id = rng.randrange(VBUCKETS), rng.choice((0, 9))
+            names = rng.choice(("start", "excl_start")), rng.choice(("end", "excl_end"))
+            start, end = rng.choice((b"", *past.keys)), rng.choice((b"\xff", *past.keys))
+            body: dict[str, Any] = {
+                "range": {names[0]: b64(start), names[1]: b64(end)},
+                "collection": f"{collection_id:x}",
+            }
+            expected = [
+                (each.key, each.seqno)
+                for each in past.at(vbid, collection_id)
+                if (start < each.key or (start == each.key and names[0] == "start"))
+                and (each.key < end or (each.key == end and names[1] == "end"))
+            ]
+            if rng.random() < 0.2:
+                body = {"sampling": {"samples": 1000}, "collection": f"{collection_id:x}"}
+                expected = [(each.key, each.seqno) for each in past.at(vbid, collection_id)]
+            made = await client.ask(create(body, vbid=vbid))
+            found: list[tuple[bytes, int]] = []
+            answer = made
+            while made.status != Status.KEY_ENOENT and answer.status != Status.RANGE_SCAN_COMPLETE:
+                answer = await client.ask(go_on(made.value, limit, vbid=vbid))
+                assert answer.status in (Status.RANGE_SCAN_MORE, Status.RANGE_SCAN_COMPLETE)
+                found += [(each.key, each.seqno) for each in kv_client.decode_scan_items(answer.value, keys_only=False)]
+            assert found == expected, body
+        for key in past.keys:
+            vbid = past.source.vbid_of(key)
+            for collection_id in (0, 9):
+                live = {each.key: each.seqno << 16 for each in past.at(vbid, collection_id)}
+                request = fr.request(Opcode.GET, vbucket=vbid, key=bytes([collection_id]) + key)
+                answer = await client.ask(request)
+                assert (answer.cas if not answer.status else None) == live.get(key)
 
 
 def test_a_rollback_between_two_pages_is_reported(site: Site) -> None:
