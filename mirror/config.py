@@ -161,7 +161,7 @@ class Settings:
 
     history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600
     """Age to which superseded versions, tombstones, retracted rows and boundaries are kept. A failover that loses more
-    costs a resync."""
+    costs a resync. A copy that a resync replaced goes at once, unless a lease holds it."""
     history_boundaries: Annotated[int, Field(ge=1)] | None = None
     """Most kept boundaries of a vbucket."""
     history_bytes: Annotated[int, Field(ge=1)] | None = None

@@ -96,14 +96,24 @@ def test_a_lease_on_purged_history_is_refused(writer: GroupWriter, clock: Clock)
     assert writer.background.leases.of(0, clock.now) == []
 
 
-def test_a_resync_ends_the_hold_of_a_lease(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_a_lease_holds_a_copy_that_a_resync_replaced_and_nothing_of_the_new_one(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
     publish(writer, 0, [(A, b"1", 1)])
+    pin = view.pin(0)
     writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
     writer.vbuckets[0].begin_resync()
     writer.vbuckets[0].save(failover_log=log(88))
-    publish(writer, 0, [(B, b"2", 1)])
-    purge(writer, Window(boundaries=1, time_ms=0))
+    snapshots(writer, [(A, b"2", 1)], [(A, None, 2), (B, b"2", 3)])
+    window = Window(boundaries=1, time_ms=HOUR_MS)
+    purge(writer, window)
     assert [d.key for d in view.scan(0)] == [B]
+    assert writer.vbuckets[0].state.history_floor_seqno == 3
+    assert [len(rows.stored) for rows in view.reading(pins=[pin]).rows(0)] == [1]
+    writer.background.leases.release("job")
+    purge(writer, window)
+    with pytest.raises(ViewInvalidated):
+        next(view.reading(pins=[pin]).rows(0))
 
 
 def test_the_number_of_leases_is_bounded(writer: GroupWriter, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
