@@ -14,10 +14,11 @@ unknown), or purged a tombstone before a batch had it. Lost history is an error,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from mirror.errors import SourceTimeout
 from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.spark.source.changes import ChangesDriver, ChangesTask, LostHistory, Way, name_of
 from mirror.spark.source.columns import change_row, control_row
@@ -89,7 +90,7 @@ class RemoteChanges(ChangesDriver):
             self._reader.close()
             raise
         super().__init__(options, "connection", self._reader.bucket_uuid)
-        self._probed: set[int] = set()
+        self._probed: set[tuple[int, int]] = set()
         self._looked = False
 
     def close(self) -> None:
@@ -134,7 +135,7 @@ class RemoteChanges(ChangesDriver):
             if vbid in again:
                 moved[vbid] = end._replace(branch=at.branch + 1, fresh=1)
             else:
-                moved[vbid] = end._replace(since_seqno=_begins(at, end))
+                moved[vbid] = end._replace(since_seqno=_begins(at, end.vbuuid))
         names = {**start.names, **self._reader.collection_names()} if moved else start.names
         return replace(start, at={**start.at, **moved}, names=names)
 
@@ -154,12 +155,13 @@ class RemoteChanges(ChangesDriver):
         gone = not_on(at, log)
         if gone:
             return gone
-        if vbid not in self._probed:  # only once: later positions are recent, and no tombstone above them is purged yet
-            position = Position(at.vbuuid, at.seqno)
-            for item in self._reader.read({vbid: position}, {vbid: at.seqno}):
+        history = vbid, log[0].vbuuid
+        if history not in self._probed:  # later positions are recent, and no tombstone above them is purged yet
+            seqno = _begins(at, log[0].vbuuid) or at.seqno  # a read from 0 is never refused
+            for item in self._reader.read({vbid: Position(log.vbuuid_at(seqno), seqno)}, {vbid: seqno}):
                 if isinstance(item, SourceRolledBack):
-                    return f"the source has forgotten deletions since seqno {at.seqno}"
-        self._probed.add(vbid)
+                    return f"the source has forgotten deletions since seqno {seqno}"
+        self._probed.add(history)
         return ""
 
     def _way(self, vbid: int, since: At, to: At) -> Way | None:
@@ -171,7 +173,7 @@ class RemoteChanges(ChangesDriver):
         lost = to.fresh == 0 and self._lost(vbid, since, log)
         if lost:
             self._refuse(vbid, lost)
-        seqno = _begins(since, to)
+        seqno = _begins(since, to.vbuuid)
         first = since._replace(seqno=seqno, vbuuid=int(log.vbuuid_at(seqno)))
         return Way(vbid, first, to, bool(lost or to.fresh))
 
@@ -179,9 +181,11 @@ class RemoteChanges(ChangesDriver):
         return ChangesTask(names=end.names, known=frozenset(start.names), followed=self._reader.followed)
 
 
-def _begins(since: At, to: At) -> int:
-    """Return the seqno after which a batch begins. If the history has changed, the batch before began there, too."""
-    return since.seqno if since.vbuuid == to.vbuuid else since.since_seqno
+def _begins(since: At, vbuuid: int) -> int:
+    """Return the seqno after which a batch that ends in the history `vbuuid` begins. If the history has changed, the
+    batch before began there, too.
+    """
+    return since.seqno if since.vbuuid == vbuuid else since.since_seqno
 
 
 def not_on(at: At, log: FailoverLog) -> str:
@@ -218,13 +222,21 @@ def read_changes(options: Options, work: ChangesTask) -> Iterator[tuple[Any, ...
                 yield control_row("resync", way.vbid, "", way.end.branch, 0, way.end.vbuuid, way.end.seqno)
             if isinstance(item, Snapshot):
                 yield from _rows(item, way, work)
-        for vbid, way in ways.items():
-            gone = not_on(way.end, reader.failover_log(vbid))
-            if gone:
-                raise LostHistory(f"vbucket {vbid}: {gone}", hint=AGAIN)
-    except BaseException:
-        KEPT.drop()
+        _check_ends(reader, ways)
+    except BaseException as error:
+        try:
+            if isinstance(error, SourceTimeout):  # an idle source never reaches an end that it lost
+                _check_ends(reader, ways)
+        finally:
+            KEPT.drop()
         raise
+
+
+def _check_ends(reader: SourceReader, ways: Mapping[int, Way]) -> None:
+    for vbid, way in ways.items():
+        gone = not_on(way.end, reader.failover_log(vbid))
+        if gone:
+            raise LostHistory(f"vbucket {vbid}: {gone}", hint=AGAIN)
 
 
 def _rows(snapshot: Snapshot, way: Way, work: ChangesTask) -> Iterator[tuple[Any, ...]]:
