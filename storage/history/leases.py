@@ -7,9 +7,9 @@ seqno) makes these promises until it ends:
 - rows that this rollback retracts are kept, so reads at the position, and `changes` since it, still work.
 
 After a resync a lease holds the rows of the replaced copy, but nothing of the new one, which shares no history with
-the position. A lease at seqno 0 holds nothing, because all changes since 0 can always be listed. If a power cut undid a publish, a lease may name an
-unpublished position. Such a lease holds the kept history below the position, and the position itself once it is
-published again. If no boundary at or below the position is kept, the floor stays.
+the position. A lease at seqno 0 holds nothing, because all changes since 0 can always be listed. If a power cut undid a
+publish, a lease may name an unpublished position. Such a lease holds the kept history below the position, and the
+position itself once it is published again. If no boundary at or below the position is kept, the floor stays.
 Invariants:
 - a lease is granted only for history that is still kept;
 - a released or expired lease holds nothing.
