@@ -272,7 +272,11 @@ class Past:
     ) -> list[Written]:
         """The documents of a vbucket; with `deletions` also tombstones and expired ones, which `expired` has alone."""
         limit = as_of.ms if isinstance(as_of, Time) else as_of
-        at = [each for each in self._written[vbid] if limit is None or each[isinstance(as_of, Time)] <= limit]
+        at = [
+            each
+            for each in self._written[vbid]
+            if limit is None or (each.time_ms if isinstance(as_of, Time) else each.seqno) <= limit
+        ]
         now_ms = at[-1].time_ms if as_of is not None else time.time() * 1000
         found: dict[bytes, Written] = {}
         for each in at:
