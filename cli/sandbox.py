@@ -23,7 +23,6 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.control import COMMANDS, SandboxControl, ask, default_path
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.data.sandbox_vbucket import CHECKPOINTS_KEPT
-from mirror.sandbox.node.node import NodeTls
 from mirror.sandbox.workload import Workload, WorkloadOptions
 
 USER_VARIABLE = "DCP_MIRROR_USER"
@@ -55,13 +54,6 @@ def sandbox(
     profile: Annotated[
         str, typer.Option("--profile", help=f"Server release to imitate: {', '.join(PROFILES)}.")
     ] = DEFAULT_PROFILE,
-    tls_cert: Annotated[
-        Path | None, optional("--tls-cert", metavar="FILE", help="Certificate (PEM); listen with TLS too.")
-    ] = None,
-    tls_key: Annotated[Path | None, optional("--tls-key", metavar="FILE", help="The certificate's key.")] = None,
-    tls_client_ca: Annotated[
-        Path | None, optional("--tls-client-ca", metavar="FILE", help="CA of the users' certificates.")
-    ] = None,
     control: ControlOption = None,
 ) -> None:
     """Run the embedded source until Ctrl-C. User and password: DCP_MIRROR_USER, DCP_MIRROR_PASSWORD (demo, demo).
@@ -81,7 +73,6 @@ def sandbox(
         profile=profile,
         bounded=True,
         checkpoint_items_max=max(CHECKPOINT_ITEMS_MIN, HISTORY_ITEMS // vbuckets // CHECKPOINTS_KEPT),
-        tls=node_tls(tls_cert, tls_key, tls_client_ca),
     )
     made = uuid.uuid5(uuid.NAMESPACE_URL, f"{host}:{port}/{bucket}") if port else uuid.uuid4()
     cluster.bucket.map.bucket_uuid = made.hex
@@ -124,14 +115,6 @@ def next_steps(cluster: SandboxCluster) -> str:
     )
 
 
-def node_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> NodeTls | None:
-    if cert is not None:
-        return NodeTls(cert, key, client_ca)
-    if key or client_ca:
-        raise ConfigError("there is no TLS without a certificate", hint="give --tls-cert FILE --tls-key FILE")
-    return None
-
-
 def socket_of(at: str | None, port: int | None, control: Path | None) -> Path:
     if control is not None:
         return control
@@ -159,36 +142,21 @@ def fault_kinds() -> list[str]:
 
 FAULT_HELP = """Make a running sandbox fail on purpose. Prints its answer as JSON.
 
-CONNECTIONS, each with [node=N] [name=TEXT] [future=true]; clear ends it
-  cut, silence, truncate, stop-mid-snapshot, slow bytes_per_second=N
-  garble [pieces=N], clear
-
-STREAMS; clear ends it. A status or reason is a name or a number
-  refuse-streams status=ROLLBACK [vbids=0,1] [times=N] [seqno=N]
-  end-streams reason=lost-privileges [vbids=0,1] [node=N]
-  mute-streams [vbids=0,1] [node=N]
-  withhold-noops
-  tune [antilag_items=N]
+CONNECTIONS of DCP, each with [node=N]
+  cut, silence
 
 CLUSTER
-  kill-node node=N, restart-node node=N [lose=N], split-off node=N
+  kill-node node=N, restart-node node=N [lose=N]
   failover-node node=N [lose=N], failover vbid=N [lose=N]
-  move vbid=N node=N, add-node, rebalance [nodes=0,1]
-  recreate-bucket, rotate-certificate [cert=FILE key=FILE]
+  recreate-bucket
   user user=NAME [password=P] [lacks=DcpStream,SystemCollectionLookup]
 
 DATA
   write count=N, rate rate=N: the workload's next operations
   set key=K value=V, delete key=K, each with [collection=S.C] [vbid=N]
-  prepare key=K [value=V]: a durable write (no value: delete) under way
-  commit key=K, abort key=K: its end
-  to-disk [vbid=N], expire [vbid=N]
-  purge [vbid=N] [below_seqno=N], discard-history [vbid=N] [below_seqno=N]
 
 COLLECTIONS
-  create-scope scope=S, drop-scope scope=S
-  create-collection scope=S collection=C [max_ttl=N]
-  modify-collection path=S.C [max_ttl=N] [history=true]
+  create-scope scope=S, create-collection scope=S collection=C
   flush-collection path=S.C, drop-collection path=S.C
 
 LOOKING

@@ -1,7 +1,7 @@
-"""`verify`: compares the mirror with its source, and with `--repair` fetches the differing vbuckets again.
+"""`verify`: compares the mirror with its source. With `--repair` the service fetches the differing vbuckets again.
 
 Exit code: 0 if every vbucket is equal (after the repair), 3 if one differs, 1 if one could not be compared. Works with
-and without a running service.
+and without a running service, except for a repair.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def verify(
     data: options.DataOption = None,
     source: options.SourceOption = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Fetch different vbuckets again, next to their old copies.")
+        bool,
+        typer.Option("--repair", help="Have the service fetch different vbuckets again, next to their old copies."),
     ] = False,
     vbid: options.VbidsOption = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Differing keys to print.")] = 20,
@@ -96,7 +97,7 @@ def verify(
         results = look(chosen)
         broken = [result.vbid for result in results if result.state in REPAIRED] if repair else []
         if broken:
-            resync(str(path), url, settings, broken, progress=progress)
+            resync(str(path), broken, progress=progress)
             again = {result.vbid: result for result in look(broken)}
             results = [again.get(result.vbid, result) for result in results]
     facts = {

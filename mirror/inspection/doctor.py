@@ -12,7 +12,6 @@ import os
 import shutil
 import socket
 import ssl
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -48,8 +47,7 @@ from mirror.ingest.reactions import on_refusal
 from mirror.ingest.selection import StreamFilter
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, check_bucket, check_persists
 from mirror.wire import events as ev
-from mirror.wire.constants import Feature, Opcode, Status
-from mirror.wire.frame import Frame, request
+from mirror.wire.constants import Feature, Status
 from storage.env import directory
 from storage.errors import RUN_CHECK, StorageError
 from storage.model import NO_VBUUID, Seqno, VbucketState
@@ -210,27 +208,8 @@ async def disk(case: Case) -> Findings:
         held = sum(file.stat().st_size for file in data.glob("group-*/data.mdb"))
         remedy = "a resync of everything needs the space of a second copy: free some"
         yield judged("disk", free_bytes >= held, f"the mirror takes {_size(held)}, {free}", remedy)
-    elif (size := await _bucket_bytes(case)) is None:
-        yield Finding("disk", OK, f"{free}; this user may not query the size of the bucket")
     else:
-        need = size * DISK_FACTOR
-        text = f"the bucket holds {_size(size)}, its mirror takes about {_size(need)}; {free}"
-        yield judged("disk", free_bytes >= need, text, "take a larger disk", FAIL)
-
-
-async def _bucket_bytes(case: Case) -> int | None:
-    total = 0
-    for session in case.sessions:
-        try:
-            stats = await _statistics(session.link, case.settings.request_timeout_s)
-        except (MirrorError, TimeoutError):
-            return None
-        found = stats.get("ep_db_data_size")
-        if found is None or not found.isdigit():
-            return None
-        copies = 1 + int(stats.get("ep_vb_replica_num", "0") or 0) / max(1, int(stats.get("vb_active_num", "1")))
-        total += int(int(found) / copies)
-    return total
+        yield Finding("disk", OK, f"{free}; a mirror takes about {DISK_FACTOR:g} times the bucket's keys and values")
 
 
 # -- connect and log in -------------------------------------------------------------------------------------------
@@ -357,7 +336,7 @@ async def cluster_map(case: Case) -> Findings:
 
 
 async def revisions(case: Case) -> Findings:
-    """Report nodes with an older or contradicting map, and a newest map older than the mirror's record."""
+    """Report nodes with an older map, and a newest map older than the mirror's record."""
     assert case.surveyed is not None, "the check needs it"
     newest = case.map
     same_bucket = {at: each for at, each in case.surveyed.answers.items() if each.bucket_uuid == newest.bucket_uuid}
@@ -366,12 +345,6 @@ async def revisions(case: Case) -> Findings:
         text = f"an older map than revision {newest.rev} of epoch {newest.rev_epoch} is at {', '.join(older)}"
         remedy = "if this lasts, the node was failed over or is cut off: take it out of the connection string"
         yield Finding("map", WARN, text, f"{remedy}; the mirror does not follow it")
-    content, same = _content(newest), newest.revision
-    others = [str(at) for at, each in same_bucket.items() if each.revision == same and _content(each) != content]
-    if others:
-        text = f"another map of the same revision {newest.rev} is at {', '.join(others)}"
-        remedy = "the cluster was restarted with other ports: take the old ones out of the connection string"
-        yield Finding("map", WARN, text, remedy)
     if case.view is None:
         return
     maps = NewestMap(case.view.identity.bucket_uuid)
@@ -383,19 +356,6 @@ async def revisions(case: Case) -> Findings:
     maps.floor = None if record is None else record.revision
     if maps.floor is not None and maps.judge(newest) is MapVerdict.OLDER:
         yield failure("map", OlderMap.of(newest.revision, maps.floor))
-
-
-async def followed(case: Case) -> Findings:
-    away: Counter[str] = Counter()
-    for row in case.status["vbuckets"] if case.status is not None else ():
-        node = case.map.node_of(row["vbid"])
-        if row["node"] is not None and node is not None and row["node"] != str(case.access.address_of(node)):
-            away[row["node"]] += 1
-    if away:
-        streamed = ", ".join(f"{count} vbuckets from {node}" for node, count in away.items())
-        text = f"the service streams {streamed}, and the map names other nodes for them"
-        remedy = f"if this lasts for more than {case.settings.map_poll_interval_s:g} s, restart the service"
-        yield Finding("map", WARN, text, remedy)
 
 
 async def nodes(case: Case) -> Findings:
@@ -549,7 +509,6 @@ CHECKS: tuple[tuple[Check, str | None], ...] = (
     (login, "reached"),
     (cluster_map, "surveyed"),
     (revisions, "surveyed"),
-    (followed, "surveyed"),
     (nodes, "surveyed"),
     (controls, "sessions"),
     (collections, "sessions"),
@@ -561,31 +520,3 @@ CHECKS: tuple[tuple[Check, str | None], ...] = (
 
 def _size(byte_count: float) -> str:
     return f"{byte_count / 2**30:.1f} GiB" if byte_count >= 2**30 else f"{byte_count / 2**20:.1f} MiB"
-
-
-async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:
-    """Return a node's bucket statistics. The node sends an answer for each statistic, then an empty answer."""
-    found: dict[str, str] = {}
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    deadline = time.monotonic() + timeout_s
-
-    def next_answer(outcome: Frame | ClusterError) -> None:
-        if done.done():
-            return
-        if not isinstance(outcome, Frame):
-            done.set_exception(outcome)
-        elif outcome.status != Status.SUCCESS or not outcome.key or time.monotonic() > deadline:
-            done.set_result(None)
-        else:
-            found[outcome.key.decode(errors="replace")] = outcome.value.decode(errors="replace")
-            link.expect(outcome.opaque, next_answer)
-
-    link.ask(request(Opcode.STAT, opaque=link.next_opaque()), next_answer)
-    async with asyncio.timeout(timeout_s):
-        await done
-    return found
-
-
-def _content(found: ClusterMap) -> tuple[list[tuple[int | None, int | None]], tuple[int, ...]]:
-    """Return a map's ports and active nodes. Maps of one revision must agree on these; host names may differ."""
-    return [(node.kv_port, node.tls_port) for node in found.nodes], found.active

@@ -15,10 +15,8 @@ import os
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable
-from enum import IntEnum
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mirror.errors import ConfigError, ConnectFailed
 from mirror.sandbox.cluster import SandboxCluster
@@ -28,14 +26,11 @@ from mirror.sandbox.data.item import Item
 from mirror.sandbox.node.faults import Faults
 from mirror.sandbox.workload import Workload
 from mirror.server.session import ALL_PRIVILEGES
-from mirror.wire import codec_dcp
-from mirror.wire.constants import Status, StreamEndReason
 
 LINE_BYTES_MAX = 64 * 1024
 ANSWER_TIMEOUT_SECONDS = 60.0
 
 Arguments = dict[str, Any]
-Code = TypeVar("Code", bound=IntEnum)
 Command = Callable[["SandboxControl", Arguments], Any | Awaitable[Any]]
 
 
@@ -86,36 +81,11 @@ class SandboxControl:
             await writer.wait_closed()  # otherwise asyncio may log the stream's error
 
 
-USUAL_REFUSALS = (
-    Status.KEY_EEXISTS,
-    Status.EINVAL,
-    Status.NOT_MY_VBUCKET,
-    Status.AUTH_STALE,
-    Status.ERANGE,
-    Status.ROLLBACK,
-    Status.EACCESS,
-    Status.ENOMEM,
-    Status.NOT_SUPPORTED,
-    Status.ETMPFAIL,
-    Status.UNKNOWN_COLLECTION,
-    Status.UNKNOWN_SCOPE,
-    Status.DCP_STREAM_ID_INVALID,
-)
-"""Usual statuses of refused stream requests, for error texts. `refuse-streams` takes other statuses, too."""
-
-
 def _whole(said: object, largest: int = 2**64 - 1) -> int:
     number = int(said) if isinstance(said, str) else said
     if type(number) is not int or not 0 <= number <= largest:
         raise ValueError
     return number
-
-
-def _wholes(said: object) -> list[int]:
-    parts = said.split(",") if isinstance(said, str) else said if isinstance(said, list) else [said]
-    if not parts:
-        raise ValueError
-    return [_whole(part) for part in parts]
 
 
 def _number(said: object) -> float:
@@ -125,12 +95,6 @@ def _number(said: object) -> float:
     return number
 
 
-def _flag(said: object) -> bool:
-    if said not in (True, False, "true", "false"):
-        raise ValueError
-    return said in (True, "true")
-
-
 def _text(said: object) -> str:
     if not isinstance(said, str):
         raise ValueError
@@ -138,21 +102,11 @@ def _text(said: object) -> str:
     return said
 
 
-def _text_or_whole(said: object) -> str | int:
-    return said if isinstance(said, str) else _whole(said)
-
-
-WHOLE, NUMBER, FLAG, TEXT = "a whole number", "a number", "true or false", "a text"
+WHOLE, NUMBER, TEXT = "a whole number", "a number", "a text"
 KINDS: dict[str, tuple[str, Callable[[object], object]]] = {
-    **dict.fromkeys(("vbid", "node", "lose", "times", "seqno", "below_seqno", "count"), (WHOLE, _whole)),
-    **dict.fromkeys(("pieces", "after_pieces", "antilag_items"), (WHOLE, _whole)),
-    "max_ttl": (WHOLE, partial(_whole, largest=2**32 - 1)),
-    **dict.fromkeys(("vbids", "nodes"), ("a list of whole numbers", _wholes)),
-    **dict.fromkeys(("bytes_per_second", "rate"), (NUMBER, _number)),
-    **dict.fromkeys(("future", "dcp_only", "history"), (FLAG, _flag)),
-    **dict.fromkeys(("name", "key", "value", "collection", "path", "scope"), (TEXT, _text)),
-    **dict.fromkeys(("user", "password", "lacks", "cert"), (TEXT, _text)),
-    **dict.fromkeys(("status", "reason"), ("a name or number", _text_or_whole)),
+    **dict.fromkeys(("vbid", "node", "lose", "count"), (WHOLE, _whole)),
+    "rate": (NUMBER, _number),
+    **dict.fromkeys(("key", "value", "collection", "path", "scope", "user", "password", "lacks"), (TEXT, _text)),
 }
 """Argument of a command -> its kind in words, and its parser. Parsers also take text."""
 
@@ -171,8 +125,8 @@ def checked(server: SandboxControl, arguments: Arguments) -> Arguments:
             found[name] = parse(said)
         except (ValueError, OverflowError):
             raise ValueError(f"{name}={said} is not {words}") from None
-        count = counts.get(name.removesuffix("s"))
-        if count is not None and max(_wholes(found[name])) >= count:
+        count = counts.get(name)
+        if count is not None and _whole(found[name]) >= count:
             raise ValueError(f"{name}={said}: there are 0 to {count - 1}")
     return found
 
@@ -220,29 +174,6 @@ def _on_connections(fault: Callable[..., int]) -> Command:
     return lambda server, said: {"connections": fault(server.cluster.faults, **said)}
 
 
-def _refuse_streams(server: SandboxControl, arguments: Arguments) -> None:
-    seqno = arguments.get("seqno")
-    server.cluster.faults.streams.refuse(
-        _one_of(Status, arguments["status"]),
-        arguments.get("vbids"),
-        times=arguments.get("times"),
-        value=None if seqno is None else codec_dcp.encode_rollback_seqno(seqno),
-    )
-
-
-def _end_streams(server: SandboxControl, arguments: Arguments) -> Any:
-    reason = _one_of(StreamEndReason, arguments["reason"])
-    return {"streams": server.cluster.faults.end_streams(reason, arguments.get("vbids"), node=arguments.get("node"))}
-
-
-def _one_of(kind: type[Code], said: object) -> Code:
-    for member in kind:
-        if str(said) == str(int(member)) or str(said).upper().replace("-", "_") == member.name:
-            return member
-    usual = ", ".join(member.name for member in (USUAL_REFUSALS if kind is Status else kind))
-    raise ValueError(f"no such {kind.__name__}: {said}; there are: {usual}")
-
-
 def _user(server: SandboxControl, arguments: Arguments) -> Any:
     users = server.cluster.bucket.users
     name, lacks = arguments["user"], frozenset(arguments.get("lacks", "").split(",")) - {""}
@@ -257,39 +188,12 @@ def _user(server: SandboxControl, arguments: Arguments) -> Any:
     return {"privileges": sorted(users.add(name, password, ALL_PRIVILEGES - lacks).privileges)}
 
 
-def _rotate_certificate(server: SandboxControl, arguments: Arguments) -> Any:
-    tls = server.cluster.tls
-    if tls is None:
-        raise ValueError("the source speaks no TLS")
-    files = [Path(arguments[name]) if name in arguments else None for name in ("cert", "key")]
-    tls.rotate(*files)
-    return {"cert": str(tls.cert_file)}
-
-
-def _split_off(server: SandboxControl, arguments: Arguments) -> None:
-    server.cluster.split_off(arguments["node"])
-
-
-def _prepare(server: SandboxControl, arguments: Arguments) -> Any:
-    return _written(server.cluster.bucket.prepare(arguments["key"], arguments.get("value"), **_where(arguments)))
-
-
-async def _named(name: str, result: Awaitable[Any]) -> Any:
-    return {name: await result}
-
-
 def _where(arguments: Arguments) -> dict[str, Any]:
     return {"collection": arguments.get("collection", DEFAULT_COLLECTION), "vbid": arguments.get("vbid")}
 
 
 def _written(item: Item) -> Any:
     return {"vbid": int.from_bytes(item.frame[6:8]), "seqno": item.seqno}
-
-
-def _tune(server: SandboxControl, arguments: Arguments) -> Any:
-    tuning = server.cluster.bucket.tuning
-    tuning.antilag_items = arguments.get("antilag_items", tuning.antilag_items)
-    return {"antilag_items": tuning.antilag_items}
 
 
 def _workload(server: SandboxControl) -> Workload:
@@ -308,53 +212,23 @@ COMMANDS: dict[str, Command] = {
     "status": _status,
     "vbucket": _vbucket,
     "cut": _on_connections(Faults.cut),
-    "slow": _on_connections(Faults.slow),
-    "garble": _on_connections(Faults.garble),
     "silence": _on_connections(Faults.silence),
-    "truncate": _on_connections(Faults.truncate),
-    "stop-mid-snapshot": _on_connections(Faults.stop_mid_snapshot),
-    "refuse-streams": _refuse_streams,
-    "end-streams": _end_streams,
-    "mute-streams": lambda server, said: server.cluster.faults.streams.mute(said.get("vbids"), node=said.get("node")),
-    "withhold-noops": lambda server, _: setattr(server.cluster.faults.streams, "noops_withheld", True),
-    "clear": lambda server, _: server.cluster.faults.clear(),
     "user": _user,
-    "rotate-certificate": _rotate_certificate,
     "kill-node": lambda server, said: server.cluster.kill_node(said["node"]),
     "restart-node": lambda server, said: server.cluster.restart_node(said["node"], lose=said.get("lose")),
-    "split-off": _split_off,
     "failover-node": lambda server, said: server.cluster.failover_node(said["node"], lose=said.get("lose", 0)),
     "failover": lambda server, said: {"base_seqno": server.cluster.failover(said["vbid"], lose=said.get("lose", 0))},
-    "move": lambda server, said: server.cluster.move(said["vbid"], said["node"]),
-    "add-node": lambda server, _: _named("node", server.cluster.add_node()),
-    "rebalance": lambda server, said: _named("moved", server.cluster.rebalance(said.get("nodes"))),
-    "to-disk": lambda server, said: server.cluster.bucket.to_disk(said.get("vbid")),
-    "purge": lambda server, said: server.cluster.bucket.purge(said.get("vbid"), said.get("below_seqno")),
-    "discard-history": lambda server, said: server.cluster.bucket.discard_history(
-        said.get("vbid"), said.get("below_seqno")
-    ),
-    "set": lambda server, said: _written(server.cluster.set(said["key"], said["value"], **_where(said))),
-    "delete": lambda server, said: _written(server.cluster.delete(said["key"], **_where(said))),
-    "prepare": _prepare,
-    "commit": lambda server, said: _written(server.cluster.bucket.commit(said["key"], **_where(said))),
-    "abort": lambda server, said: _written(server.cluster.bucket.abort(said["key"], **_where(said))),
-    "tune": _tune,
-    "expire": lambda server, said: {"expired": server.cluster.bucket.expire_all(said.get("vbid"))},
-    "create-scope": lambda server, said: {"scope_id": server.cluster.bucket.create_scope(said["scope"])},
-    "create-collection": lambda server, said: {
-        "collection_id": server.cluster.bucket.create_collection(
-            said["scope"], said["collection"], max_ttl=said.get("max_ttl")
-        )
-    },
-    "modify-collection": lambda server, said: server.cluster.bucket.modify_collection(
-        said["path"], max_ttl=said.get("max_ttl"), history=said.get("history", False)
-    ),
-    "drop-scope": lambda server, said: server.cluster.bucket.drop_scope(said["scope"]),
-    "drop-collection": lambda server, said: server.cluster.bucket.drop_collection(said["path"]),
-    "flush-collection": lambda server, said: server.cluster.bucket.flush_collection(said["path"]),
     "recreate-bucket": lambda server, _: server.cluster.recreate_bucket(),
     "write": _write,
     "rate": lambda server, said: setattr(_workload(server), "rate", said["rate"]),
+    "set": lambda server, said: _written(server.cluster.set(said["key"], said["value"], **_where(said))),
+    "delete": lambda server, said: _written(server.cluster.delete(said["key"], **_where(said))),
+    "create-scope": lambda server, said: {"scope_id": server.cluster.bucket.create_scope(said["scope"])},
+    "create-collection": lambda server, said: {
+        "collection_id": server.cluster.bucket.create_collection(said["scope"], said["collection"])
+    },
+    "drop-collection": lambda server, said: server.cluster.bucket.drop_collection(said["path"]),
+    "flush-collection": lambda server, said: server.cluster.bucket.flush_collection(said["path"]),
 }
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import ssl
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.control import COMMANDS, default_path
 from tests.cli.conftest import LIMIT_S, background, call, call_here
-from tests.feed.authority import Authority
 from tests.terminal import Terminal
 
 
@@ -40,7 +38,6 @@ def test_a_sandbox_prints_its_address_obeys_commands_and_ends_on_command(tmp_pat
         assert call(*fault, "failover", "vbid=3", "lose=2").json == {"base_seqno": before["high_seqno"] - 2}
         assert len(call(*fault, "vbucket", "vbid=3").json["failover_log"]) == len(before["failover_log"]) + 1
         assert call(*fault, "cut", "node=0").json == {"connections": 0}
-        assert call(*fault, "end-streams", "reason=slow", "vbids=1,2").json == {"streams": 0}
         wrong = call(*fault, "dance")
         assert (wrong.code, wrong.out) == (2, "")
         assert "no such command" in wrong.complaint
@@ -64,35 +61,6 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with sandbox("--control", tmp_path / "one") as (_, url):
         port = parse(url).addresses[0].port
         call("sandbox", "--port", str(port), "--control", tmp_path / "two").assert_complains(2, str(port))
-
-
-def test_a_certificate_is_shown_and_exchanged(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    cert, key = authority.sign("127.0.0.1")
-    flags = ("--tls-cert", cert, "--tls-key", key, "--tls-client-ca", authority.ca_file, "--vbuckets", "2")
-    with sandbox(*flags) as (_, url):
-        assert parse(url).tls
-        address = ("127.0.0.1", parse(url).addresses[0].port)
-        ssl.get_server_certificate(address, ca_certs=str(authority.ca_file))
-        (tmp_path / "other").mkdir()
-        other = Authority(tmp_path / "other")
-        cert, key = other.sign("127.0.0.1")
-        rotate = ("sandbox", "fault", "--source", url, "rotate-certificate")
-        assert call(*rotate, f"cert={cert}", f"key={key}").json == {"cert": str(cert)}
-        call(*rotate, f"cert={tmp_path / 'absent.pem'}").assert_complains(2, "absent.pem cannot be used")
-        ssl.get_server_certificate(address, ca_certs=str(other.ca_file))
-        with pytest.raises(ssl.SSLError):
-            ssl.get_server_certificate(address, ca_certs=str(authority.ca_file))
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [(("--tls-key", "some.key"), "no TLS without a certificate"), (("--tls-cert", "absent.pem"), "absent.pem")],
-)
-def test_invalid_tls_options_are_refused(flags: tuple[str, ...], said: str) -> None:
-    wrong = call_here("sandbox", *flags)
-    assert (wrong.code, wrong.out) == (2, "")
-    assert said in wrong.complaint
 
 
 def test_an_unknown_profile_is_named() -> None:

@@ -59,8 +59,21 @@ def test_a_damaged_row_is_named_and_fixed(source: SandboxThread, mirrored: Path,
     checked = call("check", "--data", data)
     assert checked.code == 3
     assert "its checksum does not match" in checked.out + checked.err
-    fixed = succeed("verify", "--data", data, "--source", source.connection_string, "--repair", "--json")
-    assert (fixed.json["repaired"], fixed.json["ok"]) == ([ALTERED], True)
+    repair(source, data)
+
+
+def repair(source: SandboxThread, data: Path) -> None:
+    verified = ("verify", "--data", data, "--source", source.connection_string, "--repair")
+    call(*verified).assert_complains(1, f"no service runs on {data}")
+    with background("run", "--data", data, "--source", source.connection_string) as service:
+        assert call("status", "--data", data, "--wait-ready", "--timeout", str(LIMIT_S)).code == 0
+        fixed = succeed(*verified, "--json")
+        assert (fixed.json["repaired"], fixed.json["ok"]) == ([ALTERED], True)
+        again = succeed(*verified)
+        assert "fetched again" not in again.out
+        assert call("stop", "--data", data).code == 0
+        assert service.wait(LIMIT_S) == 0
+    assert call("check", "--data", data).code == 0
 
 
 def test_a_mirror_equals_its_source(source: SandboxThread, mirrored: Path) -> None:
@@ -123,12 +136,7 @@ def test_an_altered_row_is_named_and_fixed(source: SandboxThread, altered: Path)
     assert plain.code == 3
     assert difference["key"] in plain.out
     assert "NOT equal: 1 vbuckets" in plain.out
-    fixed = succeed("verify", "--data", altered, "--source", source.connection_string, "--repair", "--json")
-    assert (fixed.json["repaired"], fixed.json["ok"]) == ([ALTERED], True)
-    assert call("check", "--data", altered).code == 0
-    again = call("verify", "--data", altered, "--source", source.connection_string, "--repair")
-    assert again.code == 0
-    assert "fetched again" not in again.out
+    repair(source, altered)
 
 
 def test_every_mistake_is_one_line(source: SandboxThread, mirrored: Path, tmp_path: Path) -> None:

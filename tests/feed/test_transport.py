@@ -234,20 +234,3 @@ async def test_an_unreachable_address_is_one_clear_error() -> None:
         await open_link(NodeAddress("no.such.host.invalid", 1), tls=None, timeout_s=5, clock=SystemClock())
     with pytest.raises(ConnectFailed, match="cannot be a host's name"):
         await open_link(NodeAddress("a" * 64, 1), tls=None, timeout_s=5, clock=SystemClock())
-
-
-async def test_a_request_with_many_answers_gets_each_until_it_declines_more() -> None:
-    link = Link(NodeAddress("127.0.0.1", 1), SystemClock())
-    reported: list[bytes] = []
-
-    def next_answer(outcome: Frame | ClusterError) -> None:
-        assert isinstance(outcome, Frame)
-        reported.append(outcome.key)
-        if outcome.key:
-            link.expect(outcome.opaque, next_answer)
-
-    sent = request(Opcode.STAT, opaque=link.next_opaque())
-    link.ask(sent, next_answer)
-    link.data_received(b"".join(encode(response(sent, key=key)) for key in (b"a", b"b", b"", b"c")))
-    assert reported == [b"a", b"b", b""]
-    assert not link._pending

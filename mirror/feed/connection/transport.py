@@ -178,12 +178,6 @@ class Link(asyncio.BufferedProtocol):
         self._pending[frame.opaque] = on_answer
         self.send(encode(frame))
 
-    def expect(self, opaque: int, on_answer: OnAnswer) -> None:
-        """Wait for another answer with this opaque (STAT). Call this in `on_answer` of the previous answer."""
-        assert opaque not in self._pending, "one waits at a time"
-        if self.error is None:
-            self._pending[opaque] = on_answer
-
     async def request(
         self,
         opcode: int,
