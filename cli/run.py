@@ -25,7 +25,7 @@ from mirror.feed.connection.connection_string import parse
 from mirror.log import get_logger, set_up_logs
 from mirror.messages import Status
 from mirror.ownership import refuse_files_of_others
-from mirror.supervise.setup import look_up_with, set_aside_another_bucket
+from mirror.supervise.setup import look_up_with
 from mirror.supervise.supervisor import RunOptions, Supervisor
 
 log = get_logger("run")
@@ -62,21 +62,6 @@ def run(
     until_caught_up: Annotated[
         bool, typer.Option("--until-caught-up", help="End once everything the source had at the start is published.")
     ] = False,
-    replace_bucket: Annotated[
-        bool,
-        typer.Option(
-            "--replace-bucket",
-            help="If the source's bucket was recreated, rename DIR to DIR.<old bucket's uuid> and begin a new mirror.",
-        ),
-    ] = False,
-    accept_older_map: Annotated[
-        bool,
-        typer.Option(
-            "--accept-older-map",
-            help="Follow the newest cluster map found at start, even if the mirror followed a newer one before: for a "
-            "cluster restored to an earlier state. Use it for one start only.",
-        ),
-    ] = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Mirror a bucket into DIR until SIGTERM or Ctrl-C. The password comes from DCP_MIRROR_PASSWORD or a file.
@@ -91,12 +76,8 @@ def run(
     loaded = settings_in_force(flags, config, pairs)
     if loaded.settings.source is not None:
         parse(loaded.settings.source)
-    if replace_bucket:
-        set_aside = asyncio.run(set_aside_another_bucket(loaded.settings, look_up_with(SystemClock())))
-        if set_aside is not None:
-            output.echo(f"the data of the old bucket is at {set_aside} now", err=True)
     required_groups = loaded.settings.groups if loaded.provenance["groups"] != "default" else None
-    code = serve(loaded.settings, RunOptions(until_caught_up, required_groups, accept_older_map), as_json=as_json)
+    code = serve(loaded.settings, RunOptions(until_caught_up, required_groups), as_json=as_json)
     if code:
         raise CommandEnded(int(code))
 

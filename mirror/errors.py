@@ -112,7 +112,8 @@ class OlderMap(ClusterError):
 
     default_hint = (
         "a node that was failed over may be back with old data, or nodes with newer maps cannot be reached: check the "
-        "nodes, which are queried again. If the cluster was restored to an earlier state: `run --accept-older-map`"
+        "nodes, which are queried again. If the cluster was restored to an earlier state: stop the service, remove "
+        "map.json from the data directory, start it"
     )
 
     @staticmethod
@@ -129,7 +130,7 @@ class BucketChanged(ClusterError):
 
     exit_code = ExitCode.DATA
     retryable = False
-    default_hint = "mirror it into a new data directory, or have the old one set aside by `run --replace-bucket`"
+    default_hint = "mirror it into a new data directory, or move the old one away"
 
 
 class QueryFailed(MirrorError):

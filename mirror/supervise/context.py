@@ -44,11 +44,11 @@ log = get_logger("supervisor")
 
 
 class MapBook:
-    def __init__(self, data: str, bucket_uuid: str, *, accept_older: bool = False) -> None:
-        """Read the recorded revision, or with `accept_older` ignore it. Raises StorageError for a damaged record."""
+    def __init__(self, data: str, bucket_uuid: str) -> None:
+        """Read the recorded revision. Raises StorageError for a damaged record."""
         self._data = data
         self._bucket_uuid = bucket_uuid
-        record = None if accept_older else directory.load_map(data, bucket_uuid)
+        record = directory.load_map(data, bucket_uuid)
         self._maps = NewestMap(bucket_uuid, None if record is None else record.revision)
         self._unsaved = False
 

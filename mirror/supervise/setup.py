@@ -1,7 +1,7 @@
 """Setup before workers start: finds the bucket at the source, and creates or checks the data directory.
 
 A directory with another bucket, selection, vbucket range or number of groups than requested is refused and left as it
-is. Another bucket's directory is set aside only on request, by one rename, while no service runs.
+is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from mirror.clock import Clock
-from mirror.config import Settings, required_data, required_source, vbucket_range
+from mirror.config import Settings, required_source, vbucket_range
 from mirror.errors import ClusterError, ConfigError
 from mirror.feed.cluster.discovery import Source, find_source
 from mirror.feed.connection.bootstrap import Access
@@ -22,7 +22,6 @@ from mirror.ownership import readers_gid
 from mirror.serve.bucket.map import check_nodes, named_nodes
 from mirror.server.listener import parse_addresses
 from mirror.supervise.context import MapBook, ServiceContext
-from mirror.supervise.lock import ServiceLock
 from storage.env import access, directory
 from storage.errors import StorageError
 from storage.model import Identity
@@ -40,14 +39,11 @@ class LookUp(Protocol):
 
 
 class Setup:
-    def __init__(
-        self, context: ServiceContext, look_up: LookUp, required_groups: int | None, accept_older_map: bool
-    ) -> None:
+    def __init__(self, context: ServiceContext, look_up: LookUp, required_groups: int | None) -> None:
         """Raises ConfigError for a wrong setting."""
         self._context = context
         self._look_up = look_up
         self._required_groups = required_groups
-        self._accept_older_map = accept_older_map
         self._selection = Selection.of(context.settings.scope, context.settings.collections)
         readers_gid(context.settings)
 
@@ -131,7 +127,7 @@ class Setup:
         context = self._context
         context.identity = identity
         self.share()
-        context.maps = MapBook(str(context.data), identity.bucket_uuid, accept_older=self._accept_older_map)
+        context.maps = MapBook(str(context.data), identity.bucket_uuid)
 
     def check(self, settings: Settings, identity: Identity, required: int | None) -> None:
         """Raise ConfigError if the directory contradicts the settings, or has not the `required` number of groups."""
@@ -162,25 +158,3 @@ def look_up_with(clock: Clock) -> LookUp:
         return await find_source(Access.of(parse(required_source(settings)), settings), clock, bucket_uuid)
 
     return look_up
-
-
-async def set_aside_another_bucket(settings: Settings, look_up: LookUp) -> str | None:
-    """Rename the data directory if it mirrors another bucket than the source's; return the new name, or None.
-
-    Raises ClusterError, SupervisionError while a service runs, ConfigError, StorageError.
-    """
-    path = required_data(settings)
-    data = str(path)
-    if not directory.exists(data):
-        return None
-    lock = ServiceLock(path)
-    try:
-        identity = directory.load(data)
-        source = await look_up(settings)
-        if (source.bucket_uuid, source.vbucket_count) == (identity.bucket_uuid, identity.vbucket_count):
-            return None
-        target = directory.set_aside(data)
-        log.warning("old-bucket-set-aside", bucket=source.bucket_name, path=target)
-        return target
-    finally:
-        lock.release()

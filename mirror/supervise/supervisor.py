@@ -71,8 +71,6 @@ class RunOptions:
     until_caught_up: bool = False
     required_groups: int | None = None
     """The number of groups that an existing directory must have."""
-    accept_older_map: bool = False
-    """Follow the first map found, even if it is older than the recorded map."""
 
 
 DEFAULTS = RunOptions()
@@ -101,7 +99,7 @@ class Supervisor:
         post, caught_up = self._events.put_nowait, options.until_caught_up
         self._notifier = notifier = notifier or Notifier()
         self._context = context = ServiceContext(settings, required_data(settings), clock)
-        self._setup = Setup(context, look_up, options.required_groups, options.accept_older_map)
+        self._setup = Setup(context, look_up, options.required_groups)
         self._listeners = listeners = Listeners(settings, clock.wall_ms() // 1000)
         self._event_log = event_log = EventLog(clock, context.data)
         self._processes = processes = Processes(context, listeners, event_log, post, command, ends_on_refusal=caught_up)

@@ -242,28 +242,6 @@ def load(path: str) -> Identity:
     return identity
 
 
-def set_aside(path: str) -> str:
-    """Append the bucket's uuid to the name of the directory `path`; return the new path.
-
-    Open views raise an error soon (`Environment.look`). No process may be writing the mirror. Raises StorageError.
-    """
-    identity = load(path)
-    whole = os.path.realpath(path)
-    number = 1
-    while os.path.exists(target := f"{whole}.{identity.bucket_uuid}" + (f".{number}" if number > 1 else "")):
-        number += 1
-    try:
-        os.rename(whole, target)
-        sync_directory(os.path.dirname(whole))
-    except OSError as error:
-        raise StorageError(
-            f"cannot be renamed to {target}: {error.strerror}",
-            path=path,
-            hint="the data directory must not be a mount point; move its contents by hand",
-        ) from error
-    return target
-
-
 def sync_directory(path: str) -> None:
     """Sync a directory, so that new names in it survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

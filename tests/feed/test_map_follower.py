@@ -195,7 +195,7 @@ async def test_a_map_older_than_the_floor_is_refused_with_the_reason(tmp_path: P
         mirror.consumer.map_follower.maps.floor = (1, 1000)
         error = await mirror.fails()
         assert isinstance(error, OlderMap)
-        assert "--accept-older-map" in str(error)
+        assert "map.json" in str(error)
 
 
 async def test_a_map_is_shared_and_followed_when_it_is_returned(tmp_path: Path) -> None:

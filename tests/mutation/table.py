@@ -361,7 +361,7 @@ MUTATIONS = (
     Mutation(
         _MAPS, "if self._maps.judge(found) is MapVerdict.OLDER and self._maps.floor is not None:", "if False:", _OF_MAPS
     ),
-    Mutation(_MAPS, "None if accept_older else directory.load_map(data, bucket_uuid)", "None", _OF_MAPS),
+    Mutation(_MAPS, "record = directory.load_map(data, bucket_uuid)", "record = None", _OF_MAPS),
     Mutation(
         _VBUCKET,
         "return seqno if session.answers else None",

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mirror.config import Settings
-from mirror.errors import BucketChanged, ConfigError, ConnectFailed, ExitCode, SupervisionError
+from mirror.errors import BucketChanged, ConfigError, ConnectFailed, ExitCode
 from mirror.feed.cluster.discovery import Source
-from mirror.supervise.lock import ServiceLock
-from mirror.supervise.setup import LookUp, set_aside_another_bucket
 from mirror.supervise.supervisor import RunOptions
 from storage.env import directory
 from storage.errors import CorruptedError
@@ -104,61 +101,3 @@ async def test_a_mirror_of_the_whole_bucket_refuses_to_become_one_of_a_part(tmp_
     directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
     with pytest.raises(ConfigError, match="mirrors the whole bucket, not scope inventory"):
         await service_of(tmp_path, settings=settings_for(tmp_path, scope="inventory")).run()
-
-
-OLD = Identity("cluster", "demo", "old-uuid", 8, 2)
-
-
-def source_of(uuid: str, vbuckets: int = 8) -> LookUp:
-    async def look_up(settings: object, bucket_uuid: str | None = None) -> Source:
-        return Source("cluster", "demo", uuid, vbuckets)
-
-    return look_up
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    path = tmp_path / "data"
-    directory.create(str(path), OLD)
-    return path
-
-
-def names_in(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
-
-
-async def test_data_of_another_bucket_is_moved_as_a_whole(data: Path) -> None:
-    before = names_in(data)
-    target = await set_aside_another_bucket(settings_for(data), source_of("new-uuid"))
-    assert target == f"{data}.old-uuid"
-    assert names_in(data) == set()
-    assert directory.load(target) == OLD
-    assert before <= names_in(Path(target))
-    directory.create(str(data), OLD)  # it happens again: nothing that was set aside is overwritten
-    assert await set_aside_another_bucket(settings_for(data), source_of("new-uuid")) == f"{data}.old-uuid.2"
-    assert directory.load(f"{data}.old-uuid") == directory.load(f"{data}.old-uuid.2") == OLD
-
-
-async def test_a_bucket_with_another_number_of_vbuckets_is_another_bucket(data: Path) -> None:
-    assert await set_aside_another_bucket(settings_for(data), source_of("old-uuid", 16)) == f"{data}.old-uuid"
-
-
-async def test_data_of_the_same_bucket_and_an_empty_directory_stay(data: Path, tmp_path: Path) -> None:
-    assert await set_aside_another_bucket(settings_for(data), source_of("old-uuid")) is None
-    assert directory.load(str(data)) == OLD
-    assert await set_aside_another_bucket(settings_for(tmp_path / "none"), source_of("new-uuid")) is None
-    with pytest.raises(ConfigError):
-        await set_aside_another_bucket(replace(settings_for(data), data=None), source_of("x"))
-
-
-async def test_data_is_not_moved_while_a_service_runs_or_the_source_is_silent(data: Path) -> None:
-    async def silent(settings: object, bucket_uuid: str | None = None) -> Source:
-        raise ConnectFailed("refused")
-
-    with pytest.raises(ConnectFailed):
-        await set_aside_another_bucket(settings_for(data), silent)
-    lock = ServiceLock(data)
-    with pytest.raises(SupervisionError):
-        await set_aside_another_bucket(settings_for(data), source_of("new-uuid"))
-    lock.release()
-    assert directory.load(str(data)) == OLD

@@ -119,7 +119,7 @@ def test_an_old_map_is_not_followed_even_if_no_other_node_answers(source: Sandbo
         source.run(source.cluster.restart_node(1))
         service.start()
         service.wait_workers(2)
-        until("the reason", lambda: "--accept-older-map" in str((service.status() or {}).get("source_error")))
+        until("the reason", lambda: "map.json" in str((service.status() or {}).get("source_error")))
         assert rollbacks(data) == []
         source.run(source.cluster.restart_node(0))
         write(source, "later")
@@ -153,8 +153,9 @@ def test_a_restored_cluster_is_followed_once_the_operator_allows_it(source: Sand
     refused = call("run", "--source", url(source, 0), "--data", data, "--until-caught-up",
                    "--set", "bootstrap_timeout_s=0.5")  # fmt: skip
     assert refused.code == 1, (refused.out, refused.err)
-    assert "--accept-older-map" in refused.err
-    taken = call("run", "--source", url(source, 0), "--data", data, "--until-caught-up", "--accept-older-map")
+    assert "map.json" in refused.err
+    (data / "map.json").unlink()
+    taken = call("run", "--source", url(source, 0), "--data", data, "--until-caught-up")
     assert taken.code == 0, (taken.out, taken.err)
     assert level(source, data)
     again = call("run", "--source", url(source, 0), "--data", data, "--until-caught-up")
