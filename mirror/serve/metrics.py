@@ -1,14 +1,14 @@
 """Metrics for Prometheus: the status document and the listening processes' counts, as metric families.
 
-A scrape reaches one of the processes that share a port. This process labels its own counts with its name (`server`);
-the status document has the counts of all processes. An unknown figure is left out, never 0. Labels have few values
-(vbuckets, workers, servers, routes), never keys, users or names of leases.
+A scrape reaches one of the processes that share a port; the status document has the counts of all processes. An unknown
+figure is left out, never 0. Labels have few values
+(vbuckets, workers, servers), never keys, users or names of leases.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from mirror import health
 from mirror.server.latency import Figures, Latencies
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 STATES = (
     "starting", "waiting", "requesting", "backfilling", "streaming", "rolling-back", "resyncing", "refused",
     "no-active-node", "stalled", "failing", "finished", "damaged", "stored",
@@ -30,50 +29,24 @@ STATES = (
 Report = dict[str, Any]
 
 
-class Requests(Collector):
-    def __init__(self, server: str) -> None:
-        self.server = server
-        self.answers: Counter[tuple[str, int]] = Counter()
-        """Counts by (route, code). A prometheus_client counter would take ten times as long."""
-        self._seconds: dict[str, Latencies] = {}
-        self.connections: Sized = ()
+class Requests:
+    def __init__(self) -> None:
+        self.request_total = self.document_total = self.byte_total = 0
         self.streams: Counter[str] = Counter()
         """Open streams of changes, by user, or by peer for clients without a login."""
         self.latencies = Latencies()
-        self.document_total = 0
-        self.byte_total = 0
 
-    def answered(self, route: str, code: int, seconds: float | None, byte_count: int) -> None:
-        self.answers[route, code] += 1
-        if seconds is not None:
-            taken = self._seconds.get(route)
-            if taken is None:
-                taken = self._seconds[route] = Latencies(SECONDS_BUCKETS)
-            taken.observe(seconds)
-            self.latencies.observe(seconds)
+    def answered(self, seconds: float | None, byte_count: int) -> None:
+        """Count an answer; `seconds` is None for a stream."""
+        self.request_total += 1
         self.byte_total += byte_count
-
-    def collect(self) -> Iterator[Metric]:
-        own, server = self.server, ("server",)
-        answers = [([own, route, str(code)], count) for (route, code), count in self.answers.items()]
-        yield _counter("http_requests", "Requests answered.", answers, ("server", "route", "code"))
-        seconds = HistogramMetricFamily(
-            "dcp_mirror_http_request_seconds",
-            "From a request's head to its answer's end, streams left out.",
-            labels=("server", "route"),
-        )
-        for route, latencies in self._seconds.items():
-            _add_histogram(seconds, [own, route], latencies.figures(), "")
-        yield seconds
-        yield _gauge("http_connections", "Open connections.", [([own], len(self.connections))], server)
-        yield _gauge("http_streams", "Open streams of changes.", [([own], self.streams.total())], server)
-        yield _counter("http_sent_bytes", "Bytes of bodies.", [([own], self.byte_total)], server)
-        yield _counter("http_documents", "Documents given to readers.", [([own], self.document_total)], server)
+        if seconds is not None:
+            self.latencies.observe(seconds)
 
     def counters(self) -> dict[str, int]:
         """Return totals for the supervisor's status; they only rise while the process runs."""
         return {
-            "http_requests": self.answers.total(),
+            "http_requests": self.request_total,
             "http_documents": self.document_total,
             "http_sent_bytes": self.byte_total,
         }
@@ -192,11 +165,11 @@ def _latencies(servers: Iterable[Report]) -> Metric:
     return family
 
 
-def _add_histogram(family: HistogramMetricFamily, labels: list[str], figures: Figures, bound_format: str = "g") -> None:
+def _add_histogram(family: HistogramMetricFamily, labels: list[str], figures: Figures) -> None:
     below, buckets = 0, []
     for bound_s, count in zip(figures["bounds_s"], figures["counts"], strict=False):
         below += count
-        buckets.append((format(bound_s, bound_format), below))
+        buckets.append((f"{bound_s:g}", below))
     buckets.append(("+Inf", sum(figures["counts"])))
     family.add_metric(labels, buckets, figures["sum_s"])
 
@@ -229,7 +202,3 @@ class _Report(Collector):
 def exposition(report: Report) -> bytes:
     """Return a status document in Prometheus's text format. Call this in a thread: 1,024 vbuckets take 30 ms."""
     return generate_latest(_Report(report))
-
-
-def own_exposition(requests: Requests) -> bytes:
-    return generate_latest(requests)

@@ -300,7 +300,6 @@ def queries_of_clients_that_hang_up(ports: Ports) -> None:
 def pipelined(client: Http) -> None:
     """A client that logs in and then pipelines as many requests as one parse takes."""
     client.get("/livez")
-    client.get("/v1/status/samples")
     client.line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 600)
     data = b""
     while data.count(b"alive") < 600:
@@ -325,7 +324,6 @@ def changed_users(ports: Ports) -> None:
     users[f"user{len(users):05d}"] = users[USER]
     ports.users_file.write_text(json.dumps(document))
     for _ in range(50):
-        get("/v1/status/samples")(ports)
         many(ports.kv, fr.request(Opcode.GET, key=b"\0" + HOT, vbucket=HOT_VBID))
 
 

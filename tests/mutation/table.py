@@ -653,8 +653,8 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/serve/http/api.py",
-        'report["reasons"] if reads_all else',
-        'report["reasons"] if report else',
+        'report["reasons"] if reads_all or not',
+        'report["reasons"] if report or not',
         "tests/serve/test_http_api.py -k readiness_is",
     ),
     Mutation(

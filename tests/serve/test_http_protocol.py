@@ -186,7 +186,7 @@ def test_pipelined_requests_wait_as_bytes_and_are_answered_in_order(
 
     def noted(connection: http_protocol.HttpConnection, byte_count: int) -> None:
         received[0] += byte_count
-        held[0] = max(held[0], received[0] - site.server.service.requests.answers.total() * len(one))
+        held[0] = max(held[0], received[0] - site.server.service.requests.request_total * len(one))
         updated(connection, byte_count)
 
     monkeypatch.setattr(http_protocol.HttpConnection, "buffer_updated", noted)

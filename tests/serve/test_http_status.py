@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mirror.serve.http import status as http_status
 from mirror.serve.http.status import StatusReporter, _together, ask_service
 from mirror.serve.http.view import Mirror
 from mirror.serve.objects import dumps
@@ -84,36 +83,6 @@ async def test_a_service_with_a_malformed_answer_counts_as_down(tmp_path: Path, 
     assert await ask_service(tmp_path) is None
     server.close()
     assert await ask_service(tmp_path / "nowhere") is None
-
-
-async def test_read_rates_are_over_all_server_processes_and_survive_a_replacement(source: Source) -> None:
-    data = Path(source.path)
-    clock = ManualClock()
-    status = status_of(data, clock)
-    report = service_report(data)
-
-    def servers(*counts: tuple[int, int]) -> None:
-        report["servers"] = [
-            {"slot": 2000 + slot, "pid": pid, "counters": {"http_documents": count, "kv_hits": count}}
-            for slot, (pid, count) in enumerate(counts)
-        ]
-
-    status._stored = lambda _: json.loads(json.dumps(report))
-    for counts in (((1, 0), (2, 100)), ((1, 10), (2, 120)), ((3, 7), (2, 130))):
-        servers(*counts)
-        await status.sample()
-        clock.advance(5)
-    assert [sample["reads_per_s"] for sample in status.samples] == [None, 12.0, 4.0]
-
-
-async def test_the_number_of_samples_is_bounded(source: Source) -> None:
-    clock = ManualClock()
-    status = status_of(Path(source.path), clock)
-    for _ in range(http_status.SAMPLES_MAX + 5):
-        await status.sample()
-        clock.advance(5)
-    assert len(status.samples) == http_status.SAMPLES_MAX
-    assert status.samples[-1]["reads_per_s"] is None, "no service counts them"
 
 
 def test_a_failover_of_many_vbuckets_is_one_entry_of_the_history() -> None:

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mirror.health import BROKEN, STATES, Trouble
-from mirror.serve.metrics import Requests, exposition, own_exposition
+from mirror.serve.metrics import exposition
 from mirror.server.latency import BOUNDS_S, Latencies
 from mirror.supervise.status import stored_status
 from tests.serve.http_site import Source, service_report
@@ -31,7 +31,7 @@ def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def test_unknown_figures_are_left_out(source: Source) -> None:
-    found = samples(exposition(stored_status(Path(source.path))) + own_exposition(Requests("http-0")))
+    found = samples(exposition(stored_status(Path(source.path))))
     assert found["dcp_mirror_up", ()] == 0
     assert found["dcp_mirror_ready", ()] == 0
     names = {name for name, _ in found}
@@ -56,22 +56,6 @@ def test_metrics_name_their_worker_or_server(source: Source) -> None:
     assert {labels[0][1]: value for (name, labels), value in found.items() if name == "dcp_mirror_state"} == (
         dict.fromkeys(STATES, 0) | {"following": 1}
     )
-
-
-def test_a_process_exports_its_own_counters() -> None:
-    requests = Requests("http-3")
-    requests.answered("get_document", 200, 0.002, 100)
-    requests.answered("get_changes", 200, None, 50)
-    requests.document_total += 4
-    requests.streams["user ann"] += 1
-    found = samples(own_exposition(requests))
-    own = ("server", "http-3")
-    assert found["dcp_mirror_http_requests_total", (("code", "200"), ("route", "get_document"), own)] == 1
-    assert found["dcp_mirror_http_request_seconds_count", (("route", "get_document"), own)] == 1
-    assert ("dcp_mirror_http_request_seconds_count", (("route", "get_changes"), own)) not in found
-    assert found["dcp_mirror_http_sent_bytes_total", (own,)] == 150
-    assert found["dcp_mirror_http_streams", (own,)] == 1
-    assert requests.counters() == {"http_requests": 2, "http_documents": 4, "http_sent_bytes": 150}
 
 
 def test_requests_are_counted_in_classes_by_the_time_that_they_took() -> None:
@@ -181,9 +165,7 @@ def whole_report(path: Path) -> dict[str, Any]:
 @pytest.fixture
 def scraped(source: Source) -> str:
     source.put("a")
-    requests = Requests("http-0")
-    requests.answered("get_document", 200, 0.002, 100)
-    return (exposition(whole_report(Path(source.path))) + own_exposition(requests)).decode()
+    return exposition(whole_report(Path(source.path))).decode()
 
 
 def exported(text: str) -> set[str]:

@@ -1,7 +1,6 @@
 """The HTTP application: its routes, and the guard around each of them.
 
-A request is counted by its route's name, never by its path. An unexpected error is logged here with its traceback, and
-the client gets only "internal".
+An unexpected error is logged here with its traceback, and the client gets only "internal".
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from mirror.serve.http.problems import MEDIA_TYPE, TITLES, TYPE_PREFIX, Problem,
 from mirror.serve.http.query import post_query
 from mirror.serve.http.requests import Parameters, header, routed, vbucket
 from mirror.serve.http.service import Memory, Service, refuse_websites
-from mirror.serve.http.status import Report, partly_shown, partly_shown_reasons, partly_shown_rows
-from mirror.serve.metrics import CONTENT_TYPE, STATES, exposition, own_exposition
+from mirror.serve.http.status import Report
+from mirror.serve.metrics import CONTENT_TYPE, STATES, exposition
 from mirror.serve.objects import dumps, rollback_object
 from storage.errors import StorageError
 from storage.model import DOCUMENT_FIELDS
@@ -83,41 +82,32 @@ def _collections(service: Service, reader: Reader) -> bytes:
     return dumps({"collections": [found[each] for each in sorted(found)]})
 
 
-async def get_status(request: Request) -> Response:
+async def _overseer(request: Request) -> Service:
+    """Return the service if the reader reads everything: the status names paths, users and other readers."""
     service, reader = await _reader(request)
-    return _json(await service.status.rendered(dumps if reader.reads_all else _part))
+    if not reader.reads_all:
+        raise Problem("forbidden", "the status is for readers of everything", hint="/readyz and /metrics are for all")
+    return service
 
 
-def _part(report: Report) -> bytes:
-    return dumps(partly_shown(report))
-
-
-async def get_samples(request: Request) -> Response:
-    service, _ = await _reader(request)
-    return _answer({"samples": list(service.status.samples)})
+async def get_status(request: Request) -> Response:
+    return _json(await (await _overseer(request)).status.rendered(dumps))
 
 
 async def get_vbuckets(request: Request) -> Response:
-    service, reader = await _reader(request)
-    return _json(await service.status.rendered(_rows if reader.reads_all else _rows_of_part))
+    return _json(await (await _overseer(request)).status.rendered(_rows))
 
 
 def _rows(report: Report) -> bytes:
     return dumps({"vbuckets": report["vbuckets"]})
 
 
-def _rows_of_part(report: Report) -> bytes:
-    return _rows(partly_shown(report))
-
-
 async def get_vbucket(request: Request) -> Response:
-    service, reader = await _reader(request)
+    service = await _overseer(request)
     view = service.view
     vbid = vbucket(request.path_params["vbid"], view.identity.vbucket_count)
     report = await service.status.report()
     rows = [row for row in report["vbuckets"] if row["vbid"] == vbid]
-    if not reader.reads_all:
-        rows = partly_shown_rows(rows)
     state = view.state(vbid)
     boundaries = view.boundaries(vbid)
     return _answer(
@@ -147,11 +137,8 @@ async def get_vbucket(request: Request) -> Response:
 async def get_metrics(request: Request) -> Response:
     service: Service = request.state.service
     await service.reader(request)
-    try:
-        text = await service.status.rendered(exposition)
-    except StorageError:
-        text = b""
-    return Response(text + own_exposition(service.requests), 200, FRESH | {"Content-Type": CONTENT_TYPE})
+    text = await service.status.rendered(exposition)
+    return Response(text, 200, FRESH | {"Content-Type": CONTENT_TYPE})
 
 
 async def get_livez(request: Request) -> Response:
@@ -171,7 +158,7 @@ async def get_readyz(request: Request) -> Response:
     Parameters(request, ())
     try:
         report = await service.status.report()
-        reasons = report["reasons"] if reads_all else partly_shown_reasons(report)
+        reasons = report["reasons"] if reads_all or not report["reasons"] else [report["state"]]
     except StorageError as error:
         problem = of_storage(error)
         reasons = [problem.detail if reads_all else problem.title]
@@ -279,9 +266,8 @@ class GuardedApp:
             await response(scope, receive, counted)
         finally:
             memory.hold(0)
-            route = _route(scope)
-            seconds = None if route == "get_changes" else self._service.clock.monotonic() - started
-            self._service.requests.answered(route, status, seconds, byte_count)
+            seconds = None if _route(scope) == "get_changes" else self._service.clock.monotonic() - started
+            self._service.requests.answered(seconds, byte_count)
 
 
 def _route(scope: Scope) -> str:
@@ -315,7 +301,6 @@ def make_app(service: Service) -> GuardedApp:
         Route("/v1/vbuckets", get_vbuckets, methods=get),
         Route("/v1/vbuckets/{vbid}", get_vbucket, methods=get),
         Route("/v1/status", get_status, methods=get),
-        Route("/v1/status/samples", get_samples, methods=get),
         Route("/metrics", get_metrics, methods=get),
         Route("/livez", get_livez, methods=get),
         Route("/readyz", get_readyz, methods=get),

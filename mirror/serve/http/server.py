@@ -40,13 +40,10 @@ class HttpServer:
         sockets: Sequence[tuple[Address, socket.socket]],
         stored: Callable[[Path], Report],
         clock: Clock,
-        *,
-        name: str = "http-0",
     ) -> None:
-        """`stored` and `name`: as for `Service`."""
-        self.service = Service(settings, stored, clock, name=name)
+        """`stored`: as for `Service`."""
+        self.service = Service(settings, stored, clock)
         self.gate = Gate(make_app(self.service), self.service.has_lost_rights)
-        self.service.requests.connections = self.gate.connections
         self.admission = Admission(settings, self.service.turns)
         self._sockets = sockets
         self._tls = server_tls(settings) if any(address.tls for address, _ in sockets) else None

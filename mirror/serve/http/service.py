@@ -140,14 +140,12 @@ class Service:
         settings: Settings,
         stored: Callable[[Path], Report],
         clock: Clock,
-        *,
-        name: str = "http-0",
     ) -> None:
-        """`stored` makes a status from the store alone; `name` identifies this process in the metrics."""
+        """`stored` makes a status from the store alone."""
         self.clock = clock
         self.users = users_of(settings)
         self.logins = Logins(self.users, clock)
-        self.requests = Requests(name)
+        self.requests = Requests()
         self.mirror = Mirror(required_data(settings), verify_reads=settings.verify_reads)
         self.status = StatusReporter(self.mirror, stored, clock, lag_limit_s=settings.ready_lag_limit_s)
         self.turns = Turns()

@@ -1,4 +1,4 @@
-"""The mirror's status for HTTP readers: the service's report, recent samples, disk and history, readiness.
+"""The mirror's status for HTTP readers: the service's report, disk and history, readiness.
 
 The report comes from the running service, or from the store if no service runs. It has the reasons against readiness
 (`reasons`). The service is queried once a second at most, for any number of readers.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,26 +23,11 @@ from storage.errors import StorageError
 ASK_TIMEOUT_S = 10.0
 FRESH_S = 1.0
 HISTORY_FRESH_S = 5.0
-SAMPLE_INTERVAL_S = 5.0
-SAMPLES_MAX = 180
-"""Samples of a quarter of an hour."""
+REFRESH_S = 5.0
 ROLLBACKS_SHOWN = 50
 PAST_SHOWN = 20
 TOGETHER_MS = 5_000
 """Rollbacks this close to each other form one entry of `past`, and so do resyncs."""
-
-SHOWN_TO_ALL = frozenset((
-    "service", "state", "since_ms", "uptime_s", "time_ms", "bucket", "bucket_uuid", "cluster_uuid",
-    "vbucket_count", "vbuckets_held", "group_count", "sync", "totals", "catch_up", "disk", "history", "lag_limit_s",
-))  # fmt: skip
-"""Members for readers of some collections. Paths, processes, the source's user, names of collections and of other
-readers, and the texts of errors, events and warnings are for readers of everything."""
-PROCESS_SHOWN_TO_ALL = frozenset(
-    ("kind", "slot", "phase", "groups", "uptime_s", "heartbeat_age_s", "restarts", "last_exit_ms")
-)
-ROW_HIDDEN: dict[str, None] = dict.fromkeys(("detail", "last_error", "resync_why"))
-
-READ_COUNTERS = ("http_documents", "kv_hits", "dcp_documents")
 
 Report = dict[str, Any]
 
@@ -56,39 +40,6 @@ async def ask_service(data: Path) -> Report | None:
         return None
     found = answer and answer.get("status")
     return found if isinstance(found, dict) else None
-
-
-def partly_shown_rows(rows: list[Report]) -> list[Report]:
-    """Return rows for readers of some collections. A row shows whether a node is in contact, but not its address."""
-    return [row | ROW_HIDDEN | {"node": None if row["node"] is None else "hidden"} for row in rows]
-
-
-def partly_shown_reasons(report: Report) -> list[str]:
-    return [report["state"]] if report["reasons"] else []
-
-
-def partly_shown(report: Report) -> Report:
-    found = {name: value if name in SHOWN_TO_ALL else _hidden(value) for name, value in report.items()}
-    for kind in ("workers", "servers"):
-        found[kind] = [
-            {name: value if name in PROCESS_SHOWN_TO_ALL else _hidden(value) for name, value in row.items()}
-            for row in report[kind]
-        ]
-    return found | {"reasons": partly_shown_reasons(report), "vbuckets": partly_shown_rows(report["vbuckets"])}
-
-
-def _hidden(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _hidden(each) for name, each in value.items()}
-    return [] if isinstance(value, list) else "" if isinstance(value, str) else None
-
-
-def reads_of(report: Report) -> dict[str, int]:
-    found = {}
-    for server in report.get("servers") or ():
-        counters = server.get("counters") or {}
-        found[f"{server.get('slot')}-{server.get('pid')}"] = sum(int(counters.get(name) or 0) for name in READ_COUNTERS)
-    return found
 
 
 def _together(event: str, found: list[Report]) -> list[Report]:
@@ -129,8 +80,6 @@ class StatusReporter:
         self._disk_and_history_s = float("-inf")
         self._rendered_of: Report | None = None
         self._rendered: dict[Callable[[Report], bytes], bytes] = {}
-        self.samples: deque[Report] = deque(maxlen=SAMPLES_MAX)
-        self._reads: tuple[float, dict[str, int]] | None = None
 
     async def report(self) -> Report:
         """Return the status, a second old at most. Raises StorageError if neither service nor store has one."""
@@ -206,35 +155,8 @@ class StatusReporter:
             },
         }
 
-    async def sample(self) -> None:
-        try:
-            report = await self.report()
-        except (StorageError, MirrorError, OSError):
-            return
-        sums = report["totals"]
-        self.samples.append(
-            {
-                "time_ms": self._clock.wall_ms(),
-                "documents_per_s": sums["documents_per_s"],
-                "bytes_per_s": sums["bytes_per_s"],
-                "reads_per_s": self._read_rate(report),
-                "lag_seqnos": sums["lag_seqnos"],
-                "lag_s": sums["lag_s"],
-            }
-        )
-
-    def _read_rate(self, report: Report) -> float | None:
-        now = self._clock.monotonic()
-        reads = reads_of(report)
-        before, self._reads = self._reads, (now, reads)
-        if before is None or now <= before[0] or not reads:
-            return None
-        risen = sum(max(0, count - before[1][name]) for name, count in reads.items() if name in before[1])
-        return round(risen / (now - before[0]), 1)
-
     async def run(self) -> None:
-        """Take samples, and notice recreated groups, until cancelled."""
+        """Notice recreated groups, until cancelled."""
         while True:
             self._mirror.refresh()
-            await self.sample()
-            await self._clock.sleep(SAMPLE_INTERVAL_S)
+            await self._clock.sleep(REFRESH_S)

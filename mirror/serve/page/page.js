@@ -3,7 +3,8 @@
 "use strict";
 
 const ASK_MS = 2000;
-const SAMPLES_EVERY = 3;
+const SAMPLES_MAX = 450;
+const READ_COUNTERS = ["http_documents", "kv_hits", "dcp_documents"];
 const SILENT_S = 3;
 const SENTENCE_MAX = 90;
 const KINDS = {
@@ -50,6 +51,8 @@ const moment = (ms) => (known(ms) ? new Date(ms).toLocaleString() : "–");
 
 let selected = null;
 let looks = 0;
+const samples = [];
+let reads = new Map();
 let lastReport = null;
 
 function kindOf(row, report, workers) {
@@ -315,6 +318,18 @@ function drawChart(title, samples, field, show, style) {
   return figure;
 }
 
+// The charts begin when the page is opened. A process that was replaced counts from 0.
+function takeSample(report) {
+  const before = reads;
+  const sum = (counters) => READ_COUNTERS.reduce((total, name) => total + (counters?.[name] ?? 0), 0);
+  reads = new Map((report.servers ?? []).map((server) => [`${server.slot}-${server.pid}`, sum(server.counters)]));
+  const passed = (report.time_ms - samples.at(-1)?.time_ms) / 1000;
+  const risen = [...reads].reduce((total, [name, count]) => total + Math.max(0, count - (before.get(name) ?? count)), 0);
+  const { documents_per_s, lag_s } = report.totals;
+  samples.push({ time_ms: report.time_ms, documents_per_s, lag_s, reads_per_s: passed > 0 && reads.size ? risen / passed : null });
+  if (samples.length > SAMPLES_MAX) samples.shift();
+}
+
 function drawCharts(samples) {
   $("charts").replaceChildren(
     drawChart("Ingest, documents a second", samples, "documents_per_s", (value) => share(value, "/s"), "one"),
@@ -356,7 +371,8 @@ async function look() {
     drawFigures(report);
     drawProcesses(report);
     drawPast(report);
-    if (looks % SAMPLES_EVERY === 0) drawCharts((await fetchJson("v1/status/samples")).samples);
+    takeSample(report);
+    drawCharts(samples);
     looks += 1;
     document.body.dataset.looks = looks;
   } catch (error) {

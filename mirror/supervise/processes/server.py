@@ -140,7 +140,7 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
         from mirror.serve.http.server import HttpServer
         from mirror.supervise.status import stored_status
 
-        http = HttpServer(settings, sockets, stored_status, SystemClock(), name=f"http-{number}")
+        http = HttpServer(settings, sockets, stored_status, SystemClock())
         await http.start()
         work: Work = http
     else:
