@@ -16,7 +16,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -288,29 +287,6 @@ class ProgressLine:
         elif line != self._last_line and time.monotonic() - self._last_s >= PROGRESS_INTERVAL_S:
             self._last_line, self._last_s = line, time.monotonic()
             stderr.print(Text(line), soft_wrap=True)
-
-
-class Bar:
-    """A progress bar on stderr, if that is a terminal, from the first `show` until `hide`."""
-
-    def __init__(self) -> None:
-        self._live: Live | None = None
-
-    def show(self, share: float | None) -> None:
-        """Show a share between 0 and 1; None if it is unknown."""
-        if not stderr.is_terminal:
-            return
-        if self._live is None:
-            self._live = Live(console=stderr, auto_refresh=False, transient=True, redirect_stdout=False)
-            self._live.start()
-        self._live.update(
-            ProgressBar(total=None if share is None else 1.0, completed=share or 0, width=40), refresh=True
-        )
-
-    def hide(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
 
 def show(view: RenderableType) -> None:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 SHOWN_ROWS = 1_000
 """Limit of the rows of a table on a terminal; other formats have all rows."""
 CELL_LENGTH = 200
-PROGRESS_AFTER_S = 1.0
 LOOK_S = 0.1
 HELP = "\\d: tables   \\d TABLE: its columns   Ctrl-C: cancel   Ctrl-D: end"
 WORD = re.compile(r"[\w.]+")
@@ -56,7 +55,6 @@ class Running:
         self._session = session
         self._query = query
         self._found: queue.Queue[Any] = queue.Queue(AHEAD)
-        self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="query", daemon=True)
 
     def _run(self) -> None:
@@ -71,28 +69,17 @@ class Running:
 
     def batches(self) -> Generator[Any]:
         """Yield the schema, then the batches. Closing the generator cancels the query."""
-        bar = render.Bar()
         self._thread.start()
         try:
-            while (found := self._next(bar)) is not None:
+            while (found := self._found.get()) is not None:
+                if isinstance(found, BaseException):
+                    raise found
                 yield found
         finally:
-            bar.hide()
             while self._thread.is_alive():
                 self._session.interrupt()
                 with contextlib.suppress(queue.Empty, KeyboardInterrupt):
                     self._found.get(timeout=LOOK_S)
-
-    def _next(self, bar: render.Bar) -> Any:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                found = self._found.get(timeout=LOOK_S)
-                bar.hide()
-                if isinstance(found, BaseException):
-                    raise found
-                return found
-            if time.monotonic() - self._began_s > PROGRESS_AFTER_S:
-                bar.show(self._session.progress())
 
 
 def cell_text(cell: Any) -> str:

@@ -12,19 +12,17 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date, datetime, time, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import IO, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mirror.errors import QueryFailed
 
 DOUBLE_DIGITS = 15
 """Decimal digits that a double keeps."""
-DAY_UNITS = {"us": 86_400_000_000, "ns": 86_400_000_000_000}
 
 
 def plain(value: Any) -> Any:
@@ -35,7 +33,7 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if isinstance(value, datetime | date | time):
+    if isinstance(value, datetime | date):
         return value.isoformat()
     if isinstance(value, dict):
         return {str(name): plain(each) for name, each in value.items()}
@@ -52,9 +50,6 @@ def plain(value: Any) -> Any:
 
 def rows(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
     """Yield rows of plain values. Raises QueryFailed for a value that Python cannot hold, such as the year 294247."""
-    for column in batch.columns:
-        if _has_24_00(column):
-            raise QueryFailed("a value cannot be shown: the time 24:00:00", hint="cast its column to VARCHAR")
     try:
         columns = [[plain(value) for value in column.to_pylist()] for column in batch.columns]
     except (ValueError, OverflowError) as error:
@@ -73,19 +68,6 @@ def to_pandas(answer: pa.Table | pa.RecordBatchReader) -> Any:
     dtypes = signed | unsigned | {pa.bool_(): pandas.BooleanDtype()}
     table = answer.read_all() if isinstance(answer, pa.RecordBatchReader) else answer
     return table.to_pandas(types_mapper=dtypes.get, integer_object_nulls=True)
-
-
-def _has_24_00(column: Any) -> bool:
-    """Return True if a time is the end of its day, which Python reads as the beginning."""
-    kind = column.type
-    if pa.types.is_time64(kind):
-        units = pc.max(column.cast(pa.int64())).as_py()
-        return units is not None and units >= DAY_UNITS[kind.unit]
-    if pa.types.is_struct(kind):
-        return any(map(_has_24_00, column.flatten()))
-    if pa.types.is_map(kind):
-        return any(map(_has_24_00, (column.keys, column.items)))
-    return pa.types.is_nested(kind) and not pa.types.is_union(kind) and _has_24_00(column.flatten())
 
 
 def numeric(kind: pa.DataType) -> bool:

@@ -110,14 +110,13 @@ class Columns:
         key_range: KeyRange = EVERY_KEY,
         after_seqno: int = 0,
         vbids: range = EVERY_VBID,
-        progress: Callable[[int, int], None] = lambda _begun, _ended: None,
     ) -> Iterator[Any]:
         """Yield record batches of the documents of a collection (None: of all). A lease holds the boundaries, except
         for a read of one key.
 
         The batches hold every document that has `key`, is in `key_range`, above `after_seqno`, and in a vbucket of
-        `vbids`. They may also hold documents at or below `after_seqno`. `progress` gets the numbers of vbuckets that
-        were begun and ended. Raises DocumentDoesNotFit, CorruptedError and the errors of `BoundaryRead.hold`.
+        `vbids`. They may also hold documents at or below `after_seqno`. Raises DocumentDoesNotFit, CorruptedError and
+        the errors of `BoundaryRead.hold`.
         """
         rows_max = bulk.ROWS_MAX
         if key is not None:
@@ -126,20 +125,17 @@ class Columns:
             key_range = KeyRange(key, b"", key + b"\0")
         else:
             of.hold()
-        chosen = [vbid for vbid in of.vbids if vbid in vbids]
         names = None if collection is None else (collection,)
         maker = Maker(self._shape, None, seal.SIZE)
-        progress(len(chosen), 0)
         ahead = MAKERS if any(self._shape.from_body) or self._json else 0
         making: deque[Future[Any]] = deque()
         with ThreadPoolExecutor(MAKERS) as pool:
-            for vbid in chosen:
+            for vbid in (each for each in of.vbids if each in vbids):
                 for rows in of.rows(vbid, names, key_range, rows_max=rows_max, after_seqno=after_seqno):
                     for make in maker.add(*rows):
                         making.append(pool.submit(self._finished, make))
                         if len(making) > ahead:
                             yield making.popleft().result()
-                progress(0, 1)
             while making:
                 yield making.popleft().result()
         for make in maker.rest():  # all rows of a small read, which starts no thread

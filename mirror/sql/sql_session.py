@@ -37,13 +37,9 @@ TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "json_each", 
 QUERY_NODES = frozenset({"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"})
 """Nodes of a syntax tree that only read. Other nodes are INSERT_QUERY_NODE, COPY_QUERY_NODE and the like."""
 ONLY_SELECT = "only SELECT can be run: a mirror is read only"
-SLEEPING = frozenset({"sleep_ms", "pg_sleep"})
-"""Functions that only take time. A query holds a process while it sleeps."""
 _METADATA = [pa.field(f"_{each.name}", each.type) for each in DOCUMENTS if each.name != VALUE]
 _JSON = pa.json_()
 _VALUE = pa.field(VALUE, _JSON)
-_PREFIX_FUNCTIONS = {"~~": r"([^%_\\]+)%.*", "^@": "(.+)", "starts_with": "(.+)", "prefix": "(.+)"}
-"""Functions that test for a prefix, each with the pattern that finds the prefix in its argument."""
 _TERM = re.compile(r'\((_key|_seqno|_vbid) (>=|>|<=|<|==) (?:"((?:[^"\\]|\\["\\])*)"|(\d+))\)')
 _AMBIGUOUS = re.compile(r'[()"\\]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -72,7 +68,7 @@ _CONFIG: dict[str, Any] = {
 
 
 class SqlSession:
-    """Runs queries on one connection, for one thread at a time. Other threads may call `interrupt` and `progress`."""
+    """Runs queries on one connection, for one thread at a time. Other threads may call `interrupt`."""
 
     def __init__(
         self,
@@ -101,7 +97,6 @@ class SqlSession:
         self._views: dict[tuple[str, ...], str] = {}
         self.reading: BoundaryRead | None = None
         """The read of the running query."""
-        self._vbuckets_done = self._vbuckets_begun = 0
         self.failure: BaseException | None = None
         """The error that ended the read of a table. It is kept because DuckDB passes on only its text."""
         self._result: Result | None = None
@@ -126,14 +121,6 @@ class SqlSession:
         """End the running query with QueryCancelled."""
         self._connection.interrupt()
 
-    def progress(self) -> float | None:
-        """Return the share of the vbuckets that the running query has read, 0 to 1; None before the first read."""
-        return self._vbuckets_done / self._vbuckets_begun if self.reading and self._vbuckets_begun else None
-
-    def count_vbuckets(self, begun: int, done: int) -> None:
-        self._vbuckets_begun += begun
-        self._vbuckets_done += done
-
     def tables(self) -> dict[str, list[Column]]:
         """Sample each collection, and return every table with its columns."""
         names = sorted(self._collections(), key=lambda name: (name != DEFAULT_COLLECTION, name))
@@ -155,7 +142,6 @@ class SqlSession:
         if self._result is not None:
             self._result.close()
         self.failure = None
-        self._vbuckets_done = self._vbuckets_begun = 0
         self.reading = self._view.reading(as_of=self._as_of, lease=of_reading(self._view.path, "sql"))
         try:
             reader = self.guarded(lambda: self._answered(query))
@@ -166,7 +152,8 @@ class SqlSession:
         return self._result
 
     def _answered(self, query: str) -> Any:
-        relation = self._connection.sql(self._prepare(query, self._tree(query)))
+        self._prepare(self._tree(query))
+        relation = self._connection.sql(query)
         for name, kind in zip(relation.columns, relation.types, strict=True):
             if _is_lost(kind):
                 raise QueryFailed(f"column {name} has the type {kind}", hint="cast it to VARCHAR")
@@ -217,8 +204,8 @@ class SqlSession:
             raise QueryFailed("one statement at a time")
         return found["statements"][0]["node"]
 
-    def _prepare(self, query: str, tree: Any) -> str:
-        """Make the tables that the query names. Return the query with a key range next to each prefix test."""
+    def _prepare(self, tree: Any) -> None:
+        """Make the tables that the query names."""
         nodes = list(_nodes(tree))
         own = {entry["key"].lower() for node in nodes for entry in node.get("cte_map", {}).get("map", ())}
         meant: dict[tuple[str, ...], str] = {}
@@ -226,8 +213,6 @@ class SqlSession:
             kind = str(node.get("type"))
             if kind.endswith("_NODE") and kind not in QUERY_NODES:  # `WITH x AS (INSERT ...)`
                 raise QueryFailed(ONLY_SELECT)
-            if kind == "FUNCTION" and (name := node["function_name"].lower()) in SLEEPING:
-                raise QueryFailed(f"function {name} is not available: it holds up other queries")
             if kind == "TABLE_FUNCTION" and (name := node["function"]["function_name"].lower()) not in TABLE_FUNCTIONS:
                 raise QueryFailed(f"table function {name} is not available", hint=self._known())
             if kind == "BASE_TABLE":
@@ -239,7 +224,6 @@ class SqlSession:
                     if meant.setdefault(path, collection) != collection:
                         hint = f'name one of them "{collection}"'
                         raise QueryFailed(f"tables {meant[path]} and {collection} have one name in SQL", hint=hint)
-        return _with_ranges(query, nodes)
 
     def _make(self, path: tuple[str, ...], spelled: Sequence[str]) -> str:
         """Make the table that a query names, and return its collection."""
@@ -344,7 +328,7 @@ class _Table(ds.Dataset):  # type: ignore[misc]
             table = Columns(pa.schema([self._fields[name] for name in read]), "_")
             shown = "".join(f"{name}{self._fields[name].type}" for name in conditions)
             bounds = {} if _AMBIGUOUS.search(shown) else _bounds(tested)
-            for found in table.batches(reading, self._collection, progress=session.count_vbuckets, **bounds):
+            for found in table.batches(reading, self._collection, **bounds):
                 if condition is not None:
                     found = found.filter(condition)
                 yield found.select(names)
@@ -356,12 +340,12 @@ class _Table(ds.Dataset):  # type: ignore[misc]
 
 
 def _is_lost(kind: Any) -> bool:
-    """Return True for a DuckDB type with values that Arrow changes: large unsigned numbers of 128 bits become negative,
-    and times lose their zone.
+    """Return True for a DuckDB type with values that Arrow or Python changes: large unsigned numbers of 128 bits become
+    negative, 24:00:00 becomes 00:00:00, and times lose their zone.
     """
     if kind.id in ("list", "array", "struct", "map", "union"):
         return any(_is_lost(child) for _, child in kind.children if not isinstance(child, int))
-    return kind.id in ("uhugeint", "time with time zone")
+    return kind.id in ("uhugeint", "time", "time_ns", "time with time zone")
 
 
 def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:
@@ -373,59 +357,6 @@ def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:
             left += each.values()
         elif isinstance(each, list):
             left += each
-
-
-def _with_ranges(query: str, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Return the query with `AND column >= 'p' AND column < 'q'` beside each test for a prefix of a `_key`.
-
-    DuckDB passes comparisons to the table, but no prefix tests. The range has every key that passes the test. If
-    `_changes_keys` is true for a node, the query stays unchanged.
-    """
-    if any(map(_changes_keys, nodes)):
-        return query
-    text = query.encode()
-    edits: dict[tuple[int, int], str] = {}
-    for where in (node["where_clause"] for node in nodes if node.get("where_clause")):
-        for node in _nodes(where):
-            found = _prefix_test(node)
-            if found is not None:
-                column, prefix = found
-                start = min(column["query_location"], node["query_location"])
-                end = node["query_location"] + node["query_location_length"]
-                name = text[column["query_location"] :][: column["query_location_length"]].decode()
-                following = _following(prefix)
-                upper = f" AND {name} < {_literal(following)}" if following else ""
-                edits[start, end] = f" AND {name} >= {_literal(prefix)}{upper})"
-    for (start, end), addition in sorted(edits.items(), reverse=True):
-        text = text[:start] + b"(" + text[start:end] + addition.encode() + text[end:]
-    return text.decode()
-
-
-def _changes_keys(node: Mapping[str, Any]) -> bool:
-    """Return True if the query may give the name `_key` to something else, or compare texts by a collation."""
-    is_modified_type = node.get("class") == "TYPE" and node["children"]  # such as VARCHAR('nocase')
-    given = [node.get(name) for name in ("alias", "name", "key")]
-    given += [*node.get("column_name_alias", ()), *node.get("aliases", ())]
-    return node.get("class") == "COLLATE" or bool(is_modified_type) or "_key" in (str(each).lower() for each in given)
-
-
-def _prefix_test(node: Mapping[str, Any]) -> tuple[Mapping[str, Any], str] | None:
-    pattern = _PREFIX_FUNCTIONS.get(node.get("function_name", ""))
-    if pattern is None or len(node["arguments"]) != 2:
-        return None
-    column, text = (argument["expression"] for argument in node["arguments"])
-    if column["class"] != "COLUMN_REF" or column["column_names"][-1] != "_key" or text["class"] != "CONSTANT":
-        return None
-    literal = text["literal"]
-    found = re.fullmatch(pattern, literal["text"], re.DOTALL) if literal["kind"] == "STRING" else None
-    return (column, found[1]) if found else None
-
-
-def _following(prefix: str) -> str | None:
-    """Return the smallest text above all texts that begin with `prefix`; None if there is none."""
-    code = ord(prefix[-1]) + 1
-    code = 0xE000 if code == 0xD800 else code
-    return prefix[:-1] + chr(code) if code <= 0x10FFFF else None
 
 
 def _bounds(text: str) -> dict[str, Any]:
@@ -473,7 +404,3 @@ def _terms(text: str) -> list[tuple[str, ...]]:
 
 def _identifier(name: str) -> str:
     return '"{}"'.format(name.replace('"', '""'))
-
-
-def _literal(text: str) -> str:
-    return "'{}'".format(text.replace("'", "''"))

@@ -158,7 +158,7 @@ def test_the_accept_header_is_a_list_with_weights(site: Site, accept: str, arrow
     [
         ("SELECT TIMETZ '12:00:00+02' AS t", "TIME WITH TIME ZONE"),
         ("SELECT [TIMETZ '12:00:00+02'] AS t", "TIME WITH TIME ZONE"),
-        *((f"SELECT {value} AS t", "24:00:00") for value in (
+        *((f"SELECT {value} AS t", "TIME") for value in (
             "TIME '24:00:00'", "[TIME '24:00:00']", "{'a': TIME '24:00:00'}", "map {'a': [TIME '24:00:00']}",
             "array_value(TIME '24:00:00')", "TIME '24:00:00'::TIME_NS",
         )),
@@ -168,8 +168,8 @@ def test_a_time_that_json_would_change_is_an_error_with_a_remedy(site: Site, sql
     problem = ask(site, sql, 400).json()
     assert words in problem["detail"]
     assert "VARCHAR" in problem["hint"]
-    shown = ask(site, "SELECT TIME '24:00:00'::VARCHAR, TIMETZ '12:00:00+02'::VARCHAR, [TIME '23:59:59']").json()
-    assert shown["rows"] == [["24:00:00", "12:00:00+02", ["23:59:59"]]]
+    shown = ask(site, "SELECT TIME '24:00:00'::VARCHAR, TIMETZ '12:00:00+02'::VARCHAR").json()
+    assert shown["rows"] == [["24:00:00", "12:00:00+02"]]
 
 
 @pytest.mark.parametrize(("limit", "count"), [(None, 40), (3, 3), (0, 0), (40, 40)])

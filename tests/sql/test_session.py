@@ -5,14 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import duckdb
 import pytest
 
 from mirror import View
 from mirror.errors import QueryFailed
 from mirror.serve.http.problems import DETAIL_LENGTH_MAX, Problem
 from mirror.sql import Session
-from mirror.sql.sql_session import SLEEPING
 from storage.format import records
 from storage.model import Collection, Manifest, ManifestUid, Seqno, SnapshotRange
 from tests.spark.mirrors import GROUPS, VBUCKETS, SmallMirror
@@ -42,9 +40,6 @@ def test_each_collection_is_a_table_and_the_default_one_is_documents(mirror: Sma
         ("SELECT 1; SELECT 2", "one statement"),
         ("SELECT * FROM read_csv('/etc/passwd')", "read_csv is not available"),
         ("FROM '/etc/passwd'", "does not exist"),
-        ("SELECT pg_sleep(100)", "pg_sleep is not available"),
-        ("SELECT * FROM range(3) t(a) WHERE Sleep_MS(a) IS NULL", "sleep_ms is not available"),
-        ("SELECT list_transform([1], lambda x: main.pg_sleep(x))", "pg_sleep is not available"),
         ("WITH x AS (INSERT INTO documents VALUES (1) RETURNING *) SELECT * FROM x", "only SELECT"),
         ("WITH x AS (COPY (SELECT 1) TO '/tmp/x.csv') SELECT 1", "only SELECT"),
         ("SELECT (WITH x AS (DELETE FROM documents RETURNING 1) SELECT count(*) FROM x)", "only SELECT"),
@@ -90,12 +85,6 @@ def test_a_table_of_the_query_hides_a_collection_only_in_its_scope(
     put(mirror, {"a": {"n": 1}, "b": {"n": 2}})
     put(mirror, {"o": {"total": 5}}, collection_id=ids["orders"])
     assert rows(view, query) == [(found,)]
-
-
-def test_every_sleeping_function_of_duckdb_is_known() -> None:
-    names = "SELECT function_name FROM duckdb_functions() WHERE function_name SIMILAR TO '.*(sleep|wait|delay).*'"
-    with duckdb.connect() as connection:
-        assert {name for (name,) in connection.execute(names).fetchall()} == SLEEPING
 
 
 def test_a_long_list_of_names_is_cut(mirror: SmallMirror, view: View) -> None:
@@ -149,26 +138,6 @@ def test_names_that_differ_in_case_are_different_tables(mirror: SmallMirror, vie
             session.run("SELECT * FROM inventory.orders JOIN inventory.Orders USING (_key)")
     query = 'SELECT a.n, b.n, a.x FROM "inventory.orders" a JOIN inventory.Orders b USING (_key)'
     assert rows(view, query) == [(1, 10, "1")]
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        "(SELECT _key COLLATE nocase AS _key FROM documents)",
-        "(SELECT * REPLACE (_key COLLATE nocase AS _key) FROM documents)",
-        "(SELECT _key FROM documents UNION SELECT '' COLLATE nocase)",
-        "(SELECT _key FROM documents UNION SELECT ''::VARCHAR('nocase'))",
-    ],
-)
-def test_a_prefix_condition_respects_the_collation_of_keys(mirror: SmallMirror, view: View, keys: str) -> None:
-    put(mirror, {"Zeta": {"n": 1}, "zoo": {"n": 2}, "apple": {"n": 3}})
-    assert rows(view, f"SELECT _key FROM {keys} WHERE _key LIKE 'Z%'") == [("Zeta",), ("zoo",)]
-
-
-def test_a_prefix_condition_on_a_column_renamed_to_key_tests_that_column(mirror: SmallMirror, view: View) -> None:
-    put(mirror, {"a": {"n": 1}})
-    query = "WITH c AS (SELECT value AS _key FROM documents) SELECT _key FROM c WHERE _key LIKE '{%'"
-    assert rows(view, query) == [('{"n": 1}',)]
 
 
 @pytest.mark.parametrize(
