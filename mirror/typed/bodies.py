@@ -5,9 +5,9 @@ fields. A misfit is a body that is not one JSON object, or that has a value whic
 `Reading.mode` decides what becomes of misfits.
 
 Arrow reads many bodies at once, and refuses all of them for one misfit. Refused batches are halved until they are
-small; then values.py reads their bodies. values.py also reads all columns whose types Arrow's reader lacks (map,
-variant, JSON), and fields in another spelling than their column: Arrow compares names exactly. Arrow and values.py give
-the same values.
+small; then values.py reads their bodies. values.py also reads all columns whose types Arrow's reader lacks or reads
+wrongly (map, decimal, variant, JSON), and fields in another spelling than their column: Arrow compares names exactly.
+Arrow and values.py give the same values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -36,16 +35,12 @@ DEEP_LENGTH = 1_000
 """A longer body (in bytes) may be nested deeper than Python reads, in a field that Arrow skips. So a refused batch with
 a longer body is halved to single bodies: Arrow may accept the body that values.py cannot read.
 """
-_LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
-"""Numbers that Arrow scales beyond 256 bits: it gives a wrong value or crashes. JSON strings may use escapes."""
 _NEGATIVE_ZERO = r"-0[],}\s]"
 """The integer -0: Arrow reads it as the double -0.0, values.py and from_json read it as 0.0."""
 _ESCAPED_LETTER = r"\\u00[4-7]"
 """A letter A to Z as an escape."""
 _MAY_BE_ESCAPED = r'(?:\\"|[^"]{1,12})'
 """A character that JSON may spell as one or two escapes. The pattern matches more: values.py then finds no spelling."""
-_DECIMAL = pa.decimal256(75, 38)
-"""The type of decimals before rounding: 75 digits, because a difference needs 76, Arrow's limit."""
 _NO_TIME = r"^0000|[ T][0-9]{2}[^:]|:[0-9.]*[-+](1[89]|2)"
 """Finds texts that Arrow reads as times and values.py may refuse: the year 0000, an hour without minutes before a zone,
 and offsets from 18 hours on.
@@ -230,7 +225,6 @@ class _ArrowReader:
         self._unit = None if epoch is None else EPOCH_UNITS[epoch]
         self._names = sorted(set(names_of(schema)))
         self._other_spellings = "|".join(filter(None, map(_spelled_otherwise, self._names)))
-        self._has_decimals = any(_contains(each.type, pa.types.is_decimal) for each in schema)
         self._options = pj.ParseOptions(
             explicit_schema=pa.schema([pa.field(each.name, self._readable(each.type)) for each in schema]),
             newlines_in_values=True,
@@ -244,8 +238,6 @@ class _ArrowReader:
         each body is one value. A damaged body cannot continue in the next body: the line end is an error in a string,
         and the next body's `{` is an error after an inner object.
         """
-        if self._has_decimals and _any_matches(objects, _LARGE_NUMBER):
-            raise pa.ArrowInvalid("a number that is too large")
         lines = pc.binary_replace_slice(objects, _BEHIND_ALL, _BEHIND_ALL, _LINE_END)
         lines.view(pa.string()).validate(full=True)  # Arrow's reader accepts bytes that are not UTF-8
         text = lines.buffers()[2]
@@ -281,8 +273,6 @@ class _ArrowReader:
         """Return a type that Arrow's JSON reader can make and `_converted` turns into `kind`."""
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
             return pa.int64() if self._is_number(kind) else pa.string()
-        if pa.types.is_decimal(kind):
-            return _DECIMAL
         if pa.types.is_struct(kind):
             return pa.struct([pa.field(each.name, self._readable(each.type)) for each in kind])
         if pa.types.is_list(kind):
@@ -301,8 +291,6 @@ class _ArrowReader:
         if pa.types.is_list(kind):
             values = self._converted(found.values, kind.value_type)
             return pa.ListArray.from_arrays(found.offsets, values, kind, mask=found.is_null())
-        if pa.types.is_decimal(kind):
-            return _rounded(found, kind)
         if found.type == pa.string() and _any_matches(found, _NO_TIME):
             raise pa.ArrowInvalid("no time, or a time that is to be looked at")
         if pa.types.is_timestamp(kind) and kind.tz is not None:
@@ -369,20 +357,11 @@ def _spelled_otherwise(name: str) -> str:
 
 
 def _one_by_one(kind: Any) -> bool:
-    return pa.types.is_map(kind) or is_variant(kind) or isinstance(kind, pa.JsonType)
-
-
-def _rounded(found: Any, kind: Any) -> Any:
-    """Round decimals half up. Arrow's division is wrong by one or two for some values, such as 4294967295.7 to an
-    integer (pyarrow 26), so each result is compared with the unrounded number. Raises ArrowInvalid.
+    """Return True for a type that Arrow's reader lacks, or reads wrongly: it rounds some decimals by one or two, and
+    ends the process for some large ones (pyarrow 26).
     """
-    rounded = pc.round(found, kind.scale, "half_towards_infinity").cast(kind)
-    farther = pc.subtract(pc.abs(rounded.cast(found.type)), pc.abs(found))
-    half = Decimal(5).scaleb(-kind.scale - 1) if kind.scale < _DECIMAL.scale else Decimal(0)
-    least, most = (pc.min_max(farther)[each].as_py() for each in ("min", "max"))
-    if least is not None and not (-half < least and most <= half) and (least or most):
-        raise pa.ArrowInvalid("a number that Arrow does not round")
-    return rounded
+    types = pa.types
+    return types.is_map(kind) or types.is_decimal(kind) or is_variant(kind) or isinstance(kind, pa.JsonType)
 
 
 def _longest(bodies: Any) -> int:
