@@ -16,7 +16,6 @@ from mirror.wire.keys import decode_leb128
 
 NOOP_INTERVAL_DEFAULT_S = 180.0
 NOOP_INTERVAL_MIN_S, NOOP_INTERVAL_MAX_S = 0.1, 10_800.0
-CONSUMER_NAME_BYTES_MAX = 200
 
 STREAM_BUFFER_SIZE = b"stream_buffer_size"
 ENABLE_EXT_METADATA = b"enable_ext_metadata"
@@ -48,9 +47,6 @@ class Abilities:
     controls: frozenset[bytes]
     fractional_noop_interval: bool = True
     """True if noop intervals may be a fraction of a second (7.6 and newer)."""
-    sync_writes: bool = False
-    replication: bool = False
-    """True if the server can wait for replicas to acknowledge durable writes."""
     change_streams: bool = False
     oso_with_seqno_advanced: bool = True
     """True if the server accepts `true_with_seqno_advanced` for out-of-order snapshots (7.1 and newer)."""
@@ -73,8 +69,6 @@ class Controls:
     expiry_opcode: bool = False
     force_compression: bool = False
     flat_events: bool = False
-    sync_writes: bool = False
-    consumer_name: bool = False
     change_streams: bool = False
     v7_status_codes: bool = False
     round_robin: bool = False
@@ -134,27 +128,7 @@ class Controls:
     def _set_stream_id(self, value: bytes) -> Status:
         if value != _TRUE or not self.collections:
             return Status.EINVAL
-        if self.sync_writes:
-            return Status.NOT_SUPPORTED
         self.stream_ids = True
-        return Status.SUCCESS
-
-    def _set_sync_writes(self, value: bytes) -> Status:
-        if not self.abilities.sync_writes:
-            return Status.NOT_SUPPORTED
-        if value != _TRUE:
-            return Status.EINVAL
-        if self.stream_ids:
-            return Status.NOT_SUPPORTED
-        self.sync_writes = True
-        return Status.SUCCESS
-
-    def _set_consumer_name(self, value: bytes) -> Status:
-        if not self.abilities.replication:
-            return Status.NOT_SUPPORTED
-        if not 0 < len(value) <= CONSUMER_NAME_BYTES_MAX:
-            return Status.EINVAL
-        self.consumer_name = True
         return Status.SUCCESS
 
     def _set_deleted_user_xattrs(self, value: bytes) -> Status:
@@ -222,8 +196,8 @@ _CONTROLS: dict[bytes, _Setter] = {
     ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM: _choice(_ONLY_TRUE, "end_on_close"),
     ControlKey.ENABLE_EXPIRY_OPCODE: _choice(_BOOLEAN, "expiry_opcode"),
     ControlKey.ENABLE_STREAM_ID: Controls._set_stream_id,
-    ControlKey.ENABLE_SYNC_WRITES: Controls._set_sync_writes,
-    ControlKey.CONSUMER_NAME: Controls._set_consumer_name,
+    ControlKey.ENABLE_SYNC_WRITES: _not_supported,
+    ControlKey.CONSUMER_NAME: _not_supported,
     ControlKey.BACKFILL_ORDER: _choice({b"round-robin": True, b"sequential": False}, "round_robin"),
     ControlKey.INCLUDE_DELETED_USER_XATTRS: Controls._set_deleted_user_xattrs,
     ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS: Controls._accept_oso,

@@ -198,8 +198,6 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:
             raise Refused(Status.NOT_SUPPORTED)  # xattrs and filters require enable_noop
         stream_filter = self._parse_filter(request)
-        if self.controls.sync_writes and self._names_collections(stream_filter):
-            raise Refused(Status.NOT_SUPPORTED)
         if (request.vbid, stream_filter.stream_id) in self.streams:
             raise Refused(Status.KEY_EEXISTS)
         history = self._history(request, stream_filter)
@@ -250,10 +248,6 @@ class Producer(ABC, Generic[StreamT, FilterT]):
             raise Refused(Status.EINVAL, "Request contains invalid flags")
         return replace(request, flags=request.flags & ~unknown)
 
-    def _names_collections(self, stream_filter: FilterT) -> bool:
-        """Return True if the filter lists collections. The filter of a client without collections does not count."""
-        return self.controls.collections and stream_filter.collections is not None and stream_filter.scope_id is None
-
     @abstractmethod
     def _check_request(self, request: StreamRequest) -> StreamRequest:
         """Return the request, or a changed one, for the checks that follow. Raises Refused for a vbucket that is not
@@ -284,9 +278,9 @@ class Producer(ABC, Generic[StreamT, FilterT]):
     @abstractmethod
     async def _pump(self) -> None: ...
 
-    def _send(self, data: bytes, extra_bytes: int = 0) -> None:
-        """Send messages of streams. Flow control counts their bytes, and `extra_bytes` more (docs/protocol.md 2.8)."""
-        self.window.sent(len(data) + extra_bytes)
+    def _send(self, data: bytes) -> None:
+        """Send messages of streams, whose bytes flow control counts (docs/protocol.md 2.8)."""
+        self.window.sent(len(data))
         self._port.write(data)
 
     def _send_stream_ends(self) -> None:

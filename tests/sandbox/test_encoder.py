@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mirror.sandbox.data import item as it
-from mirror.sandbox.data.item import CommitItem, EventItem, Item
+from mirror.sandbox.data.item import EventItem, Item
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.server.controls import Controls
@@ -47,28 +47,6 @@ def test_an_expiration_has_its_own_opcode_only_with_delete_times(
     item = Item(5, b"\x08k", codec_dcp.encode(ev.Expiration(3, b"\x08k", 5, 1, 9, delete_time=77)))
     features = Controls(ABILITIES, collections=True, open_flags=flags, expiry_opcode=expiry_opcode)
     assert decoded(ItemEncoder(features).encode(item, from_disk=from_disk)) == expected
-
-
-def test_a_commit_is_sent_as_a_mutation_unless_negotiated_and_in_memory() -> None:
-    frame = it.mutation_frame(3, b"\x08k", 6, 1, 9, b"{}")
-    item = CommitItem(6, b"\x08k", frame, 5)
-    able = ItemEncoder(Controls(ABILITIES, collections=True, sync_writes=True))
-    assert decoded(able.encode(item, from_disk=False)) == ev.Commit(3, b"\x08k", 5, 6)
-    assert able.encode(item, from_disk=True) == frame
-    plain = ItemEncoder(Controls(ABILITIES, collections=True))
-    assert plain.encode(item, from_disk=False) == frame
-    abort = Item(7, b"\x08k", codec_dcp.encode(ev.Abort(3, b"\x08k", 5, 7)))
-    assert (plain.shows(abort), able.shows(abort)) == (False, True)
-    assert able.encode(abort, from_disk=True) == abort.frame
-
-
-def test_clients_without_collections_get_commits_and_aborts_under_their_own_keys() -> None:
-    """As the prepares that they end; with the collection's id they ended nothing."""
-    able = ItemEncoder(Controls(ABILITIES, sync_writes=True))
-    commit = CommitItem(6, b"\0k", it.mutation_frame(3, b"\0k", 6, 1, 9, b"{}"), 5)
-    abort = Item(7, b"\0k", codec_dcp.encode(ev.Abort(3, b"\0k", 5, 7)))
-    assert decoded(able.encode(commit, from_disk=False)) == ev.Commit(3, b"k", 5, 6)
-    assert decoded(able.encode(abort, from_disk=False)) == ev.Abort(3, b"k", 5, 7)
 
 
 def test_system_events_are_encoded_in_the_requested_shape_and_with_a_stream_id() -> None:

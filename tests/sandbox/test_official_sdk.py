@@ -17,7 +17,7 @@ from couchbase.options import GetOptions, RemoveOptions, UpsertOptions
 from couchbase.transcoder import RawBinaryTranscoder
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.sandbox.data.item import CommitItem
+from mirror.sandbox.data.item import PREPARE
 from tests import recordings
 from tests.serve.test_official_sdk import connect, string_of
 
@@ -155,8 +155,8 @@ def test_a_current_client_reads_and_writes_at_servers_of_every_release(profile: 
             if source.cluster.bucket.profile.since(6, 5):
                 default.upsert("d", {"n": 1}, UpsertOptions(durability=durable))
                 default.remove("k1", RemoveOptions(durability=durable))
-                committed = [isinstance(item, CommitItem) for vb in source.cluster.vbuckets for item in vb.log]
-                assert committed.count(True) == 2
+                prepared = [item.kind == PREPARE for vb in source.cluster.vbuckets for item in vb.log]
+                assert prepared.count(True) == 2
                 assert not default.exists("k1").exists
         finally:
             with_sdk.close()

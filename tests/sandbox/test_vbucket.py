@@ -94,8 +94,8 @@ def test_a_bounded_vbucket_behaves_as_one_that_forgets_nothing(taken: list[tuple
         found = {key: item.frame for key, item in shown(bounded, last).items()}
         assert found == {key: item.frame for key, item in state_at(model, last).items()}
         assert {key: item.frame for key, item in state_at(bounded, last).items()} == found
-        assert bounded.max_visible_seqno(last) == model.max_visible_seqno(last)
     assert bounded.memory_floor_seqno == model.memory_floor_seqno
+    assert bounded.max_visible_seqno == model.max_visible_seqno
 
 
 def test_a_bounded_vbucket_keeps_a_limited_number_of_tombstones() -> None:

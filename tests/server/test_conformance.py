@@ -157,6 +157,9 @@ CONTROLS = [
     ("enable_ext_metadata", "true", Status.EINVAL),
     ("enable_value_compression", "true", Status.EINVAL),
     ("enable_stream_id", "false", Status.EINVAL),
+    ("enable_stream_id", "true", OK),
+    ("enable_sync_writes", "true", Status.NOT_SUPPORTED),
+    ("consumer_name", "me", Status.NOT_SUPPORTED),
     ("max_marker_version", "2.0", Status.EINVAL),
     ("max_marker_version", "2.3", Status.EINVAL),
     ("cache_transfer", "true", Status.EINVAL),
@@ -171,10 +174,6 @@ async def test_a_control_has_the_same_answer_from_both_servers(server: Server) -
 
 
 DIFFERENCES = [
-    ("enable_sync_writes", "false", Status.EINVAL, Status.NOT_SUPPORTED),
-    ("enable_sync_writes", "true", OK, Status.NOT_SUPPORTED),
-    ("enable_stream_id", "true", Status.NOT_SUPPORTED, OK),  # not together with sync writes
-    ("consumer_name", "me", OK, Status.NOT_SUPPORTED),  # a mirror does not wait for acknowledgements
     ("max_marker_version", "2.2", Status.EINVAL, OK),  # what 7.2 does not know yet and costs nothing
     ("set_noop_interval", "0.5", Status.EINVAL, OK),
 ]
@@ -327,36 +326,6 @@ async def test_streams_of_one_vbucket_are_distinguished_by_stream_id(server: Ser
     assert (await client.say(ev.CloseStream(0))).status == Status.DCP_STREAM_ID_INVALID
     assert (await client.say(ev.CloseStream(0, stream_id=1))).status == OK
     assert (await client.say(ev.CloseStream(0, stream_id=3))).status == Status.KEY_ENOENT
-
-
-SYNC_WRITES = {b"enable_sync_writes": b"true"}
-SANDBOX_ALONE = pytest.mark.parametrize("server", ["sandbox"], indirect=True)
-"""A mirror grants no sync writes."""
-
-
-@SANDBOX_ALONE
-async def test_sync_writes_are_refused_with_a_filter_by_collection(server: Server) -> None:
-    ids = await server.client(controls={b"enable_stream_id": b"true"})
-    assert await ids.control(b"enable_sync_writes", b"true") == Status.NOT_SUPPORTED
-    found = []
-    for value in (b"", b'{"uid":"0"}', b'{"scope":"0"}', b'{"collections":["0"]}', b'{"collections":["8"]}'):
-        client = await server.client(controls=SYNC_WRITES)
-        found.append((await client.stream(2, value=value)).status)
-    assert found == [OK, OK, OK, Status.NOT_SUPPORTED, Status.NOT_SUPPORTED]
-
-
-@SANDBOX_ALONE
-async def test_a_resumed_client_learns_the_outcome_of_a_prepare(server: Server) -> None:
-    """The client resumes behind the prepares and gets a mutation for the commit and an abort for the other."""
-    vbucket = server.vbucket(2)
-    high = vbucket.high_seqno
-    client = await server.client(controls=SYNC_WRITES)
-    uuid = vbucket.failover_log[0].vbuuid
-    assert (await client.stream(2, high - 3, vbuuid=uuid, end=high)).status == OK
-    events = (await client.until_end(high))[1:]
-    assert [(type(each).__name__, each.key) for each in events] == [  # type: ignore[union-attr]
-        ("Mutation", b"\0committed"), ("Abort", b"\0aborted"), ("Mutation", b"\0d6"),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", [b"true", b"true_with_seqno_advanced"])

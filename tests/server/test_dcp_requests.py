@@ -59,7 +59,7 @@ REFUSALS = [
     "72_k7_err_unknown_collection", "72_k8_err_dropped_collection", "72_k9_err_unknown_scope", "72_k11_err_bad_json",
     "72_k12_err_scope_and_collections", "72_d2_rollback_after_crash", "72_d3_rollback_unknown_vbuuid",
     "72_d5_rollback_beyond_high", "72_l3_resume_above_purge", "72_g3_close_stream", "72_k14_oso_collection",
-    "72_k22_marker_v2_replica", "605_i4_open_without_bucket", "605_i10_no_privilege", "605_d2_rollback_after_crash",
+    "605_i4_open_without_bucket", "605_i10_no_privilege", "605_d2_rollback_after_crash",
     "605_d3_rollback_unknown_vbuuid", "605_d5_rollback_beyond_high", "605_l2_rollback_after_purge",
     "605_l3_resume_above_purge", "605_g3_close_stream",
 ]  # fmt: skip

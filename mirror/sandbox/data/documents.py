@@ -11,7 +11,7 @@ from enum import Enum
 
 from mirror.clock import Clock
 from mirror.document import values
-from mirror.sandbox.data.item import NRU, CommitItem, EventItem, Item, mutation_frame
+from mirror.sandbox.data.item import NRU, EventItem, Item, mutation_frame
 from mirror.sandbox.data.manifest import BucketManifest
 from mirror.sandbox.data.sandbox_vbucket import Vbucket, system_key
 from mirror.server.errors import Refused
@@ -156,7 +156,7 @@ class SandboxDocuments:
             frame = mutation_frame(
                 *head, prepare.value, flags=prepare.flags, expiry=prepare.expiry, datatype=prepare.datatype
             )
-        return vbucket.append(CommitItem(seqno, key, frame, prepare.seqno))
+        return vbucket.append(Item(seqno, key, frame))
 
     def abort(self, vbucket: Vbucket, key: bytes) -> Item:
         """End a durable write without effect, as if too few replicas had taken it."""

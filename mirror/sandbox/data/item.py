@@ -17,7 +17,6 @@ DELETION = int(Opcode.DCP_DELETION)
 EXPIRATION = int(Opcode.DCP_EXPIRATION)
 SYSTEM_EVENT = int(Opcode.DCP_SYSTEM_EVENT)
 PREPARE = int(Opcode.DCP_PREPARE)
-COMMIT = int(Opcode.DCP_COMMIT)
 ABORT = int(Opcode.DCP_ABORT)
 BETWEEN = frozenset((int(Opcode.DCP_SEQNO_ADVANCED), int(Opcode.DCP_SNAPSHOT_MARKER)))
 
@@ -101,16 +100,6 @@ class Item:
     @property
     def event(self) -> int:
         return int(_U32.unpack_from(self.frame, 32)[0])
-
-
-class CommitItem(Item):
-    """A committed durable write, sent as a document; or as a commit, if from memory to a client with sync writes."""
-
-    __slots__ = ("prepared_seqno",)
-
-    def __init__(self, seqno: int, key: bytes, frame: bytes, prepared_seqno: int) -> None:
-        super().__init__(seqno, key, frame)
-        self.prepared_seqno = prepared_seqno
 
 
 class BetweenItem(Item):

@@ -144,8 +144,6 @@ class Profile:
         return Abilities(
             frozenset(known),
             fractional_noop_interval=self.since(7, 6),
-            sync_writes=True,
-            replication=True,
             change_streams=keeps_history,
             oso_with_seqno_advanced=self.since(7, 1),
             stream_flags=sum(self._known(STREAM_FLAGS)),

@@ -57,8 +57,6 @@ class Vbucket:
         self.newest: dict[int, dict[bytes, Item]] = {0: {}}
         """Collection id -> key -> newest version, tombstones included."""
         self.prepared: dict[bytes, Item] = {}
-        self.completed: list[tuple[int, int]] = []
-        """(seqno of a commit or abort, seqno of its prepare)."""
         self.purge_seqno = 0
         self.rev_seqno_max_deleted = 0
         self.collection_high_seqno: dict[int, int] = {}
@@ -100,27 +98,16 @@ class Vbucket:
         """The number of documents, including expired ones until their EXPIRATION is written."""
         return sum(not item.deleted for items in self.newest.values() for item in items.values())
 
-    def high_completed_seqno(self, as_of_seqno: int) -> int:
-        """Return the seqno of the newest prepare that had been committed or aborted at `as_of_seqno`."""
-        return max((prepared for seqno, prepared in self.completed if seqno <= as_of_seqno), default=0)
-
     def keeps(self, item: Item) -> bool:
         """True if the version stays on disk after it was superseded."""
         if not 0 < self.history_start_seqno <= item.seqno:
             return False
         return item.kind == SYSTEM_EVENT or item.collection_id not in self.without_history
 
-    def high_prepared_seqno(self, as_of_seqno: int) -> int:
-        """Return the seqno of the newest prepare at `as_of_seqno`, pending or ended."""
-        pending = max((item.seqno for item in self.prepared.values() if item.seqno <= as_of_seqno), default=0)
-        return max(pending, self.high_completed_seqno(as_of_seqno))
-
-    def max_visible_seqno(self, as_of_seqno: int | None = None) -> int:
-        """Return the seqno of the newest change that is no prepare or abort, up to `as_of_seqno` (None: of all)."""
-        count = self._count_up_to(self.high_seqno if as_of_seqno is None else as_of_seqno)
-        while count and self.log[count - 1].kind in (PREPARE, ABORT):
-            count -= 1
-        return self.log[count - 1].seqno if count else 0
+    @property
+    def max_visible_seqno(self) -> int:
+        """The seqno of the newest change that is no prepare or abort."""
+        return next((item.seqno for item in reversed(self.log) if item.kind not in (PREPARE, ABORT)), 0)
 
     def next_cas(self, now_ns: int) -> int:
         """Return the CAS of a hybrid clock: the higher of the time and the last CAS plus 1."""
@@ -268,7 +255,6 @@ class Vbucket:
         buried = [item.seqno for item in self.log if not item.next_seqno and (item.deleted or item.kind == ABORT)]
         if len(buried) > self._kept_items:
             self.purge(min(buried[-self._kept_items] - 1, seqno))
-        completed = self.high_completed_seqno(seqno)
         self._forgotten_purge_seqno = max(
             (item.seqno for item in self.log if item.next_seqno == item.seqno < seqno),
             default=self._forgotten_purge_seqno,
@@ -279,7 +265,6 @@ class Vbucket:
             if item.seqno >= seqno or not 0 < item.next_seqno <= seqno or item.kind == SYSTEM_EVENT
         ]
         self.forgotten_seqno = seqno
-        self.completed = [(seqno, completed), *(entry for entry in self.completed if entry[0] > seqno)]
         self._group_first = {key: first for key, first in self._group_first.items() if key > seqno}
         self._group_last = {key: last for key, last in self._group_last.items() if key > seqno}
         self._forget_at_items = len(self.log) * 3 // 2 + self._kept_items
@@ -289,11 +274,8 @@ class Vbucket:
 
     def _complete(self, item: Item) -> None:
         prepare = self.prepared.pop(item.key, None)
-        if prepare is None:
-            assert item.seqno <= self.forgotten_seqno, "only a prepare that was forgotten is missing"
-            return
+        assert prepare or item.seqno <= self.forgotten_seqno, "only a prepare that was forgotten is missing"
         _supersede(prepare, item)
-        self.completed.append((item.seqno, prepare.seqno))
 
     def _push(self, item: Item) -> None:
         self.log.append(item)
@@ -315,7 +297,6 @@ class Vbucket:
         purged = {item.seqno for item in kept if item.next_seqno == item.seqno}
         self.log, self.newest, self._system, self.prepared, self._aborted = [], {0: {}}, {}, {}, {}
         self.collection_high_seqno = {}
-        self.completed = [entry for entry in self.completed if entry[0] <= self.forgotten_seqno]
         self._checkpoints = deque([1])
         self._group_first = {seqno: first for seqno, first in self._group_first.items() if seqno <= base}
         self._group_last = {seqno: last for seqno, last in self._group_last.items() if seqno <= base}

@@ -7,19 +7,16 @@ from __future__ import annotations
 from mirror.sandbox.data.item import (
     ABORT,
     BETWEEN,
-    COMMIT,
     DELETION,
     EXPIRATION,
     MUTATION,
     PREPARE,
     SYSTEM_EVENT,
-    CommitItem,
     EventItem,
     Item,
 )
 from mirror.server.controls import TIME_UNKNOWN, Controls, DocumentShape
 from mirror.wire import codec_dcp
-from mirror.wire import events as ev
 from mirror.wire.constants import SystemEventId
 from mirror.wire.frame import HEADER, with_stream_id
 from mirror.wire.system_events import encode_system_event
@@ -30,29 +27,25 @@ class ItemEncoder:
         self._controls = controls
         self._shape = DocumentShape(controls)
         self.unwanted_datatype = self._shape.unwanted_datatype
-        self.plain = self._shape.plain and not controls.sync_writes
+        self.plain = self._shape.plain
         """True if the frame of a mutation without unwanted datatype bits is sent unchanged."""
 
     def shows(self, item: Item) -> bool:
-        """True if the client gets this item: prepares, aborts and modified collections need a DCP_CONTROL setting."""
+        """True if the client gets this item: no prepare or abort, a modified collection only if it asked for them."""
         kind = item.kind
         if kind == SYSTEM_EVENT:
             return self._controls.flat_events or item.event != SystemEventId.COLLECTION_MODIFY
-        return self._controls.sync_writes or kind not in (PREPARE, ABORT)
+        return kind not in (PREPARE, ABORT)
 
     def encode(self, item: Item, *, from_disk: bool, stream_id: int | None = None) -> bytes:
+        """Return the message of an item that `shows`."""
         kind = item.kind
         if self.plain and kind == MUTATION and stream_id is None and not item.datatype & self.unwanted_datatype:
             return item.frame
         if kind == SYSTEM_EVENT:
             frame = self._event(item)
-        elif kind in BETWEEN or (kind == ABORT and self._controls.collections):
+        elif kind in BETWEEN:
             frame = item.frame
-        elif kind == ABORT:
-            frame = _build(item.frame, ABORT, item.frame[24 : 24 + item.frame[4]], self._shape.key(item.key), b"", 0)
-        elif self._controls.sync_writes and isinstance(item, CommitItem) and not from_disk:
-            commit = ev.Commit(_vbid(item), self._shape.key(item.key), item.prepared_seqno, item.seqno)
-            frame = codec_dcp.encode(commit)
         else:
             frame = self._document(item, kind, from_disk=from_disk)
         return frame if stream_id is None else with_stream_id(frame, stream_id)
@@ -64,7 +57,7 @@ class ItemEncoder:
         return codec_dcp.encode(flat)
 
     def _document(self, item: Item, kind: int, *, from_disk: bool) -> bytes:
-        value, datatype = self._shape.value(item.value, item.datatype, tombstone=item.deleted or item.deletes)
+        value, datatype = self._shape.value(item.value, item.datatype, tombstone=item.deleted)
         extras = item.frame[24 : 24 + item.frame[4]]
         if kind in (DELETION, EXPIRATION):
             kind, extras = self._shape.tombstone(kind, extras[:16], extras[16:20] if from_disk else TIME_UNKNOWN)
@@ -77,8 +70,7 @@ def _vbid(item: Item) -> int:
 
 def _build(frame: bytes, kind: int, extras: bytes, key: bytes, value: bytes, datatype: int) -> bytes:
     length = len(extras) + len(key) + len(value)
-    cas = 0 if kind in (SYSTEM_EVENT, COMMIT, ABORT) else int.from_bytes(frame[16:24])
-    vbid = int.from_bytes(frame[6:8])
+    vbid, cas = int.from_bytes(frame[6:8]), int.from_bytes(frame[16:24])
     return b"".join(
         (HEADER.pack(frame[0], kind, len(key), len(extras), datatype, vbid, length, 0, cas), extras, key, value)
     )

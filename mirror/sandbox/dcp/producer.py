@@ -205,16 +205,16 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         """Send one piece of all streams, or (without `in_turn`) one of each stream. Return True if a piece was sent."""
         self._send_stream_ends()
         busy = False
-        for data, extra_bytes in self._one_piece() if self._port.in_turn else self._piece_of_each():
+        for data in self._one_piece() if self._port.in_turn else self._piece_of_each():
             busy = True
-            self._send(data, extra_bytes)
+            self._send(data)
             await self._port.writable()
             await asyncio.sleep(0)
             self._send_stream_ends()
         return busy
 
-    def _one_piece(self) -> Iterator[tuple[bytes, int]]:
-        """Yield at most one piece: messages of the streams in turn, and how many more bytes flow control counts."""
+    def _one_piece(self) -> Iterator[bytes]:
+        """Yield at most one piece: messages of the streams in turn."""
         if not self.window.is_open:
             return
         free_bytes = TURNS_BYTES
@@ -224,23 +224,18 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         ready: deque[ProducerStream] = deque()
         before: list[tuple[ProducerStream, int, int]] = []
         out = bytearray()
-        counted_bytes = 0
         for stream in list(self._turns):
-            if counted_bytes >= free_bytes:
+            if len(out) >= free_bytes:
                 break
             if self._has_turn(stream, rights):
                 before.append((stream, stream.frames_sent, stream.bytes_sent))
-                size = stream.add_message(out)
-                if size:
-                    counted_bytes += size
+                if stream.add_message(out):
                     ready.append(stream)
             elif not stream.has_more:
                 self._turns.pop(stream, None)
-        while ready and counted_bytes < free_bytes:
+        while ready and len(out) < free_bytes:
             stream = ready.popleft()
-            size = stream.add_message(out)
-            if size:
-                counted_bytes += size
+            if stream.add_message(out):
                 ready.append(stream)
         for stream, frames, bytes_sent in before:
             counters = self._port.bucket.sent[stream.vbid]
@@ -253,9 +248,9 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
                 del self._turns[stream]
                 self._turns[stream] = None
         if out:
-            yield bytes(out), counted_bytes - len(out)
+            yield bytes(out)
 
-    def _piece_of_each(self) -> Iterator[tuple[bytes, int]]:
+    def _piece_of_each(self) -> Iterator[bytes]:
         for stream in list(self.streams.values()):
             if self.streams.get((stream.vbid, stream.stream_id)) is not stream:
                 continue
@@ -266,7 +261,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             free_bytes = self._port.piece_bytes(stream)
             if self.window.window_bytes:
                 free_bytes = min(free_bytes, self.window.window_bytes - self.window.outstanding)
-            frames, extra_bytes = stream.frames_sent, stream.extra_bytes
+            frames = stream.frames_sent
             data = stream.take(free_bytes)
             if data:
                 counters = self._port.bucket.sent[stream.vbid]
@@ -275,7 +270,7 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             if stream.ended:
                 self._forget(stream)
             if data:
-                yield data, stream.extra_bytes - extra_bytes
+                yield data
 
     def _has_turn(self, stream: ProducerStream, rights: StreamRights) -> bool:
         """True if the stream may send now. If the user has lost a privilege that the stream needs, end the stream."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from random import Random
 
-from mirror.sandbox.data.item import ABORT, MUTATION, PREPARE, BetweenItem, Item
+from mirror.sandbox.data.item import MUTATION, BetweenItem, Item
 from mirror.sandbox.data.sandbox_vbucket import Vbucket
 from mirror.sandbox.data.streams import StreamTuning
 from mirror.sandbox.dcp.encoder import ItemEncoder
@@ -53,8 +53,6 @@ class ProducerStream:
         self.ended = False
         self.frames_sent = 0
         self.bytes_sent = 0
-        self.extra_bytes = 0
-        """Bytes that flow control counts beyond those sent."""
         self.in_snapshot_until = 0
         """The last seqno of the present snapshot; 0 between two snapshots."""
         self._request = request
@@ -80,7 +78,6 @@ class ProducerStream:
         self._snapshot_end = 0
         self._from_disk = False
         self._last_sent = 0
-        self._visible_seqno = vbucket.max_visible_seqno(request.start_seqno)
 
     # --- called by the connection
 
@@ -90,18 +87,17 @@ class ProducerStream:
             return False
         return bool(self.in_snapshot_until) or self.seqno < self.vbucket.high_seqno or self.seqno >= self.end_seqno
 
-    def add_message(self, out: bytearray) -> int:
-        """Append the next message to `out`; return the bytes that flow control counts for it, or 0 if none is ready."""
-        start, extra_bytes = len(out), self.extra_bytes
+    def add_message(self, out: bytearray) -> bool:
+        """Append the next message to `out`; return False if none is ready."""
+        start = len(out)
         while len(out) == start and not self.ended:
             if not self.in_snapshot_until:
                 if not self._begin(out):
                     break
             elif not self._add_item(out):
                 self._finish(out)
-        size = len(out) - start
-        self.bytes_sent += size
-        return size + self.extra_bytes - extra_bytes
+        self.bytes_sent += len(out) - start
+        return len(out) > start
 
     def take(self, bytes_max: int) -> bytes:
         """Return the next messages, until they have `bytes_max` bytes or no message is ready."""
@@ -152,7 +148,6 @@ class ProducerStream:
         start = self._request.start_seqno if not self._first_marker_sent else self.seqno + 1
         if not self._first_marker_sent:
             start = min(start, self._request.snap_start_seqno)
-        self._visible_seqno = vbucket.max_visible_seqno(high)
         whole_history = self.seqno + 1 >= self._history_start(high)
         self._marker(out, start, high, self._disk_flags | (HISTORY if whole_history else 0))
         self._open(self._on_disk(self.seqno + 1, high), high, from_disk=True)
@@ -189,11 +184,7 @@ class ProducerStream:
         history = self._has_history
         for item in vbucket.changes(first, last):
             superseded = item.next_seqno
-            replaced = superseded and superseded <= last and superseded != item.seqno and not (history and keeps(item))
-            if replaced and item.kind not in (
-                PREPARE,
-                ABORT,
-            ):  # these are not deduplicated
+            if superseded and superseded <= last and superseded != item.seqno and not (history and keeps(item)):
                 continue
             if not self.filter.passes(item):
                 continue
@@ -212,9 +203,6 @@ class ProducerStream:
             start = min(self._request.start_seqno, self._request.snap_start_seqno)
         flags = MEMORY | (CHECKPOINT if self._next_opens_checkpoint else 0) | (HISTORY if history else 0)
         self._next_opens_checkpoint = False
-        self._visible_seqno = max(
-            (i.seqno for i in shown if i.kind not in (PREPARE, ABORT)), default=self._visible_seqno
-        )
         self._marker(out, start, marker_end, flags)
         self._open(iter(shown), marker_end, from_disk=False)
         self.seqno = last
@@ -286,8 +274,6 @@ class ProducerStream:
         frame = item.frame
         if not (self._plain and frame[1] == MUTATION and not frame[5] & self._unwanted_datatype):
             frame = self._encoder.encode(item, from_disk=self._from_disk, stream_id=self.stream_id)
-            if frame[1] == PREPARE:
-                self.extra_bytes += 2  # a prepare is counted two bytes longer than it is (docs/protocol.md 2.8)
         opaque_at = len(out) + 12
         out += frame
         out[opaque_at : opaque_at + 4] = self._opaque_bytes
@@ -315,28 +301,12 @@ class ProducerStream:
         self._emit(out, self._marker_of(start, end, flags))
 
     def _marker_of(self, start: int, end: int, flags: int) -> SnapshotMarker:
-        version = MarkerVersion.V1
-        visible = completed = purge = prepared = 0
-        is_disk = bool(flags & SnapshotFlag.DISK)
-        if self._controls.sync_writes and self._controls.consumer_name:  # the client acts as a replica
-            version, visible = MarkerVersion.V2_0, self._visible_seqno
-            if is_disk:
-                completed = self.vbucket.high_completed_seqno(end)
+        version, purge_seqno = MarkerVersion.V1, 0
         wants_purge_seqno = self._controls.marker_version is MarkerVersion.V2_2 and self._tuning.purge_seqno_reported
-        if is_disk and wants_purge_seqno:  # docs/protocol.md 2.6
-            prepared = self.vbucket.high_prepared_seqno(end) if version is MarkerVersion.V2_0 else 0
-            version, purge = MarkerVersion.V2_2, self.vbucket.purge_seqno
+        if flags & SnapshotFlag.DISK and wants_purge_seqno:  # docs/protocol.md 2.6
+            version, purge_seqno = MarkerVersion.V2_2, self.vbucket.purge_seqno
         return SnapshotMarker(
-            self.vbucket.vbid,
-            start,
-            end,
-            flags,
-            visible,
-            completed,
-            purge_seqno=purge,
-            high_prepared_seqno=prepared,
-            version=int(version),
-            opaque=self.opaque,
+            self.vbucket.vbid, start, end, flags, purge_seqno=purge_seqno, version=int(version), opaque=self.opaque
         )
 
     def _emit(self, out: bytearray, event: SnapshotMarker | SeqnoAdvanced) -> None:

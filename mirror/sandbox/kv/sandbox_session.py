@@ -170,7 +170,7 @@ class SandboxSession(DocumentSession):
     def _high_seqno(self, vbucket: Vbucket, collection_id: int | None) -> int:
         if collection_id is not None:
             return vbucket.collection_high_seqno.get(collection_id, 0)
-        return vbucket.high_seqno if Feature.SYNC_REPLICATION in self.features else vbucket.max_visible_seqno()
+        return vbucket.high_seqno if Feature.SYNC_REPLICATION in self.features else vbucket.max_visible_seqno
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         if self.state_of(vbid) == VbucketRole.DEAD:
@@ -225,7 +225,7 @@ def _seqno_statistics(session: SandboxSession, vbid: int, _state: VbucketRole) -
     high = str(vbucket.high_seqno)
     names = ("high_seqno", "abs_high_seqno", "last_persisted_seqno")
     return {f"vb_{vbid}:{name}": high for name in names} | {
-        f"vb_{vbid}:max_visible_seqno": str(vbucket.max_visible_seqno()),
+        f"vb_{vbid}:max_visible_seqno": str(vbucket.max_visible_seqno),
         f"vb_{vbid}:purge_seqno": str(vbucket.purge_seqno),
         f"vb_{vbid}:uuid": str(vbucket.vbuuid),
     }

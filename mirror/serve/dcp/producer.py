@@ -283,6 +283,6 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         elif self.streams.get((stream.vbid, stream.stream_id)) is stream:
             self._forget(stream)
 
-    def _send(self, data: bytes, extra_bytes: int = 0) -> None:
-        super()._send(data, extra_bytes)
+    def _send(self, data: bytes) -> None:
+        super()._send(data)
         self._counters.stream_bytes += len(data)
