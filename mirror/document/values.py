@@ -47,7 +47,7 @@ def _no_number(word: str) -> NoReturn:
 
 
 def is_json(body: bytes | bytearray) -> bool:
-    """Return True if the body is JSON (RFC 8259, UTF-8), as kv_engine judges it. `judge.is_json` is for large ones."""
+    """Return True if the body is JSON (RFC 8259, UTF-8), as kv_engine judges it."""
     try:
         json.loads(body.decode(), parse_constant=_no_number, parse_float=str, parse_int=str)
     except (ValueError, RecursionError):

@@ -12,7 +12,7 @@ import json
 from operator import attrgetter
 from typing import Any
 
-from mirror.document import judge, values
+from mirror.document import values
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import (
     CollectionCreated,
@@ -31,8 +31,6 @@ from storage.read.changes import manifest_at, resolve_range
 from storage.read.view import Change, Rollback, View
 
 DATATYPE_JSON = 1
-JUDGED_BYTES = 256 * 1024
-"""Larger values are checked for JSON by `judge`, which holds no lock for long; `json` is faster."""
 BASE64_BYTES = 192 * 1024
 """Bytes encoded in one call; a multiple of 3, so pieces have no padding."""
 _SYSTEM_EVENTS = {
@@ -133,8 +131,7 @@ def value_parts(document: Document) -> list[bytes]:
     value = document.value
     if document.deleted and not value:
         return [b'"value":null']
-    is_json = judge.is_json if len(value) > JUDGED_BYTES else values.is_json
-    if document.datatype & _ALL_BITS == DATATYPE_JSON and is_json(value):
+    if document.datatype & _ALL_BITS == DATATYPE_JSON and values.is_json(value):
         return [b'"value":', one_line(value)]
     problem = value_problem(document)
     named = b"" if problem is None else b',"problem":' + dumps(problem)

@@ -4,8 +4,7 @@ A connection counts once it is accepted, before a TLS handshake costs memory.
 - At most `reader_connections_max` connections are open; at most `pending_max` of them are pending (without a login). A
   further connection replaces a pending one: the oldest of the peer with most pending connections, preferably one whose
   login is not being checked. So clients without a login never keep others out, and never replace a client with a login.
-- A TLS handshake begins after the client's first bytes, in a turn of the event loop (`turns`), and never for a client
-  that has hung up.
+- A TLS handshake begins after the client's first bytes, in a turn of the event loop (`turns`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import asyncio
 import ipaddress
 import os
 import resource
-import select
 import socket
 import ssl
 import struct
@@ -270,8 +268,6 @@ class Acceptor:
             if self._tls is not None:
                 await self._spoken(connected)
                 await self._admission.turns.turn()
-                if _is_gone(connected):
-                    raise ConnectionResetError("the client is gone")
             await self._loop.connect_accepted_socket(
                 lambda: self._factory(slot),
                 connected,
@@ -292,12 +288,6 @@ class Acceptor:
             await spoken.wait()
         finally:
             self._loop.remove_reader(connected.fileno())
-
-
-def _is_gone(connected: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(connected, select.POLLRDHUP)
-    return bool(poll.poll(0))
 
 
 def raise_descriptor_limit(settings: Settings, group_count: int) -> None:

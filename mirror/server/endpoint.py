@@ -23,8 +23,7 @@ from mirror.server.listener import Address
 from mirror.server.turns import Turns, Worker
 
 SWEEP_S = 0.5
-"""Seconds between sweeps. A changed users file takes effect within three of them: one starts to read it, one applies
-it, one drops removed users."""
+"""Seconds between sweeps. A changed users file takes effect within two: one applies it, one drops removed users."""
 CROWDED_SEND_TIMEOUT_S = 3.0
 """A client that takes no answers for this long is dropped while others wait for memory."""
 REPLACED_CHECK_S = 1.0

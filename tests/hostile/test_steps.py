@@ -317,16 +317,6 @@ def features(ports: Ports) -> None:
     client.close()
 
 
-def changed_users(ports: Ports) -> None:
-    """A file of 10,000 users that has changed, and clients who come while it is read."""
-    document = json.loads(ports.users_file.read_text())
-    users = document["users"]
-    users[f"user{len(users):05d}"] = users[USER]
-    ports.users_file.write_text(json.dumps(document))
-    for _ in range(50):
-        many(ports.kv, fr.request(Opcode.GET, key=b"\0" + HOT, vbucket=HOT_VBID))
-
-
 REQUESTS: dict[str, Callable[[Ports], object]] = {
     "GET of all vbuckets": lambda p: gets(p.kv, b"\0"),
     "GET of a collection in all vbuckets": lambda p: gets(p.poly, b"\x08"),
@@ -349,7 +339,6 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
     "a sample": lambda p: scan(p.kv, FULL_VBID, {"sampling": {"samples": 10}}),
     "a sample of many versions": lambda p: scan(p.kv, HOT_VBID, {"sampling": {"samples": 10}}),
     "SCRAM challenges": challenges,
-    "a changed users file": changed_users,
     "DCP streams": dcp_streams,
     "/metrics": get("/metrics"),
     "/v1/status": get("/v1/status"),
@@ -392,7 +381,7 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
 
 SHORT = (
     "GET of all vbuckets", "GET_ALL_VB_SEQNOS of a collection", "STAT failovers",
-    "a scan of a key with many versions", "a sample of many versions", "SCRAM challenges", "a changed users file",
+    "a scan of a key with many versions", "a sample of many versions", "SCRAM challenges",
     "DCP streams", "/v1/status", "/v1/collections", "a page of documents", "changes after a position",
     "a multi-get of objects", "pipelined requests", "a body of chunks of one byte", "DCP of large documents",
     "a multi-get of large documents",

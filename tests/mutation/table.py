@@ -64,12 +64,10 @@ _BODIES, _OF_BODIES = "mirror/typed/bodies.py", "tests/typed/test_bodies.py"
 _OF_RISING = "tests/spark/source/test_changes.py -k its_retractions"
 _OF_OWNERSHIP = "tests/supervise/test_ownership.py"
 _OF_LOGINS = "tests/serve/test_logins.py"
-_OF_ADMISSION = "tests/serve/test_admission.py -k handshake"
 _DELTA, _OF_DELTA = "mirror/spark/tables/delta.py", "tests/spark/tables/test_delta.py"
 
 MUTATIONS = (
     # --- the steps of a listener's event loop
-    Mutation("mirror/server/admission.py", "if _is_gone(connected):", "if False:", _OF_ADMISSION),
     Mutation(
         "mirror/serve/kv/scans.py",
         "byte_count += sum(len(each.value) for each in documents)",
@@ -484,12 +482,6 @@ MUTATIONS = (
         "mirror/serve/dcp/producer.py", "self._counters.open_streams >= PROCESS_STREAMS_MAX", "False", _OF_STREAMS
     ),
     Mutation(
-        "mirror/serve/http/waits.py",
-        "if state is None or status_in(state, token) is not WriteStatus.WAITING:",
-        "if True:",
-        "tests/serve/test_http_waits.py",
-    ),
-    Mutation(
         "mirror/serve/http/service.py",
         "self.bodies.take(owner, byte_count)",
         "pass",
@@ -527,7 +519,6 @@ MUTATIONS = (
         "if len(data) <= SLICE_BYTES:",
         _OF_KV_LARGE,
     ),
-    Mutation("mirror/document/judge.py", "if len(inside) >= DEPTH_MAX:", "if False:", "tests/document/test_judge.py"),
     Mutation("mirror/server/turns.py", "await asyncio.wait({granted})", "pass", _OF_KV_LARGE),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table
     Mutation("mirror/spark/tables/parts.py", "if before and size <= total:", "if before:", _OF_DELTA),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,29 +86,6 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(file: Pat
     assert users.check("ann", "new")
     file.unlink()
     assert users.check("ann", "new")
-
-
-async def test_an_event_loop_does_not_wait_for_a_long_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It uses the old users meanwhile: a file of 10,000 users once blocked the loop for 0.2 s."""
-    users, released, threads = FileUsers(file), threading.Event(), []
-    read = auth.read_users
-
-    def slow(path: Path) -> dict[str, Any]:
-        threads.append(threading.current_thread())
-        assert released.wait(20)
-        return read(path)
-
-    monkeypatch.setattr(auth, "read_users", slow)
-    monkeypatch.setattr(auth, "READ_AT_ONCE_BYTES_MAX", 0)
-    written(file, {"users": {"bob": entry_of("two")}})
-    for _ in range(3):
-        assert users.reader("ann")
-    released.set()
-    async with asyncio.timeout(20):
-        while users.reader("ann"):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    assert len(threads) == 1
-    assert threads[0] is not threading.current_thread()
 
 
 def with_verifiers(verifiers: object) -> object:

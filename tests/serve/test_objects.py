@@ -129,10 +129,3 @@ def test_a_rollback_has_its_start_and_its_target() -> None:
         "to_vbuuid": "00000000000b", "time_ms": 77,
     }  # fmt: skip
     assert "document" not in shown
-
-
-def test_a_large_value_is_judged_as_a_small_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = (b'{"a":["%b"]%b}' % (b"x" * objects.JUDGED_BYTES, end) for end in (b"", b","))
-    monkeypatch.setattr("mirror.serve.objects.json.loads", lambda *_, **__: pytest.fail("one call judged all of it"))
-    assert value_json(document(value=good)) == b'"value":' + good
-    assert value_json(document(value=bad)).startswith(b'"value_b64":"')

@@ -77,7 +77,7 @@ class HttpServer:
     async def _end(self) -> None:
         self.service.stopping.set()
         self.service.watch.wake()
-        self.service.waits.wake()
+        self.service.write_watch.wake()
         for acceptor in self._acceptors:
             acceptor.close()
         await self.gate.stop(DRAIN_S)

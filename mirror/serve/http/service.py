@@ -30,7 +30,6 @@ from mirror.serve.http.query_pool import Queries
 from mirror.serve.http.requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header, read_body
 from mirror.serve.http.status import Report, StatusReporter
 from mirror.serve.http.view import Mirror
-from mirror.serve.http.waits import WriteWaits
 from mirror.serve.metrics import Requests
 from mirror.serve.watch import Watch
 from mirror.server.admission import Slot
@@ -39,7 +38,7 @@ from mirror.server.management import basic
 from mirror.server.turns import Budget, Turns, Worker
 from storage.read.reading import BoundaryRead
 from storage.read.view import AsOf, View
-from storage.read.wait import MutationToken, WriteStatus
+from storage.read.wait import MutationToken, WriteState, WriteStatus, status_in
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
 BUDGETED_BYTES = 64 * 1024
@@ -159,7 +158,8 @@ class Service:
         """Reads the batches of all streams of changes, one after the other."""
         streams_max = max(1, settings.reader_connections_max // STREAMS_SHARE)
         self.streams = Shares("streams", streams_max, self.requests.streams)
-        self.waits = WriteWaits(lambda: self.view)
+        self.write_watch = Watch(lambda: self.view)
+        """Wakes the requests that wait for writes."""
         self.waiting = Shares("requests that wait for writes", max(2, settings.reader_connections_max // WAITS_SHARE))
         self.bodies = Shares("bytes of requests", settings.reader_unsent_bytes_max)
         self.heartbeat_s = 10.0
@@ -309,24 +309,46 @@ class Service:
                     hint="ask again with a longer timeout_ms, or look at the lag in /v1/status",
                 )
             with leaves_line(request), self.waiting.taken(owner_of(request)):
-                await self.waits.wait(waiting, left)
+                await self._wait(waiting, left)
                 await self.turns.turn()
+
+    async def _wait(self, token: MutationToken, timeout_s: float) -> None:
+        """Wait until the write is published, the process stops, or `timeout_s` is over."""
+        changed = asyncio.Event()
+
+        def news(_vbid: int) -> None:
+            changed.set()
+
+        self.write_watch.follow(token.vbid, news)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.stopping.is_set() and self._not_published((token,)):
+                    await changed.wait()
+                    changed.clear()
+        except TimeoutError:
+            pass
+        finally:
+            self.write_watch.leave(token.vbid, news)
 
     def _not_published(self, tokens: Sequence[MutationToken]) -> MutationToken | None:
         """Return the first token whose write is not published yet. Raises Problem if one is lost."""
-        found = self.waits.look(tokens) if tokens else None
-        if found is None:
-            return None
-        token, status = found
-        if status is WriteStatus.LOST:
-            raise Problem(
-                "write-lost",
-                f"the write {token} was undone by a failover of the source",
-                hint="write it again",
-                vbid=int(token.vbid),
-                token=str(token),
-            )
-        return token
+        seen: dict[int, WriteState] = {}
+        for token in tokens:
+            state = seen.get(token.vbid)
+            if state is None:
+                state = seen[token.vbid] = WriteState.of(self.view.reader(token.vbid))
+            status = status_in(state, token)
+            if status is WriteStatus.LOST:
+                raise Problem(
+                    "write-lost",
+                    f"the write {token} was undone by a failover of the source",
+                    hint="write it again",
+                    vbid=int(token.vbid),
+                    token=str(token),
+                )
+            if status is not WriteStatus.PUBLISHED:
+                return token
+        return None
 
 
 def owner_of(request: Request) -> str:
