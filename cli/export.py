@@ -26,6 +26,7 @@ from mirror.lease import of_reading
 from mirror.ownership import behind_links, private_file
 from mirror.serve.objects import document_json, dumps, one_line
 from storage.format import records, seal
+from storage.format.tokens import has_expired
 from storage.model import Document
 from storage.read.reading import BoundaryRead
 from storage.read.view import Token, open_view
@@ -221,7 +222,7 @@ def lines(reading: BoundaryRead, vbid: int, collections: Collections, *, xattrs:
         head = b'{"collection":' + dumps(rows.collection) + b","
         for stored in rows.stored:
             document = records.decode_row(vbid, rows.pin.branch, stored, raw=xattrs, lenient=True, tail_bytes=seal.SIZE)
-            if not document.expiry or document.expiry * 1000 > rows.pin.now_ms:
+            if not has_expired(document.expiry, rows.pin.now_ms / 1000):
                 yield head + (with_xattrs(document) if xattrs else document_json(document))[1:] + b"\n"
 
 

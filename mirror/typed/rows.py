@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from mirror.typed.bodies import AS_DECLARED, Bodies, Parsed, Reading
 from storage.format import records
-from storage.format.tokens import Pin
+from storage.format.tokens import Pin, has_expired
 from storage.model import DOCUMENT_FIELDS, Branch
 
 NUMBERS = {each.name: pa.int64() if each.byte_count >= 4 else pa.int32() for each in DOCUMENT_FIELDS if each.is_column}
@@ -182,7 +182,7 @@ class Documents:
         expiries = self._number(_STORED["expiry"])
         if not expiries.tobytes().strip(b"\0"):
             return None
-        return pa.array([not each or each * 1000 > now_ms for each in expiries])
+        return pa.array([not has_expired(each, now_ms / 1000) for each in expiries])
 
 
 _COLUMNS: dict[str, Callable[[Documents], Any]] = {

@@ -134,13 +134,13 @@ def _group_parts(
     environment = view.groups.environment(vbids[0])
     with environment.read() as txn, closing(Compaction(environment, txn.raw)) as copy:
         for vbid in vbids:
-            served, boundary = view.reader(vbid).as_of(txn, None if as_of_ms is None else Time(as_of_ms))
+            served, _ = view.reader(vbid).as_of(txn, None if as_of_ms is None else Time(as_of_ms))
             published[vbid] = served.pub.seqno
-            if boundary is not None:
+            if as_of_ms is not None and served.pub.seqno:
                 state = view.reader(vbid).state(txn)
                 branches.check_settled(state, environment.path)
-                if boundary.seqno < state.published_seqno:
-                    rollbacks[vbid] = int(boundary.seqno)
+                if served.pub.seqno < state.published_seqno:
+                    rollbacks[vbid] = int(served.pub.seqno)
         pages = copy.pages()
         while part := b"".join(islice(pages, PART_BYTES // copy.page_bytes)):
             yield part

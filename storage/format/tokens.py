@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,6 +45,11 @@ class Time:
 
 
 AsOf = int | Time | None
+
+
+def has_expired(expiry: int, now: float | None = None) -> bool:
+    """Return True if a document with this `expiry` is gone at `now`, in seconds since 1970 (None: at present)."""
+    return 0 < expiry <= (time.time() if now is None else now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ An answer about one vbucket shows one commit, even if a second transaction reads
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from storage.errors import AnswerTooLarge
 from storage.format import keys, records, seal
 from storage.format.records import HEAD_BYTES_MAX, KIND, MUTATION, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
-from storage.format.tokens import AsOf, CollectionName, collection_of
+from storage.format.tokens import AsOf, CollectionName, collection_of, has_expired
 from storage.history import chain
 from storage.model import Document, Manifest
 from storage.read.groups import Groups
@@ -185,8 +184,8 @@ class PointReads:
         """Return a document, or None if it is absent, deleted or expired.
 
         `collection` is a name (`scope.collection`) or an id, by default `_default._default`. `as_of` is a seqno of the
-        key's vbucket or a `Time`. `now` (seconds since 1970) decides expiry: by default the present time, with `as_of`
-        the time of the boundary. `raw` leaves the value compressed and with its xattrs. Raises AnswerTooLarge, without
+        key's vbucket or a `Time`. `now` (seconds since 1970) decides expiry, by default the moment of
+        `VbucketReader.as_of`. `raw` leaves the value compressed and with its xattrs. Raises AnswerTooLarge, without
         reading the value, if the stored and the decompressed document together have more than `bytes_max` bytes.
 
         Raises UnknownCollection, NoSuchBoundary (`as_of` is before the kept history), Unavailable (the vbucket is not
@@ -219,7 +218,7 @@ class PointReads:
                         return None
                     if stored is not _OTHER:
                         document = decode_row(vbid, visible[1], stored, raw, False, SEAL_BYTES)
-                        if document.expiry and document.expiry <= (time.time() if now is None else now):
+                        if has_expired(document.expiry, now):
                             return None
                         return document
             options = _Options(collection, as_of, now, raw, bytes_max=bytes_max)
@@ -277,7 +276,7 @@ class PointReads:
                         document = self._look(reader, Transaction(reader.environment, txn), key, options)
                     else:
                         document = decode_row(vbid, branch, stored, raw, True, SEAL_BYTES)
-                        if document.expiry and document.expiry <= (time.time() if now is None else now):
+                        if has_expired(document.expiry, now):
                             continue
                     if document is None:
                         continue
@@ -301,11 +300,10 @@ class PointReads:
             if not is_plain:
                 reader.readable(txn)
         else:
-            served, boundary = reader.as_of(txn, options.as_of)
+            served, now_ms = reader.as_of(txn, options.as_of)
             (branch, seqno, _), links = served.position, served.links
             manifest = reader.manifest(txn, served.pub.manifest_key)
-            if now is None and boundary is not None:
-                now = boundary.time_ms / 1000
+            now = now_ms / 1000 if now is None else now
         if options.admit is not None:
             options.admit(manifest)
         collection = collection_of(manifest, options.collection, self._path)
@@ -319,9 +317,7 @@ class PointReads:
         elif not options.deletions:
             return None
         document = reader.document(txn, wire_key, dup, options.raw, options.lenient)
-        if document.expiry and not document.deleted and document.expiry <= (time.time() if now is None else now):
-            return None
-        return document
+        return None if has_expired(document.expiry, now) and not options.deletions else document
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
         """Return True if `get` would return a document."""
@@ -344,8 +340,8 @@ class PointReads:
         bytes_max: int | None = None,
         admit: Admit | None = None,
     ) -> Document | None:
-        """Return one document (raw) by its wire key. With `deletions` a tombstone counts as a document. Raises the
-        errors of `get`, and those of `admit`, which is called first.
+        """Return one document (raw) by its wire key. With `deletions` a tombstone or an expired document counts, too.
+        Raises the errors of `get`, and those of `admit`, which is called first.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:

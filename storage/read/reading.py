@@ -40,10 +40,8 @@ def lost(reason: str, path: str, vbid: int | None = None) -> ViewInvalidated:
 def pin_of(reader: VbucketReader, as_of: AsOf = None, now_ms: int | None = None) -> Pin:
     """Return a vbucket's position, now or at a boundary. Raises NoSuchBoundary, Unavailable."""
     with reader.environment.read() as txn:
-        served, boundary = reader.as_of(txn, as_of)
-    if now_ms is None:
-        now_ms = boundary.time_ms if boundary is not None else time.time_ns() // 1_000_000
-    return Pin(reader.vbid, *served.position, now_ms)
+        served, moment_ms = reader.as_of(txn, as_of)
+    return Pin(reader.vbid, *served.position, moment_ms if now_ms is None else now_ms)
 
 
 def check_readable(groups: Groups, vbids: Collection[int]) -> None:

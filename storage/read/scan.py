@@ -6,7 +6,6 @@ rollback, a resync or the purger has passed the scan's boundary.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import islice
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from storage.env.transaction import Transaction
 from storage.format import keys
 from storage.format.records import BRANCH, KIND, MUTATION, SEQNO
-from storage.format.tokens import AsOf, CollectionName
+from storage.format.tokens import AsOf, CollectionName, has_expired
 from storage.history import chain
 from storage.model import Collection, Document
 from storage.read import validity
@@ -74,10 +73,9 @@ def documents(
     that lacks the collection has no documents of it.
     """
     with reader.environment.read() as txn:
-        served, boundary = reader.as_of(txn, as_of)
+        served, now_ms = reader.as_of(txn, as_of)
         manifest = reader.manifest(txn, served.pub.manifest_key)
-    if now is None:
-        now = boundary.time_ms / 1000 if boundary is not None else time.time()
+    now = now_ms / 1000 if now is None else now
     chosen = [*manifest.collections.values()] if collection is None else [manifest.collection(collection)]
     ranges = [selection.within(each) for each in chosen if each is not None]
     for left in sorted(ranges):
@@ -116,7 +114,7 @@ def chunk(
                 if too_large is not None:
                     raise too_large
             document = reader.document(txn, wire_key, dup, selection.raw, lenient=True)
-            if not selection.deletions and document.expiry and document.expiry <= now:
+            if not selection.deletions and has_expired(document.expiry, now):
                 continue
             byte_count += len(document.value)
             if found and byte_count > bytes_max:

@@ -6,6 +6,7 @@ another chain id (`branches.PurgeRow`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from storage.format.records import BRANCH, KIND, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
 from storage.format.tokens import AsOf, Time
 from storage.history import branches, chain, manifests
-from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Kind, Manifest, Seqno, VbucketState
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Branch, Document, Kind, Manifest, Seqno, VbucketState
 
 KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
 """Kinds of rows to which references (`keys.DUP`) point. One flipped bit cannot turn a mutation's kind into a
@@ -247,17 +248,18 @@ class VbucketReader:
             self.environment.end(txn)
         return None
 
-    def as_of(self, txn: Transaction, as_of: AsOf) -> tuple[Served, Boundary | None]:
-        """Return the state at the newest kept boundary at or before `as_of`, and this boundary (None: the present
-        state). Raises NoSuchBoundary, Unavailable.
+    def as_of(self, txn: Transaction, as_of: AsOf) -> tuple[Served, int]:
+        """Return the state at the newest kept boundary at or before `as_of` (None: the present state), and the time in
+        milliseconds that decides expiry: the `Time`, but not the future; the time of a seqno's boundary; or the
+        present. In a quiet vbucket the boundary may be hours older than the `Time`. Raises NoSuchBoundary, Unavailable.
         """
-        served = self.readable(txn)
+        served, now_ms = self.readable(txn), time.time_ns() // 1_000_000
         if as_of is None or (isinstance(as_of, Time) and not served.pub.seqno):  # nothing was ever published
-            return served, None
+            return served, now_ms
         if isinstance(as_of, Time):
-            ms = as_of.ms
+            now_ms = min(as_of.ms, now_ms)
             candidates = chain.boundaries(txn, self.vbid, served.links)
-            boundary = next((each for each in candidates if each.time_ms <= ms), None)
+            boundary = next((each for each in candidates if each.time_ms <= now_ms), None)
         else:
             boundary = chain.newest_boundary(txn, self.vbid, served.links, as_of)
         if boundary is None or boundary.seqno < served.pub.floor_seqno:
@@ -266,7 +268,7 @@ class VbucketReader:
                 vbid=self.vbid,
                 hint="ask for a later point, or keep more history",
             )
-        return self.cut_at(txn, served, boundary.seqno), boundary
+        return self.cut_at(txn, served, boundary.seqno), now_ms if isinstance(as_of, Time) else boundary.time_ms
 
     def cut_at(self, txn: Transaction, served: Served, seqno: Seqno) -> Served:
         """Return the state at a boundary of the served chain."""

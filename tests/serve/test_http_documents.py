@@ -248,7 +248,7 @@ class Past:
                     self._put(key, rng.choice((0, 9)), None)
                 if rng.random() < 0.1:
                     self._roll_back(source.vbid_of(key))
-            self.moments.append(Time(source.now_ms + 100))
+            self.moments += (Time(source.now_ms + after_ms) for after_ms in (100, 90_000, 101_000))
             source.now_ms += 1_000_000
 
     def _put(self, key: bytes, collection_id: int, expiry: int | None) -> None:
@@ -277,7 +277,7 @@ class Past:
             for each in self._written[vbid]
             if limit is None or (each.time_ms if isinstance(as_of, Time) else each.seqno) <= limit
         ]
-        now_ms = at[-1].time_ms if as_of is not None else time.time() * 1000
+        now_ms = as_of.ms if isinstance(as_of, Time) else at[-1].time_ms if as_of is not None else time.time() * 1000
         found: dict[bytes, Written] = {}
         for each in at:
             if each.collection_id == collection_id and each.key:

@@ -77,7 +77,7 @@ async def test_each_recorded_request_is_answered_as_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Changes are refused and made in the store instead; a lock is not known to a mirror."""
-    monkeypatch.setattr("storage.read.point_reads.time.time", lambda: RECORDED_AT)
+    monkeypatch.setattr("storage.format.tokens.time.time", lambda: RECORDED_AT)
     session = answers(frames(name))
     store = Store(tmp_path, uuid="0123456789abcdef0123456789abcdef")
     store.collections(1, SCOPES, DEFAULT, ITEMS)

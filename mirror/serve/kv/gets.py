@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from time import perf_counter, time
+from time import perf_counter
 from zlib import crc32
 
 from mirror.serve.bucket.mirror_session import MirrorSession
@@ -20,6 +20,7 @@ from mirror.wire.frame import HEADER
 from storage.errors import StorageError
 from storage.format.records import answer_fields
 from storage.format.seal import SIZE as SEAL_BYTES
+from storage.format.tokens import has_expired
 from storage.read.point_reads import ReadRun
 
 _REQUEST = int(Magic.REQUEST)
@@ -79,7 +80,7 @@ def answer_gets(
             if stored is None:
                 break
             datatype, cas, flags, expiry, value = answer_fields(stored, SEAL_BYTES)
-            if (datatype & _NOT_PLAIN and (datatype & _XATTR or not snappy)) or (expiry and expiry <= time()):
+            if (datatype & _NOT_PLAIN and (datatype & _XATTR or not snappy)) or has_expired(expiry):
                 break
             size = len(value)
             ended = perf_counter()

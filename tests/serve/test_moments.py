@@ -1,0 +1,141 @@
+"""Every way to read shows as of a time what a reader saw then: the newest boundary, without what had expired."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import mirror
+from cli import export as export_command
+from cli import get as get_command
+from cli.exits import Absent
+from mirror.spark.source.columns import DOCUMENTS
+from mirror.spark.source.local import plan, read
+from mirror.spark.source.options import parse
+from mirror.typed.rows import Shape
+from mirror.view import QueryView
+from storage.read.scan import KeySelection
+from storage.read.view import AsOf, Time
+from tests.serve.http_site import Site, Source, made, running
+
+HOUR_MS = 3_600_000
+KEYS = [b"key-%d" % number for number in range(16)]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Source]:
+    """A source that published hours ago: in a quiet vbucket the newest boundary is old."""
+    with made(tmp_path) as source:
+        source.now_ms = int(time.time()) * 1000 - 10 * HOUR_MS
+        yield source
+
+
+@pytest.fixture
+def site(source: Source, tmp_path: Path) -> Iterator[Site]:
+    with running(tmp_path / "data", source) as site:
+        yield site
+
+
+def text_of(as_of: AsOf) -> str:
+    return str(as_of) if isinstance(as_of, int) else str(as_of and datetime.fromtimestamp(as_of.ms / 1000, UTC))
+
+
+Found = Iterable[bytes]
+Door = Callable[[Site, QueryView, AsOf], Found]
+
+
+def by_page(site: Site, view: QueryView, as_of: AsOf) -> Found:
+    for vbid in view.vbids:
+        for document in view.reading(as_of=as_of).page(vbid, 0, KeySelection())[0]:
+            yield document.key
+
+
+def by_export(site: Site, view: QueryView, as_of: AsOf) -> Found:
+    file = Path(view.path).with_name("out.jsonl")
+    export_command.export(to=str(file), data=Path(view.path), as_of=None if as_of is None else text_of(as_of))
+    return [json.loads(line)["key"].encode() for line in file.read_text().splitlines()]
+
+
+def by_command(site: Site, view: QueryView, as_of: AsOf) -> Found:
+    for key in KEYS:
+        with suppress(Absent):
+            get_command.get(key.decode(), data=Path(view.path), as_of=None if as_of is None else text_of(as_of))
+            yield key
+
+
+def by_spark(site: Site, view: QueryView, as_of: AsOf) -> Found:
+    job, shares = plan(parse({"path": view.path} | ({} if as_of is None else {"asOf": text_of(as_of)})))
+    batches = (batch for share in shares for batch in read(job, share, Shape(DOCUMENTS, (False,) * len(DOCUMENTS))))
+    return [row["key"].encode() for batch in batches for row in batch.to_pylist()]
+
+
+def at(as_of: AsOf) -> dict[str, str]:
+    return {} if as_of is None else {"as_of": text_of(as_of).replace(" ", "T")}
+
+
+def by_http(site: Site, view: QueryView, as_of: AsOf) -> Found:
+    for key in KEYS:
+        if site.client.get(site.document(key.decode()), params=at(as_of)).status_code == 200:
+            yield key
+
+
+DOORS: dict[str, Door] = {
+    "get": lambda site, view, as_of: [key for key in KEYS if view.get(key, as_of=as_of)],
+    "get_many": lambda site, view, as_of: view.get_many(KEYS, as_of=as_of),
+    "scan": lambda site, view, as_of: [each.key for each in view.scan(as_of=as_of)],
+    "page": by_page,
+    "export": by_export,
+    "get at the command line": by_command,
+    "SQL": lambda site, view, as_of: [
+        each["_key"].encode() for each in view.sql("SELECT _key FROM documents", as_of=as_of).to_pylist()
+    ],
+    "Arrow": lambda site, view, as_of: [
+        each["key"].encode() for each in view.arrow(as_of=as_of).read_all().to_pylist()
+    ],
+    "Spark": by_spark,
+    "HTTP document": by_http,
+    "HTTP multi-get": lambda site, view, as_of: [
+        each["key"].encode() for each in site.multi_get(KEYS, params=at(as_of))["documents"]
+    ],
+    "HTTP pages": lambda site, view, as_of: [
+        each["key"].encode() for page in site.pages(limit=3, **at(as_of)) for each in page["documents"]
+    ],
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_read_shows_what_a_reader_at_that_time_saw(site: Site, door: str) -> None:
+    """Expiry was judged at the time of the boundary, in a quiet vbucket hours before the time that was asked for."""
+    rng, source, view = Random(door), site.source, mirror.open_view(site.source.path)
+    versions: dict[bytes, list[tuple[int, int]]] = {key: [] for key in KEYS}
+
+    def put(key: bytes, expiry: int | None) -> None:
+        source.put(key, **({"value": None} if expiry is None else {"expiry": expiry}))
+        versions[key].append((view.boundaries(view.vbid_of(key))[0].time_ms, 1 if expiry is None else expiry))
+
+    def alive(ms: int) -> set[bytes]:
+        newest = {key: [each for each in versions[key] if each[0] <= ms][-1][1] for key in KEYS}
+        return {key for key, expiry in newest.items() if not expiry or expiry * 1000 > ms}
+
+    for key in KEYS:
+        put(key, 0)
+    begin_ms = source.now_ms
+    for _ in range(40):
+        source.now_ms += rng.choice((0, 400, HOUR_MS // 10))
+        ttl_s = rng.choice((None, 0, 1, 3600, 5 * 3600))
+        put(rng.choice(KEYS), ttl_s and source.now_ms // 1000 + ttl_s)
+    edges = [each for of_key in versions.values() for time_ms, expiry in of_key for each in (time_ms, expiry * 1000)]
+    chosen = [edge + rng.choice((-1, 0, 1, 700)) for edge in edges if edge > begin_ms]
+    now_ms = int(time.time() * 1000)
+    with view:
+        for ms in rng.sample(chosen, 12):
+            assert set(DOORS[door](site, view, Time(ms))) == alive(ms), ms - begin_ms
+        for later in (None, Time(now_ms + 10 * HOUR_MS)):
+            assert set(DOORS[door](site, view, later)) == alive(now_ms)
