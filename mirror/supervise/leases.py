@@ -45,7 +45,8 @@ class LeaseRecord:
 class LeaseBook:
     def __init__(self, directory: Path, *, seconds_max: float, age_max_s: float) -> None:
         self._path = directory / BOOK_NAME
-        self.limit(seconds_max=seconds_max, age_max_s=age_max_s)
+        self._seconds_max = seconds_max
+        self._age_max_ms = int(age_max_s * 1000)
         self._records: dict[str, LeaseRecord] = {}
         if not self._path.exists():
             return
@@ -57,10 +58,6 @@ class LeaseBook:
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             log.warning("leases-unreadable", path=str(self._path), error=str(error))
             self._records.clear()
-
-    def limit(self, *, seconds_max: float, age_max_s: float) -> None:
-        self._seconds_max = seconds_max
-        self._age_max_ms = int(age_max_s * 1000)
 
     def active(self, now_ms: int) -> list[LeaseRecord]:
         return [record for record in self._records.values() if record.until_ms > now_ms]

@@ -251,7 +251,6 @@ EVERY_BAD_STATE = {
     "a full disk": Bad({"disk-full"}, more={"groups": [{"group": 1, "error": "no space left", "full": True}]}),
     "a silent server": Bad({"degraded"}, more={"servers": ["kv 0, silent for 4 s"]}),
     "a closed listener": Bad({"degraded"}, more={"closed": {"kv": "kv 0 ended: SIGKILL"}}),
-    "a wrong mirror": Bad({"degraded"}, more={"mirrors": ["db2:11410 does not hold vbucket 7"]}),
 }  # fmt: skip
 
 

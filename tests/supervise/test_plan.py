@@ -41,76 +41,33 @@ def test_every_group_has_one_slot_and_the_load_is_even(group_count: int, worker_
 
 
 def test_a_dead_worker_comes_back_after_its_pause() -> None:
-    dead = WorkerFacts(0, (), ProcessPhase.ABSENT, not_before_ms=500)
+    dead = WorkerFacts(0, ProcessPhase.ABSENT, not_before_ms=500)
     assert decide({0: (0,)}, [dead], 499) == []
     assert decide({0: (0,)}, [dead], 500) == [StartProcess(0, (0,))]
 
 
 def test_a_silent_worker_is_killed_and_not_replaced_before_it_is_reaped() -> None:
-    silent = WorkerFacts(0, (0,), ProcessPhase.RUNNING, overdue=True)
+    silent = WorkerFacts(0, ProcessPhase.RUNNING, overdue=True)
     assert decide({0: (0,)}, [silent]) == [KillProcess(0, "no heartbeat")]
-    assert decide({0: (0,)}, [WorkerFacts(0, (0,), ProcessPhase.KILLED, overdue=True)]) == []
-
-
-def test_a_group_moves_only_when_its_holder_is_gone() -> None:
-    desired: dict[int, tuple[int, ...]] = {0: (0,), 1: (1,)}
-    before = [WorkerFacts(0, (0, 1), ProcessPhase.RUNNING)]
-    assert decide(desired, before) == [StopProcess(0)]
-    leaving = [WorkerFacts(0, (0, 1), ProcessPhase.STOPPING)]
-    assert decide(desired, leaving) == []
-    gone = [WorkerFacts(0, (), ProcessPhase.ABSENT)]
-    assert decide(desired, gone) == [StartProcess(0, (0,)), StartProcess(1, (1,))]
+    assert decide({0: (0,)}, [WorkerFacts(0, ProcessPhase.KILLED, overdue=True)]) == []
 
 
 @pytest.mark.parametrize("phase", [ProcessPhase.STARTING, ProcessPhase.RUNNING])
 def test_a_stopping_service_stops_all_and_starts_nothing(phase: ProcessPhase) -> None:
-    actual = [WorkerFacts(0, (0,), phase), WorkerFacts(1, (), ProcessPhase.ABSENT)]
+    actual = [WorkerFacts(0, phase), WorkerFacts(1, ProcessPhase.ABSENT)]
     assert decide({0: (0,), 1: (1,)}, actual, stopping=True) == [StopProcess(0)]
 
 
-@st.composite
-def situations(draw: st.DrawFn) -> tuple[int, int, list[WorkerFacts], bool]:
-    group_count = draw(st.integers(1, 12))
-    owners = draw(st.lists(st.integers(0, 5), min_size=group_count, max_size=group_count))
-    actual = []
-    for slot in range(draw(st.integers(0, 6))):
-        phase = draw(st.sampled_from(ProcessPhase))
-        groups = tuple(
-            group for group, owner in enumerate(owners) if owner == slot and phase is not ProcessPhase.ABSENT
-        )
-        actual.append(
-            WorkerFacts(slot, groups, phase, draw(st.booleans()), draw(st.integers(0, 9)), draw(st.booleans()))
-        )
-    return group_count, draw(st.integers(1, 6)), actual, draw(st.booleans())
-
-
-@given(situations())
-def test_a_group_is_never_given_to_two_workers(situation: tuple[int, int, list[WorkerFacts], bool]) -> None:
-    """The groups of living and started workers never overlap, and no slot gets two orders."""
-    group_count, worker_count, actual, stopping = situation
-    actions = decide(assign(group_count, worker_count), actual, 5_000, stopping=stopping)
-    held = [group for worker in actual if worker.alive for group in worker.groups]
-    started = [group for action in actions if isinstance(action, StartProcess) for group in action.groups]
-    assert len(held) + len(started) == len(set(held) | set(started))
+@given(st.lists(st.tuples(st.sampled_from(ProcessPhase), st.booleans()), max_size=6), st.booleans())
+def test_a_slot_gets_one_order_and_starts_only_when_its_process_is_reaped(
+    phases: list[tuple[ProcessPhase, bool]], stopping: bool
+) -> None:
+    actual = [WorkerFacts(slot, phase, overdue) for slot, (phase, overdue) in enumerate(phases)]
+    actions = decide(assign(12, 6), actual, 5_000, stopping=stopping)
     assert len({action.slot for action in actions}) == len(actions)
-    assert not (stopping and started)
-
-
-@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
-def test_the_actions_lead_to_the_desired_state(group_count: int, before: int, after: int) -> None:
-    """Perform every action at once, over and over: the desired state is reached, and then nothing is requested."""
-    actual = {
-        slot: WorkerFacts(slot, groups, ProcessPhase.RUNNING) for slot, groups in assign(group_count, before).items()
-    }
-    desired = assign(group_count, after)
-    for _ in range(3):
-        for action in decide(desired, list(actual.values())):
-            if isinstance(action, StartProcess):
-                actual[action.slot] = WorkerFacts(action.slot, action.groups, ProcessPhase.RUNNING)
-            else:
-                actual[action.slot] = WorkerFacts(action.slot, (), ProcessPhase.ABSENT)
-    assert {slot: worker.groups for slot, worker in actual.items() if worker.alive} == desired
-    assert decide(desired, list(actual.values())) == []
+    started = {action.slot for action in actions if isinstance(action, StartProcess)}
+    absent = set(range(6)) - {worker.slot for worker in actual if worker.alive}
+    assert started == (set() if stopping else absent)
 
 
 def test_the_pause_doubles_up_to_its_limit() -> None:

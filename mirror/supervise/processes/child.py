@@ -90,7 +90,6 @@ class Child:
         """`deadline_ms` is the longest time without a heartbeat."""
         return WorkerFacts(
             self.slot,
-            self.groups,
             self.phase,
             overdue=self.heartbeat.overdue(now_ms, deadline_ms),
             stopping_since_ms=self.stopping_since_ms,

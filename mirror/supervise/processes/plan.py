@@ -1,8 +1,8 @@
 """Decides which processes to start, stop or kill now. Pure.
 
 Compares desired and actual processes by slot, the numbered place of a process. The service calls `plan` after every
-event and executes the result. A process starts only if no living process holds one of its groups; a killed process
-lives until it is reaped.
+event and executes the result. The groups of a slot never change, and its process starts only after the one before it
+was reaped: so no two processes hold a group, even if one of them was killed and still writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class ProcessPhase(Enum):
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
     slot: int
-    groups: tuple[int, ...]
     phase: ProcessPhase
     overdue: bool = False
     """True if the process has sent no heartbeat in time."""
@@ -81,25 +80,18 @@ def plan(
 
     A process that takes longer than `stop_grace_ms` to commit and close is killed, which loses no data.
     """
-    target = {} if stopping else dict(desired)
     actions: list[Action] = []
     for worker in actual:
         if worker.phase in (ProcessPhase.STARTING, ProcessPhase.RUNNING):
             if worker.overdue:
                 actions.append(KillProcess(worker.slot, "no heartbeat"))
-            elif stopping or target.get(worker.slot) != worker.groups:
+            elif stopping:
                 actions.append(StopProcess(worker.slot))
         elif worker.phase is ProcessPhase.STOPPING and now_ms - worker.stopping_since_ms > stop_grace_ms:
             actions.append(KillProcess(worker.slot, "did not stop in time"))
-    held = {group for worker in actual if worker.alive for group in worker.groups}
-    known = {worker.slot: worker for worker in actual}
-    for slot, groups in sorted(target.items()):
-        worker_known = known.get(slot)
-        if worker_known is not None and (worker_known.alive or now_ms < worker_known.not_before_ms):
-            continue
-        # A worker that was killed may still be writing until it is reaped.
-        if held.isdisjoint(groups):
-            actions.append(StartProcess(slot, groups))
+    if not stopping:
+        not_now = {worker.slot for worker in actual if worker.alive or now_ms < worker.not_before_ms}
+        actions += [StartProcess(slot, groups) for slot, groups in sorted(desired.items()) if slot not in not_now]
     return actions
 
 

@@ -149,7 +149,7 @@ class Processes:
         return [
             slot.child.facts(now_ms, deadline_ms)
             if slot.child is not None
-            else WorkerFacts(number, (), ProcessPhase.ABSENT, not_before_ms=slot.not_before_ms)
+            else WorkerFacts(number, ProcessPhase.ABSENT, not_before_ms=slot.not_before_ms)
             for number, slot in self.slots.items()
         ]
 
