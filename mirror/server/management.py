@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
-import httptools
+import h11
 
 from mirror.server.session import Session
 
@@ -64,11 +64,8 @@ class Management:
         self._write = write
         self._hang_up = hang_up
         self._note_login = logged_in
-        self._parser = httptools.HttpRequestParser(self)
-        self._received_bytes = 0
-        self._url = b""
-        self._authorization: str | None = None
-        self._is_complete = False
+        self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
+        self._request: h11.Request
         self._user = ""
         self._answering: asyncio.Task[None] | None = None
         self._streams = False
@@ -76,18 +73,15 @@ class Management:
     def feed(self, data: bytes) -> None:
         if self._answering is not None:  # a body, or a second request
             return
-        self._received_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # an offer to change the protocol, which is ignored
-            self._is_complete = True
-        except httptools.HttpParserError:
-            self._refuse(400, "not an HTTP request")
+            self._parser.receive_data(data)
+            event = self._parser.next_event()
+        except h11.RemoteProtocolError as error:
+            self._refuse(error.error_status_hint, "not an HTTP request")
             return
-        if self._is_complete:
+        if isinstance(event, h11.Request):
+            self._request = event
             self._answering = asyncio.get_running_loop().create_task(self._answer())
-        elif self._received_bytes > HEAD_BYTES_MAX:
-            self._refuse(431, f"the request's head has more than {HEAD_BYTES_MAX} bytes")
 
     def map_changed(self) -> None:
         """Send the new map to a client that streams maps."""
@@ -99,26 +93,14 @@ class Management:
             self._answering.cancel()
         self._streams = False
 
-    # -- called by the parser
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"authorization":
-            self._authorization = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        self._is_complete = True
-
     # -- the answer
 
     async def _answer(self) -> None:
-        path = unquote(self._url.partition(b"?")[0].decode("latin-1"), errors="replace")
+        path = unquote(self._request.target.partition(b"?")[0].decode("latin-1"), errors="replace")
         bucket = next((path[len(each) :] for each in (_STREAM, _BUCKET) if path.startswith(each)), None)
         if path not in ("/pools", "/whoami") and (not bucket or "/" in bucket):
             self._refuse(501, NO_MANAGEMENT)
-        elif self._parser.get_method() != b"GET":
+        elif self._request.method != b"GET":
             self._refuse(405, "this path can only be read", "Allow: GET\r\n")
         elif not await self._log_in():
             self._refuse(401, "wrong user or password", 'WWW-Authenticate: Basic realm="Couchbase"\r\n')
@@ -139,9 +121,9 @@ class Management:
     async def _log_in(self) -> bool:
         """Return True if the client may read: by the request's password, or else by what the port grants without."""
         session = self._session
-        if self._authorization is not None:
+        if (authorization := dict(self._request.headers).get(b"authorization")) is not None:
             session.log_out()
-            name, password = basic(self._authorization)
+            name, password = basic(authorization.decode("latin-1"))
             if name is None or not session.plain_allowed:  # a password only over TLS, or on this machine
                 return False
             attempt = session.password_attempt(name, password)
@@ -164,7 +146,7 @@ class Management:
 
     @property
     def _is_old(self) -> bool:
-        return bool(self._parser.get_http_version() == "1.0")
+        return self._request.http_version == b"1.0"
 
     def _send_map(self) -> None:
         body = self._session.map_text(with_bucket=True) + b"\n\n\n\n"

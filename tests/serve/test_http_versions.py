@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STACK = ("uvicorn", "httptools", "starlette")
+STACK = ("uvicorn", "h11", "starlette")
 
 
 @pytest.mark.parametrize(
