@@ -51,7 +51,7 @@ TASKS_PER_CORE = 4
 FEW_ROWS = 100_000
 """Fewer rows are compared in this process: starting others would take longer."""
 REPAIRED = ("different", "unreadable")
-"""States that a repair fixes. `rollback`, `behind` and `unfinished` end by themselves while the service streams."""
+"""States that a repair fixes. `rollback` and `unsure` end by themselves while the service streams."""
 
 
 def verify(
@@ -65,7 +65,9 @@ def verify(
     limit: Annotated[int, typer.Option("--limit", min=0, help="Differing keys to print.")] = 20,
     wait: Annotated[
         float,
-        typer.Option("--wait", min=0, help="Seconds to wait until a running mirror has published the compared seqnos."),
+        typer.Option(
+            "--wait", min=0, help="Seconds to wait in all for a running mirror to publish the compared seqnos."
+        ),
     ] = WAIT_S,
     config: options.ConfigOption = None,
     pairs: options.SetOption = None,
@@ -170,8 +172,10 @@ def version_object(version: Fingerprint | None) -> dict[str, object] | None:
 
 def say(facts: Reply, results: list[VbucketResult], limit: int) -> None:
     left = limit
+    for detail, number in Counter(result.detail for result in results if result.state == "unsure").items():
+        output.echo(f"{number} vbuckets: unsure; {detail}")
     for result in results:
-        if not result.equal:
+        if result.wrong:
             counts = ", ".join(
                 f"{getattr(result, name):,} {words}"
                 for name, words in (
@@ -195,7 +199,10 @@ def say(facts: Reply, results: list[VbucketResult], limit: int) -> None:
         output.echo(f"  ... {count - limit:,} more keys: --json names up to 100 of each vbucket")
     if facts["repaired"]:
         output.echo(f"fetched again: {len(facts['repaired'])} vbuckets")
-    verdict = "equal" if facts["ok"] else f"NOT equal: {sums['vbuckets'] - sums['states'].get('equal', 0)} vbuckets"
+    states = sums["states"]
+    unsure, wrong = states.get("unsure", 0), sums["vbuckets"] - states.get("unsure", 0) - states.get("equal", 0)
+    counts = (f"NOT equal: {wrong} vbuckets" if wrong else "", f"unsure: {unsure} vbuckets" if unsure else "")
+    verdict = ", ".join(filter(None, counts)) or "equal"
     more = f", {unsaid}" if (unsaid := not_said(results)) else ""
     output.echo(
         f"{facts['data']}: {verdict} ({sums['vbuckets']} vbuckets, {sums['documents']:,} documents and "

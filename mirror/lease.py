@@ -19,7 +19,7 @@ from pathlib import Path
 from mirror.client import AccessDenied, ServiceSaidNo, ask
 from mirror.errors import MirrorError
 from mirror.messages import GrantLease, ReleaseLease
-from storage.errors import Unavailable, ViewInvalidated
+from storage.errors import Unavailable
 
 SECONDS = 60.0
 """A lease ends this long after its last renewal."""
@@ -109,20 +109,16 @@ class Lease:
 def of_reading(
     path: str | Path, name: str, *, seconds: float = SECONDS, lease_id: str | None = None
 ) -> Callable[[Mapping[int, tuple[int, int]]], AbstractContextManager[Lease]]:
-    """Return the `lease` for `View.reading`. At its end, a lease with an id is left, because other processes may share
-    it. Raises what `Lease` raises, but ViewInvalidated if the service refuses the lease, and Unavailable if it
-    could not decide.
+    """Return the `lease` for `View.reading`, which raises Unavailable if the service grants none. At its end, a lease
+    with an id is left, because other processes may share it.
     """
 
     @contextmanager
     def holding(positions: Mapping[int, tuple[int, int]]) -> Iterator[Lease]:
         try:
             lease = Lease(path, positions, name=name, seconds=seconds, lease_id=lease_id)
-        except ServiceSaidNo as error:
-            if error.retryable:
-                hint = "try again; `dcp-mirror status` says which"
-                raise Unavailable("a process of the service does not answer", path=str(path), hint=hint) from error
-            raise ViewInvalidated(error.what) from error
+        except MirrorError as error:
+            raise Unavailable(f"no lease: {error.what}", path=str(path), hint=error.hint) from error
         try:
             yield lease
         finally:

@@ -128,7 +128,7 @@ class ViewInvalidated(StorageError):
 
 class Unavailable(StorageError):
     """The vbucket has no copy for readers: it is not filled yet, or `resync_reads = unavailable` withholds the old copy
-    during a resync.
+    during a resync. Or the service grants no lease for a long read.
     """
 
     retryable = True

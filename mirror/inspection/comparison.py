@@ -96,8 +96,8 @@ class Difference:
 class VbucketResult:
     vbid: int
     state: str = "equal"
-    """equal; different; rollback: the mirror has history that the source lost; unreadable; behind: the mirror has
-    published nothing; unfinished.
+    """equal; different; rollback: the mirror has history that the source lost; unreadable: damaged; unsure: not
+    everything was compared.
     """
     detail: str = ""
     branch: int = 0

@@ -42,7 +42,7 @@ from mirror.wire.events import SystemEvent
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import decode_system_event
 from storage.env import directory
-from storage.errors import NotPublished, StorageError, ViewInvalidated, WriteLost
+from storage.errors import CorruptedError, NotPublished, StorageError, ViewInvalidated, WriteLost
 from storage.format import keys
 from storage.format.digest import Fingerprint, Runs, fingerprint
 from storage.model import Kind, Manifest, Seqno, Vbuuid
@@ -57,9 +57,7 @@ ROUNDS_MAX = 40
 SCANS_MAX = 5
 """Maximum number of scans of a mirror's vbucket. Rollbacks and the purger may end a scan early."""
 WAIT_S = 60.0
-"""Longest wait for the mirror to publish the seqno read from the source."""
-IMPATIENT_S = 0.5
-"""Limit of each later wait after a wait has timed out."""
+"""Longest time in all to wait for the mirror to publish the seqnos read from the source."""
 
 
 class VerifyTask(NamedTuple):
@@ -112,7 +110,7 @@ class Verifier:
         self._view = view
         self._reader = reader
         self._service = service
-        self._wait_s = wait_s
+        self._left_s = wait_s if service else 0.0
 
     def run(self, vbids: Sequence[int]) -> list[VbucketResult]:
         """Compare vbuckets; return results in the order of `vbids`. Raises MirrorError."""
@@ -130,11 +128,11 @@ class Verifier:
             if not todo or not self._service:
                 break
             if attempt + 1 < ATTEMPTS_MAX:
-                time.sleep(min(1.0, self._wait_s))
-        for vbid in todo:
-            if done[vbid].state in ("equal", "unfinished"):
-                done[vbid].state = "unfinished"
-                done[vbid].detail = done[vbid].detail or "it changed faster than it could be compared; try again"
+                time.sleep(min(1.0, self._left_s))
+        for vbid, result in done.items():
+            if result.equal and (result.not_compared or vbid in todo):
+                result.state = "unsure"
+                result.detail = result.detail or "it changed faster than it could be compared; try again"
         return [done[vbid] for vbid in vbids]
 
     # -- a whole vbucket ------------------------------------------------------------------------------------------
@@ -153,7 +151,7 @@ class Verifier:
                     self._compare(vbucket)
                 else:
                     vbucket.again = True
-                    vbucket.result.state = "unfinished"
+                    vbucket.result.state = "unsure"
                     vbucket.result.detail = "the source lost history while it was read"
                 vbucket.runs.close()
         except OSError as error:
@@ -178,19 +176,26 @@ class Verifier:
             late = self._wait_for(vbucket)
             moved = self._scan_and_compare(vbucket)
         except (StorageError, OutOfOrder) as error:
-            vbucket.result.state, vbucket.result.detail = "unreadable", str(error)
-            vbucket.again = isinstance(error, ViewInvalidated)
+            self._failed(vbucket, error)
             return
         result = vbucket.result
         result.detail = late
         if moved is None:
-            result.state, vbucket.again = "unfinished", True
+            vbucket.again = True
         elif not result.published_seqno and result.source_seqno:
-            result.state, result.not_compared = "behind", result.moved
+            result.state, result.detail, result.not_compared = "unsure", "nothing is published here", result.moved
         elif self._service:
             vbucket.moved = moved
         else:
             result.not_compared = result.moved
+
+    @staticmethod
+    def _failed(vbucket: _Vbucket, error: StorageError | OutOfOrder) -> None:
+        """Only damage is `unreadable`, which a repair fetches again."""
+        result, damaged = vbucket.result, isinstance(error, CorruptedError | OutOfOrder)
+        if result.equal or damaged:
+            result.state, result.detail = "unreadable" if damaged else "unsure", str(error)
+        vbucket.again, vbucket.moved = isinstance(error, ViewInvalidated), {}
 
     def _wait_for(self, vbucket: _Vbucket) -> str:
         """Wait until the mirror has published the seqno read from the source. Return the reason if it does not. If a
@@ -200,15 +205,17 @@ class Verifier:
         if not position.seqno:
             return ""
         token = MutationToken(vbid, Vbuuid(position.vbuuid), Seqno(position.seqno))
+        began_s = time.monotonic()
         try:
-            self._view.wait_for(token, self._wait_s if self._service else 0)
+            self._view.wait_for(token, self._left_s)
         except NotPublished:
             if self._service:
-                self._wait_s = min(self._wait_s, IMPATIENT_S)
-                return f"the mirror did not publish seqno {position.seqno} in time"
+                return "the mirror did not publish the source's changes in time"
             return "no service runs: later changes of the source are not compared"
         except WriteLost:
             vbucket.again = True
+        finally:
+            self._left_s = max(0.0, self._left_s - (time.monotonic() - began_s))
         return ""
 
     def _scan_and_compare(self, vbucket: _Vbucket) -> dict[bytes, Fingerprint | None] | None:
@@ -306,7 +313,7 @@ class Verifier:
     def _look_again(self, vbucket: _Vbucket) -> None:
         result = vbucket.result
         try:
-            self._wait_for(vbucket)
+            late = self._wait_for(vbucket)
             reading = self._view.reading((result.vbid,))
             mirror = self._side(reading, result.vbid)
             source = Side(vbucket.position.seqno, vbucket.manifest)
@@ -321,14 +328,15 @@ class Verifier:
                     left[key] = there
                 else:
                     result.count(verdict, here, seen)
-            vbucket.moved = left
+            vbucket.moved = {} if late else left
+            result.detail = late
+            if late:
+                result.not_compared = len(left)
             if mirror.seqno >= result.source_seqno:
                 result.behind_seqnos = 0
             vbucket.here = Position(self._vbuuid_at(result.vbid, mirror.seqno), mirror.seqno)
-        except ViewInvalidated:
-            vbucket.again, vbucket.moved = True, {}
         except StorageError as error:
-            result.state, result.detail, vbucket.moved = "unreadable", str(error), {}
+            self._failed(vbucket, error)
 
     # -- histories ------------------------------------------------------------------------------------------------
 

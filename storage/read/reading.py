@@ -28,9 +28,7 @@ from storage.read.vbucket_reader import Served, VbucketReader
 AGAIN = "start the read again; if this comes again, keep more history (history_s)"
 
 Lease = Callable[[Mapping[int, tuple[int, int]]], AbstractContextManager[object]]
-"""Takes a lease on positions, (branch, seqno) by vbid, for the time of the context. Raises ViewInvalidated if they are
-not kept.
-"""
+"""Takes a lease on positions, (branch, seqno) by vbid, for the time of the context. Raises Unavailable if refused."""
 
 
 def lost(reason: str, path: str, vbid: int | None = None) -> ViewInvalidated:
@@ -123,10 +121,20 @@ class BoundaryRead:
             check_readable(self._groups, [vbid for vbid in self.vbids if vbid not in self._pins])
             pins = [self._pin(vbid) for vbid in self.vbids]
             if not self._is_held:
-                with self._translated():
+                try:
                     self._held.enter_context(self._lease(positions_of(pins)))
+                except Unavailable:
+                    self._check_kept(pins)
+                    raise
                 self._is_held = True
         return pins
+
+    def _check_kept(self, pins: Iterable[Pin]) -> None:
+        """Raise ViewInvalidated if a boundary is not kept."""
+        for pin in pins:
+            reader = self._groups.reader(pin.vbid)
+            with self._translated(), reader.environment.read() as txn:
+                validity.served_at(reader, txn, pin)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 
-from storage.errors import NoSuchBoundary, StorageError, ViewInvalidated
+from storage.errors import NoSuchBoundary, StorageError, Unavailable, ViewInvalidated
 from storage.history import leases as leases_module
 from storage.history.leases import Leases
 from storage.history.purge import Window
@@ -46,6 +48,22 @@ def test_an_expired_lease_is_not_renewed_but_checked_again(writer: GroupWriter, 
     assert not writer.background.renew_lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
     with pytest.raises(NoSuchBoundary, match="1:1 is not kept"):
         writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
+
+
+def test_a_refused_lease_invalidates_a_read_only_if_its_boundary_is_gone(writer: GroupWriter, view: View) -> None:
+    """256 other readers once made a reader believe that its history was gone."""
+    publish(writer, 0, [(A, b"1", 1)])
+    pins = [view.pin(0)]
+
+    def refused(_: object) -> NoReturn:
+        raise Unavailable("no lease: too many leases are held")
+
+    with pytest.raises(Unavailable, match="too many leases"):
+        view.reading([0], pins=pins, lease=refused).hold()
+    publish(writer, 0, [(A, b"2", 2)])
+    purge(writer, Window(boundaries=1))
+    with pytest.raises(ViewInvalidated, match="no longer kept"):
+        view.reading([0], pins=pins, lease=refused).hold()
 
 
 def test_other_positions_under_a_name_are_a_new_lease(writer: GroupWriter, clock: Clock) -> None:
