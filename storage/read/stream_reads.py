@@ -23,7 +23,6 @@ from storage.model import (
     Manifest,
     Rollback,
     Seqno,
-    Vbuuid,
     purge_seqno_of,
 )
 from storage.read import changes, states, validity
@@ -127,50 +126,30 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
     """Return the seqno of the boundary to which a follower must go back, or 0 (to the beginning). The follower holds
     rows of the history `vbuuid` above `seqno`, the last seqno that the served history shares with `vbuuid`.
 
-    If this mirror rolled back from the history `vbuuid` or from above `seqno`, return the boundary to which it
-    rolled back. Otherwise this mirror never sent the lost rows: return the newest kept boundary up to `seqno`. Return 0
-    if `seqno` is below the floor, after several rollbacks from that history, or if the follower may hold a snapshot
-    that began below the boundary to be returned and ended above it. Such a snapshot comes from a branch without that
-    boundary, from a copy that a resync replaced, or from a time when the follower was below the floor (`next_ends`).
+    If this mirror rolled back from `seqno` or above, return the lowest boundary to which it rolled back. Otherwise this
+    mirror never sent the lost rows: return the newest kept boundary up to `seqno`. Return 0 if this boundary is below
+    the floor, or if the follower may hold a snapshot that began below it and ended above it. Such a snapshot comes from
+    a branch without that boundary, from a copy that a resync replaced, or from a time when the follower was below the
+    floor (`next_ends`).
     """
-    if seqno < pinned.pub.floor_seqno:
-        return 0
     rollbacks = changes.rollbacks(reader)
-    passed = [each for each in reversed(rollbacks) if each.to_seqno <= seqno]
-    of_history = [each for each in passed if each.from_vbuuid == vbuuid]
     with reader.environment.read() as txn:
-        _, resync_count = branches.resyncs(txn, reader.vbid)
-        if resync_count or len(of_history) > 1:
-            return 0
-        left = of_history or [each for each in passed if each.from_seqno > seqno][:1]
-        base_seqno = int(left[0].to_seqno) if left else _kept_seqno(reader, txn, pinned, vbuuid, seqno)
+        passed = [int(each.to_seqno) for each in rollbacks if each.to_seqno <= seqno <= each.from_seqno]
+        base_seqno = min(passed) if passed else _newest_of(reader, txn, pinned, vbuuid, seqno)
         floor = chain.newest_boundary(txn, reader.vbid, pinned.links, pinned.pub.floor_seqno)
-        taken_back = [each for each in rollbacks if _may_hold(each, pinned.failover_log, vbuuid, base_seqno)]
-        crossed = any(each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno, floor) for each in taken_back)
-    return 0 if crossed else base_seqno
+        crossed = any(
+            each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno, floor)
+            for each in rollbacks
+            if each.from_seqno > base_seqno
+        )
+        resynced = branches.resyncs(txn, reader.vbid)[1]
+    return 0 if crossed or resynced or base_seqno < pinned.pub.floor_seqno else base_seqno
 
 
-def _kept_seqno(reader: VbucketReader, txn: Transaction, pinned: ServedState, vbuuid: int, seqno: int) -> int:
-    """Return the seqno of the newest kept boundary up to `seqno`, or 0. A boundary at `seqno` must be of `vbuuid`."""
-    for boundary in chain.boundaries(txn, reader.vbid, chain.recut(pinned.links, seqno)):
-        if boundary.seqno < pinned.pub.floor_seqno:
-            break
-        if boundary.seqno < seqno or boundary.vbuuid == vbuuid:
-            return int(boundary.seqno)
-    return 0
-
-
-def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool:
-    """Return True if a follower of the history `vbuuid` may hold snapshots above `seqno` that the rollback `lost` took
-    back.
-
-    The follower holds no snapshot of a newer history, and none of an older history above the end of that history.
-    """
-    known = [entry.vbuuid for entry in log]
-    if lost.from_seqno <= seqno or lost.from_vbuuid in known[: known.index(Vbuuid(vbuuid))]:
-        return False
-    end_seqno = log.end_of(lost.from_vbuuid, SEQNO_MAX)
-    return lost.from_vbuuid == vbuuid or end_seqno is None or end_seqno > seqno
+def _newest_of(reader: VbucketReader, txn: Transaction, pinned: ServedState, vbuuid: int, seqno: int) -> int:
+    """Return the seqno of the newest boundary up to `seqno`, or 0. A boundary at `seqno` must be of `vbuuid`."""
+    found = chain.boundaries(txn, reader.vbid, chain.recut(pinned.links, seqno))
+    return next((int(each.seqno) for each in found if each.seqno < seqno or each.vbuuid == vbuuid), 0)
 
 
 def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int, floor: Boundary | None) -> bool:

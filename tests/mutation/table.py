@@ -83,8 +83,8 @@ MUTATIONS = (
     ),
     Mutation(
         "storage/read/stream_reads.py",
-        "if resync_count or len(of_history) > 1:",
-        "if len(of_history) > 1:",
+        "return 0 if crossed or resynced or",
+        "return 0 if crossed or",
         "tests/storage/test_stream.py -k replaced_copy",
     ),
     Mutation(
@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/serve/dcp/producer.py",
-        "if history.high_seqno < held_seqno <= end_seqno:",
+        "if end_seqno is not None and history.high_seqno < held_seqno <= end_seqno:",
         "if False:",
         "tests/serve/test_dcp_requests.py -k ahead_of_the_mirror",
     ),

@@ -65,12 +65,27 @@ async def test_a_client_right_before_a_purged_deletion_begins_again(store: Store
     store.delete(b"a", 5)
     purge(store.writer, Window(boundaries=1))
     client = await dcp.client()
-    answer = await client.stream(vbid, 4, vbuuid=UUID)
-    assert (answer.status, answer.rollback_seqno) == (Status.ROLLBACK, 0)
+    for snap in (None, (3, 5)):
+        answer = await client.stream(vbid, 4, vbuuid=UUID, snap=snap)
+        assert (answer.status, answer.rollback_seqno) == (Status.ROLLBACK, 0)
     assert (await client.stream(vbid, 5, vbuuid=UUID)).status == Status.SUCCESS
 
 
-@pytest.mark.parametrize(("start", "snap"), [(7, None), (3, (2, 7)), (3, (0, 7))])
+async def test_a_client_inside_a_snapshot_goes_back_to_its_start(store: Store, dcp: DcpEndpoint) -> None:
+    """The mirror went back below it, but the client has all of the shared history up to there."""
+    vbid = store.put(b"a", b"1", 10)
+    for seqno in (20, 30):
+        store.put(b"a", b"1", seqno)
+    store.writer.vbuckets[vbid].rollback(10)
+    store.log(vbid, (UUID + 1, 25), (UUID, 0))
+    client = await dcp.client()
+    store.put(b"a", b"1", 40)
+    for start, snap, back_to in ((30, None, 10), (22, (20, 30), 20)):
+        answer = await client.stream(vbid, start, vbuuid=UUID, snap=snap)
+        assert (answer.status, answer.rollback_seqno) == (Status.ROLLBACK, back_to)
+
+
+@pytest.mark.parametrize(("start", "snap"), [(7, None), (9, None), (7, (7, 12)), (3, (2, 7)), (3, (0, 7))])
 async def test_a_client_ahead_of_the_mirror_waits_until_it_has_caught_up(
     store: Store, dcp: DcpEndpoint, start: int, snap: tuple[int, int] | None
 ) -> None:
@@ -80,7 +95,7 @@ async def test_a_client_ahead_of_the_mirror_waits_until_it_has_caught_up(
     client = await dcp.client()
     answer = await client.stream(vbid, start, vbuuid=UUID, snap=snap)
     assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, b"")
-    store.put(b"a", b"2", 8)
+    store.put(b"a", b"2", 9)
     accepted = await client.stream(vbid, start, vbuuid=UUID, snap=snap)
     assert accepted.failover_log == ((UUID + 1, 9), (UUID, 0))
 

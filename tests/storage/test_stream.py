@@ -9,11 +9,13 @@ from threading import Thread
 
 import pytest
 
+from storage.env.transaction import Transaction
 from storage.errors import Closed, StorageError, ViewInvalidated
 from storage.history import branches
 from storage.history.branches import PurgeRow
 from storage.history.purge import Window
-from storage.model import SEQNO_MAX, Collection, FailoverLog, Seqno
+from storage.model import SEQNO_MAX, Branch, Collection, FailoverLog, Seqno
+from storage.read import changes
 from storage.read import stream_reads as stream
 from storage.read.stream_reads import Commits
 from storage.read.view import View, open_view
@@ -259,7 +261,7 @@ def test_the_next_snapshots_of_a_follower_end_at_the_next_boundaries(store: Stor
 
 
 def test_a_follower_of_a_lost_history_shares_the_boundary_of_the_rollback(
-    store: Store, view: View, clock: list[int]
+    store: Store, view: View, clock: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seqno in (1, 4, 9):  # 4 lies in the newer half of the kept history, where no first snapshot ends
         store.put(b"k%d" % seqno, b"v", seqno)
@@ -273,7 +275,11 @@ def test_a_follower_of_a_lost_history_shares_the_boundary_of_the_rollback(
     pinned = stream.served_state(view.reader(0))
     assert [stream.shared_seqno(view.reader(0), pinned, 7, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
     raised = replace(pinned, pub=pinned.pub._replace(floor_seqno=Seqno(4)))
-    assert stream.shared_seqno(view.reader(0), raised, 7, 3) == 0, "what is not kept is no boundary any more"
+    monkeypatch.setattr(changes, "rollbacks", lambda _: [])
+    assert stream.shared_seqno(view.reader(0), raised, 7, 3) == 0
+    monkeypatch.undo()
+    found = [stream.shared_seqno(view.reader(0), raised, 7, seqno) for seqno in (3, 4, 7, 8)]
+    assert found == [0, 4, 4, 4], "what is not kept is no boundary any more"
 
 
 @pytest.fixture
@@ -333,6 +339,52 @@ def test_a_follower_across_a_rollback_on_command_begins_again(windowed: Store) -
     put_all(windowed, 67, 76, 86)
     fail_over(windowed, 76, (11, 84), (9, 82), (7, 0))
     assert shared_seqno(windowed, 9, 84) == 0
+
+
+@pytest.mark.parametrize(("first", "second"), [(10, 20), (20, 10)])
+def test_a_follower_goes_back_below_every_rollback_from_above(windowed: Store, first: int, second: int) -> None:
+    put_all(windowed, 10, 20, 40)
+    windowed.writer.vbuckets[0].rollback(first)
+    put_all(windowed, *range(first + 10, 21, 10), 45)
+    fail_over(windowed, second, (8, 30), (7, 0))
+    assert shared_seqno(windowed, 7, 30) == 10
+    assert shared_seqno(windowed, 7, 40) == 10
+
+
+def test_a_rollback_that_ended_at_or_below_the_boundary_concerns_no_follower(windowed: Store) -> None:
+    put_all(windowed, 10, 20)
+    fail_over(windowed, 10, (8, 12), (7, 0))
+    put_all(windowed, 20, 30)
+    fail_over(windowed, 20, (9, 25), (8, 12), (7, 0))
+    assert shared_seqno(windowed, 8, 25) == 20
+
+
+def test_a_boundary_at_the_end_of_the_shared_history_is_of_that_history(windowed: Store) -> None:
+    """A follower that another producer served may hold a snapshot of the newer history around it."""
+    put_all(windowed, 10, 20)
+    windowed.log(0, (9, 20), (8, 20), (7, 0))
+    assert [shared_seqno(windowed, vbuuid, 20) for vbuuid in (7, 8)] == [20, 10]
+    put_all(windowed, 30)
+    fail_over(windowed, 20, (11, 20), (9, 20), (8, 20), (7, 0))
+    assert shared_seqno(windowed, 9, 20) == 20, "this mirror served the follower"
+
+
+def test_lost_rows_that_are_being_purged_may_have_been_settled(
+    windowed: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_all(windowed, 10, 20, 30)
+    fail_over(windowed, 10, (8, 15), (7, 0))
+    assert shared_seqno(windowed, 7, 15) == 10
+
+    def begin(txn: Transaction) -> None:
+        branches.put_branch(txn, 0, 1, branches.get_branch(txn, 0, 1)._replace(kept_seqno=10))
+
+    known = changes.recorded_rollbacks
+    monkeypatch.setattr(changes, "recorded_rollbacks", lambda *_: [replace(known(*_)[0], from_branch=Branch(99))])
+    assert shared_seqno(windowed, 7, 15) == 0, "its branch is gone"
+    monkeypatch.undo()
+    windowed.writer.owner.write(begin)
+    assert shared_seqno(windowed, 7, 15) == 0
 
 
 def test_a_first_snapshot_to_a_boundary_settled_on_a_lost_branch_is_not_cut(windowed: Store, clock: list[int]) -> None:

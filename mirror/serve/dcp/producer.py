@@ -68,17 +68,14 @@ def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory
     client has rows that the source lost (docs/protocol.md 4.2). Raises StorageError. Raises Refused if the client's
     rows are valid, but not published here yet (4.8).
     """
+    assert history.served is not None
     is_inside = request.start_seqno > request.snap_start_seqno
     held_seqno = request.snap_end_seqno if is_inside else request.start_seqno
-    end_seqno = (history.answered_log or FailoverLog()).end_of(request.vbuuid, SEQNO_MAX)
-    lacks_deletions = not seqno and request.start_seqno < history.purge_seqno
-    if end_seqno is None or lacks_deletions:
-        return seqno
-    if history.high_seqno < held_seqno <= end_seqno:
+    end_seqno = history.served.failover_log.end_of(request.vbuuid, SEQNO_MAX)
+    if end_seqno is not None and history.high_seqno < held_seqno <= end_seqno:
         raise Refused(Status.NOT_MY_VBUCKET, bare=True)
-    if not seqno or held_seqno <= end_seqno or (is_inside and seqno == request.snap_start_seqno):
+    if seqno == request.snap_start_seqno:  # to the start of the snapshot that the client holds in part
         return seqno
-    assert history.served is not None
     return store.shared_seqno(view.reader(request.vbid), history.served, request.vbuuid, seqno)
 
 
