@@ -201,8 +201,8 @@ def say(facts: Reply, results: list[VbucketResult], limit: int) -> None:
         output.echo(f"fetched again: {len(facts['repaired'])} vbuckets")
     states = sums["states"]
     unsure, wrong = states.get("unsure", 0), sums["vbuckets"] - states.get("unsure", 0) - states.get("equal", 0)
-    counts = (f"NOT equal: {wrong} vbuckets" if wrong else "", f"unsure: {unsure} vbuckets" if unsure else "")
-    verdict = ", ".join(filter(None, counts)) or "equal"
+    found = (f"NOT equal: {wrong} vbuckets" if wrong else "", f"unsure: {unsure} vbuckets" if unsure else "")
+    verdict = ", ".join(filter(None, found)) or "equal"
     more = f", {unsaid}" if (unsaid := not_said(results)) else ""
     output.echo(
         f"{facts['data']}: {verdict} ({sums['vbuckets']} vbuckets, {sums['documents']:,} documents and "
