@@ -198,7 +198,7 @@ class BoundaryRead:
     def page(
         self,
         vbid: int,
-        collection_id: int,
+        collection: CollectionName,
         selection: KeySelection,
         *,
         limit: int | None = None,
@@ -206,14 +206,14 @@ class BoundaryRead:
         document_bytes_max: int | None = None,
     ) -> tuple[list[Document], bytes]:
         """Return the documents among the next `limit` keys, without expired ones, and the key to continue from (empty:
-        the end).
+        the end). A vbucket that lacks the collection has none of its documents.
 
         A page that is not the last may have fewer documents, even none. Its values have at most `bytes_max` bytes
         together; a larger document is a page by itself. A rollback below the boundary ends the read. Raises
         AnswerTooLarge, as `get` does, if the page's first document has more than `document_bytes_max` bytes.
         """
         with self._translated():
-            reader, served, left = self._range(vbid, collection_id, selection)
+            reader, served, left = self._range(vbid, collection, selection)
             if left is None:
                 return [], b""
             found, following = scan.chunk(
@@ -241,11 +241,11 @@ class BoundaryRead:
         return len(found), following[left.skip :]
 
     def _range(
-        self, vbid: int, collection_id: int, selection: KeySelection
+        self, vbid: int, collection: CollectionName, selection: KeySelection
     ) -> tuple[VbucketReader, Served, WireRange | None]:
         pin, reader = self.pin(vbid), self._groups.reader(vbid)
         with reader.environment.read() as txn:
             served = validity.served_at(reader, txn, pin, survives_rollback=False)
             manifest = reader.manifest(txn, served.pub.manifest_key)
-        entry = manifest.collections.get(collection_id)
+        entry = manifest.collection(collection)
         return reader, served, None if entry is None else selection.within(entry)

@@ -51,7 +51,7 @@ _MAP = {
     "nodesExt": [{"services": {"kv": 11210, "kvSSL": 11207}, "hostname": "a", "thisNode": True}],
     "vBucketServerMap": {"numReplicas": 1, "serverList": ["a:11210", "$HOST:11211"], "vBucketMap": [[0, -1], [1, 0]]},
 }
-_PAGE = Page(Pin(1, Branch(2), Seqno(3), 4, 5), b"next", 0, b"prefix", b"start", None, False, False, None, 5)
+_PAGE = Page(Pin(1, Branch(2), Seqno(3), 4, 5), b"next", 0, b"prefix", b"start", None, False, False, None)
 
 SAMPLES: dict[str, list[bytes]] = {
     "wire_scan": [*_WIRE, b"".join(_WIRE)],

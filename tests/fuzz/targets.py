@@ -167,7 +167,7 @@ def tokens(data: bytes) -> None:
 def http_parameters(data: bytes) -> None:
     text = data.decode(errors="replace")
     with suppress(Problem):
-        http_requests.Page.parse(text, VBUCKETS)
+        http_requests.Page.parse(text, VBUCKETS, 0)
     with suppress(Problem):
         http_requests.parse_position(text, VBUCKETS)
     for encoding in ("utf-8", "base64url"):

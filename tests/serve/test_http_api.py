@@ -362,7 +362,7 @@ def test_a_right_to_a_collection_follows_its_name_at_the_moment_read(source: Sou
             site.get(f"/v1/collections/{unknown}/documents", 403, auth=("default", "x"))
             site.get("/v1/changes", 403, auth=("default", "x"), params={"collection": unknown, "follow": "false"})
         pin = site.server.service.view.pin(0, there)
-        page = Page(pin, b"", 9, b"", b"", None, True, False, there, pin.now_ms).text()
+        page = Page(pin, b"", 9, b"", b"", None, True, False, there).text()
         site.get(scan, 403, auth=("default", "x"), params={"page": page})
         assert site.get(scan, auth=("shop", "x"), params={"page": page}).json()["documents"]
 

@@ -54,7 +54,7 @@ def test_documents_of_other_mirrors_are_elsewhere_and_never_absent(part: Site, v
     for keys in ([key], [*own, key]):
         elsewhere(part.client.post("/v1/collections/_default/multi-get", json={"keys": keys}))
     elsewhere(part.client.get(DOCUMENTS, params={"vbid": vbid}))
-    page = Page(Pin(vbid, Branch(1), Seqno(1), 5, 0), b"", 0, b"", b"", None, False, False, None, 0)
+    page = Page(Pin(vbid, Branch(1), Seqno(1), 5, 0), b"", "_default._default", b"", b"", None, False, False, None)
     elsewhere(part.client.get(DOCUMENTS, params={"page": page.text()}))
     elsewhere(part.client.get(f"/v1/vbuckets/{vbid}"))
     elsewhere(part.client.get(part.document(own[0]), params={"token": f"{vbid}:{VBUUID}:1"}))

@@ -163,11 +163,7 @@ async def scan_documents(request: Request) -> Response:
             raise Problem("bad-request", f"{extra[0]} with page", hint="a page's token holds the first parameters")
         parameters.choice("key_encoding", *KEY_ENCODINGS)
         service.tokens(parameters)
-        page = Page.parse(text, view.identity.vbucket_count)
-        service.judge(reader, collection, ())  # checks a name; `judge_at` checks the id in the token
-        name = view.reading(pins=(page.pin,)).manifest(page.pin.vbid).name_of(page.collection_id)
-        if collection not in (page.collection_id, collection if name is None else name):
-            raise Problem("bad-request", "this page's token is of another collection")
+        page = Page.parse(text, view.identity.vbucket_count, collection)
     else:
         page = await _first_page(service, request, reader, parameters, collection)
     return await _answer_page(service, request, reader, page, limit)
@@ -189,10 +185,9 @@ async def _first_page(
     service.judge(reader, collection, (vbid,), as_of)
     pin = await service.after(request, tokens, timeout_s, lambda: view.pin(vbid, as_of))
     reading = view.reading(None if only is None else (vbid,), as_of=as_of, pins=(pin,))
-    identity = await service.read_in_bulk(request, partial(reading.collection_id, collection))
-    now_ms = pin.now_ms if as_of is not None else service.clock.wall_ms()
+    await service.read_in_bulk(request, partial(reading.collection_id, collection))
     first = start or b""
-    return Page(pin, first, identity, prefix or b"", first, end, only is not None, deletions, as_of, now_ms)
+    return Page(pin, first, collection, prefix or b"", first, end, only is not None, deletions, as_of)
 
 
 async def _answer_page(service: Service, request: Request, reader: Reader, page: Page, limit: int) -> Response:
@@ -204,10 +199,10 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
     last_vbid = vbid if page.only_vbid else view.vbids[-1]
     more = True
     view.check_readable((vbid,))
-    now_ms = page.now_ms if page.as_of is None else None
+    now_ms = page.pin.now_ms if page.as_of is None else None
     reading = view.reading(as_of=page.as_of, now_ms=now_ms, pins=(page.pin,))
     for _ in range(PAGE_STEPS_MAX):
-        service.judge_at(reader, page.collection_id, reading, vbid, unknown=True)
+        service.judge_at(reader, page.collection, reading, vbid, unknown=True)
         found, next_key = await service.read_in_bulk(
             request, partial(_read_page, request, reading, vbid, page, next_key, limit - len(rows))
         )
@@ -244,5 +239,5 @@ def _read_page(
 ) -> tuple[list[bytes], bytes]:
     refuse_gone(request)
     selection = KeySelection(page.prefix, next_key, page.end, page.deletions)
-    documents, following = reading.page(vbid, page.collection_id, selection, limit=keys_max)
+    documents, following = reading.page(vbid, page.collection, selection, limit=keys_max)
     return [document_json(document) for document in documents], following

@@ -30,7 +30,7 @@ PAGE_LIMIT_MAX = 1_000
 PAGE_LIMIT_DEFAULT = 100
 WAIT_MS_MAX = 60_000
 WAIT_MS_DEFAULT = 2_500
-PAGE_VERSION = 3
+PAGE_VERSION = 4
 PAGE_LENGTH_MAX = 4096
 PARAMETERS_MAX = 2_048
 """Limit of parameters in a URL: one for each vbucket of a bucket, and all others."""
@@ -273,7 +273,10 @@ class Page:
     pin: Pin
     next_key: bytes
     """The key to continue from in the pin's vbucket."""
-    collection_id: int
+    collection: str | int
+    """Each vbucket knows its id of a name at its boundary: a collection that is created again has another id, and
+    vbuckets learn of it at different times.
+    """
     prefix: bytes
     start: bytes
     """The requested first key, with which each further vbucket begins."""
@@ -281,29 +284,30 @@ class Page:
     only_vbid: bool
     deletions: bool
     as_of: AsOf
-    now_ms: int
 
     def text(self) -> str:
         pin = self.pin
         at = [pin.vbid, pin.branch, pin.seqno, pin.history_id, pin.now_ms]
         end = None if self.end is None else to_base64url(self.end)
         texts = [to_base64url(key) for key in (self.next_key, self.prefix, self.start)]
-        keys = [texts[0], self.collection_id, *texts[1:], end]
+        keys = [texts[0], self.collection, *texts[1:], end]
         as_of = ["t", self.as_of.ms] if isinstance(self.as_of, Time) else self.as_of
-        fields = [PAGE_VERSION, *at, *keys, int(self.only_vbid), int(self.deletions), as_of, self.now_ms]
+        fields = [PAGE_VERSION, *at, *keys, int(self.only_vbid), int(self.deletions), as_of]
         return to_base64url(json.dumps(fields, separators=(",", ":")).encode())
 
     @staticmethod
-    def parse(text: str, vbucket_count: int) -> Page:
+    def parse(text: str, vbucket_count: int, collection: str | int) -> Page:
         try:
             if len(text) > PAGE_LENGTH_MAX:
                 raise ValueError("it is too long")
             fields = json.loads(from_base64url(text))
             if fields[0] != PAGE_VERSION:
                 raise ValueError("it is of another version")
-            _, vbid, branch, seqno, history_id, pin_now, next_key, cid, *keys, end, only, deletions, as_of, now = fields
-            numbers = (vbid, branch, seqno, history_id, pin_now, cid, only, deletions, now)
-            limits = (vbucket_count - 1, 2**32 - 1, SEQNO_MAX, 2**64 - 1, 2**53, 2**32 - 1, 1, 1, 2**53)
+            _, vbid, branch, seqno, history_id, pin_now, next_key, name, *keys, end, only, deletions, as_of = fields
+            if name != collection:
+                raise ValueError("it is of another collection")
+            numbers = (vbid, branch, seqno, history_id, pin_now, only, deletions)
+            limits = (vbucket_count - 1, 2**32 - 1, SEQNO_MAX, 2**64 - 1, 2**53, 1, 1)
             bounded = zip(numbers, limits, strict=True)
             if any(type(number) is not int or not 0 <= number <= high for number, high in bounded):
                 raise ValueError("a number is out of range")
@@ -321,7 +325,7 @@ class Page:
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             raise _bad(f"invalid page token: {error}", "give `next` of the last page unchanged") from None
         pin = Pin(vbid, Branch(branch), Seqno(seqno), history_id, pin_now)
-        return Page(pin, following, cid, prefix, start, stop, bool(only), bool(deletions), at, now)
+        return Page(pin, following, collection, prefix, start, stop, bool(only), bool(deletions), at)
 
 
 def position_text(tokens: Mapping[int, Token]) -> str:

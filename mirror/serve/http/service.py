@@ -230,14 +230,14 @@ class Service:
                 self.judge_at(reader, collection, reading, vbid)
 
     def judge_at(
-        self, reader: Reader, collection_id: int, reading: BoundaryRead, vbid: int, *, unknown: bool = False
+        self, reader: Reader, collection: str | int, reading: BoundaryRead, vbid: int, *, unknown: bool = False
     ) -> None:
-        """Refuse a collection that the reader may not read, by its name at a vbucket's boundary. An id without a name
-        there is refused, too, unless `unknown` is true: a read then finds no documents.
+        """Refuse a collection that the reader may not read. An id has its name at a vbucket's boundary. An id without a
+        name there is refused, too, unless `unknown` is true: a read then finds no documents.
         """
         if reader.reads_all:
             return
-        name = reading.manifest(vbid).name_of(collection_id)
+        name = collection if isinstance(collection, str) else reading.manifest(vbid).name_of(collection)
         if name is None and unknown:
             return
         if name is None or not reader.may_read(name):
