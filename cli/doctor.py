@@ -15,6 +15,7 @@ from mirror import client, units
 from mirror.config import required_source
 from mirror.inspection.doctor import Finding, StepVerdict, examine
 from mirror.messages import GetStatus
+from mirror.supervise.setup import checked
 
 COLOURS = {StepVerdict.OK: "green", StepVerdict.WARN: "yellow", StepVerdict.FAIL: "red"}
 
@@ -35,7 +36,8 @@ def doctor(
     options.quiet_logs(settings)
     answer = None if settings.data is None else client.ask(settings.data, GetStatus())
     status = None if answer is None else answer["status"]
-    findings = asyncio.run(examined(examine(settings, url, settings.data, status=status), shown=not as_json))
+    steps = examine(settings, url, settings.data, check_data=checked, status=status)
+    findings = asyncio.run(examined(steps, shown=not as_json))
     failed = [finding for finding in findings if finding.verdict is StepVerdict.FAIL]
     if as_json:
         output.print_json(

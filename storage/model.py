@@ -294,7 +294,9 @@ class VbucketState(NamedTuple):
     open_snapshot: SnapshotRange | None
     """The incomplete snapshot that the last staged rows belong to; None between snapshots."""
     failover_log: FailoverLog
-    """The source's log, without the entries that rollbacks removed."""
+    """The source's log of the staging branch, without the entries that rollbacks removed. Readers may see another
+    history (`states.vbuuid_at`).
+    """
     source_purge_seqno: Seqno
     local_purge_seqno: Seqno
     manifest: Manifest

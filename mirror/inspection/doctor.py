@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
@@ -50,7 +50,8 @@ from mirror.wire import events as ev
 from mirror.wire.constants import Feature, Status
 from storage.env import directory
 from storage.errors import RUN_CHECK, StorageError
-from storage.model import NO_VBUUID, Seqno, VbucketState
+from storage.model import NO_VBUUID, Identity, Seqno, Vbuuid
+from storage.read.states import vbuuid_at
 from storage.read.view import View, open_view
 
 PURGE_DAYS = 3
@@ -106,12 +107,19 @@ class _Answers:
             each.on_answer(error)
 
 
+CheckData = Callable[[Path, Settings], Identity | None]
+"""Checks a data directory as `run` does, and returns the identity of its mirror, if there is one. Raises MirrorError,
+StorageError.
+"""
+
+
 @dataclass(slots=True)
 class Case:
     """The source and the data directory that are examined, and what earlier checks found."""
 
     access: Access
     data: Path | None
+    check_data: CheckData
     status: Mapping[str, Any] | None
     clock: Clock
     opaques: Opaques = field(default_factory=Opaques)
@@ -147,13 +155,14 @@ async def examine(
     source: str,
     data: Path | None,
     *,
+    check_data: CheckData,
     status: Mapping[str, Any] | None = None,
 ) -> Findings:
     """Yield the findings. `data` is the directory of a mirror, existing or planned; `status` is of its service.
 
     Raises ConfigError for a bad connection string.
     """
-    case = Case(Access.of(parse(source), settings), data, status, SystemClock())
+    case = Case(Access.of(parse(source), settings), data, check_data, status, SystemClock())
     try:
         for check, need in CHECKS:
             if need is None or getattr(case, need):
@@ -179,11 +188,15 @@ def unreadable(step: str, error: StorageError) -> Finding:
 
 
 async def open_data(case: Case) -> Findings:
-    if case.data is not None and (case.data / "mirror.json").exists():
-        try:
-            case.view = open_view(str(case.data), stale_reads=True)
-        except StorageError as error:
-            yield unreadable("data", error)
+    if case.data is None:
+        return
+    try:
+        if case.check_data(case.data, case.settings) is not None:
+            case.view = open_view(str(case.data), stale_reads=True, partial=True)
+    except MirrorError as error:
+        yield failure("data", error)
+    except StorageError as error:
+        yield unreadable("data", error)
 
 
 async def service(case: Case) -> Findings:
@@ -416,11 +429,19 @@ async def collections(case: Case) -> Findings:
 Answers = dict[int, StreamAnswer | ClusterError]
 
 
+class Position(NamedTuple):
+    """The served position of a vbucket."""
+
+    seqno: Seqno = Seqno(0)
+    vbuuid: Vbuuid = NO_VBUUID
+    stream_filter: str | None = None
+
+
 async def streams(case: Case) -> Findings:
-    states: dict[int, VbucketState] = {}
+    served: dict[int, Position] = {}
     if case.view is not None and case.fits:
         try:
-            states = {int(state.vbid): state for state in case.view.states()}
+            served = {vbid: _position(case.view, vbid) for vbid in case.view.vbids}
         except StorageError as error:
             yield unreadable("data", error)
     answers: Answers = {}
@@ -430,8 +451,8 @@ async def streams(case: Case) -> Findings:
             for vbid in range(case.map.vbucket_count)
             if (node := case.map.node_of(vbid)) is not None and case.access.address_of(node) == session.address
         ]
-        probed = [vbid for vbid in mine if vbid in states] if states else mine[:1]
-        answers |= await _ask(session, owner, probed, states)
+        probed = [vbid for vbid in mine if vbid in served] if served else mine[:1]
+        answers |= await _ask(session, owner, probed, served)
     refused = {
         vbid: answer for vbid, answer in answers.items() if not isinstance(answer, StreamAccepted | StreamRollback)
     }
@@ -445,21 +466,25 @@ async def streams(case: Case) -> Findings:
             yield Finding("streams", WARN, text, "the mirror asks again")
     if answers and not refused:
         yield Finding("privileges", OK, "the user may open DCP connections and streams")
-    if states and case.view is not None:
-        for finding in _positions(states, answers, case.view):
+    if served and case.view is not None:
+        answered = {vbid: answer for vbid, answer in answers.items() if vbid not in refused}
+        for finding in _positions(served, answered, case.view) if answered else ():
             yield finding
         if case.status is None:
             for finding in _downtime(case.view, case.clock):
                 yield finding
 
 
-async def _ask(session: NodeSession, owner: _Answers, vbids: list[int], states: Mapping[int, VbucketState]) -> Answers:
-    filters = {state.stream_filter for vbid, state in states.items() if vbid in vbids and state.stream_filter}
+def _position(view: View, vbid: int) -> Position:
+    pin = view.pin(vbid)
+    return Position(pin.seqno, vbuuid_at(view.reader(vbid), pin), view.state(vbid).stream_filter)
+
+
+async def _ask(session: NodeSession, owner: _Answers, vbids: list[int], served: Mapping[int, Position]) -> Answers:
+    filters = {position.stream_filter for vbid, position in served.items() if vbid in vbids and position.stream_filter}
     chosen = StreamFilter.parse(next(iter(filters))) if len(filters) == 1 else None
     for vbid in vbids:
-        state = states.get(vbid)
-        seqno = state.published_seqno if state is not None else Seqno(0)
-        vbuuid = state.failover_log.vbuuid_at(seqno) if state is not None else NO_VBUUID
+        seqno, vbuuid, _ = served.get(vbid, Position())
         wait = _StreamWait(vbid, asyncio.get_running_loop().create_future())
         owner.waits.append(wait)
         if session.ready:
@@ -471,18 +496,16 @@ async def _ask(session: NodeSession, owner: _Answers, vbids: list[int], states: 
     return dict(zip(vbids, results, strict=True))
 
 
-def _positions(states: Mapping[int, VbucketState], answers: Answers, view: View) -> Iterator[Finding]:
+def _positions(served: Mapping[int, Position], answers: Answers, view: View) -> Iterator[Finding]:
     undone: list[int] = []
     resynced: list[int] = []
     for vbid, answer in answers.items():
         if isinstance(answer, StreamRollback):
             kept = [each for each in view.boundaries(vbid) if each.seqno and each.seqno <= answer.seqno]
             (undone if kept else resynced).append(vbid)
-    fresh = sum(1 for state in states.values() if not state.published_seqno)
-    on = len(answers) - len(undone) - len(resynced)
-    yield Finding(
-        "positions", OK, f"{on - fresh} vbuckets resume where they are" + (f", {fresh} begin" if fresh else "")
-    )
+    fresh = sum(not served[vbid].seqno for vbid in answers)
+    on = len(answers) - len(undone) - len(resynced) - fresh
+    yield Finding("positions", OK, f"{on} vbuckets resume where they are" + (f", {fresh} begin" if fresh else ""))
     if undone:
         text = f"{len(undone)} vbuckets would go back to a kept boundary: the source lost history in a failover"
         yield Finding("positions", WARN, text, "nothing to do: the service does it in one transaction")

@@ -48,6 +48,7 @@ from storage.format.digest import Fingerprint, Runs, fingerprint
 from storage.model import Kind, Manifest, Seqno, Vbuuid
 from storage.read.reading import BoundaryRead
 from storage.read.scan import KeySelection
+from storage.read.states import vbuuid_at
 from storage.read.view import View, open_view
 from storage.read.wait import MutationToken
 
@@ -248,14 +249,16 @@ class Verifier:
         moved = compare(result, here, there, mirror, source, remember=self._service)
         result.behind_seqnos = max(0, source.seqno - mirror.seqno)
         vbucket.result = result
-        vbucket.here = Position(self._vbuuid_at(vbid, mirror.seqno), mirror.seqno)
+        vbucket.here = self._position(reading, vbid)
         return moved
 
     # -- reads of the mirror --------------------------------------------------------------------------------------
 
     def _side(self, reading: BoundaryRead, vbid: int) -> Side:
         manifest, state = reading.manifest(vbid), self._view.state(vbid)
-        missing_seqno = min(state.missing_seqno, state.history_floor_seqno)
+        missing_seqno = int(state.history_floor_seqno)
+        if state.staging_branch == state.branch or state.rollback_deferred:  # a resync forgets it; it was no higher
+            missing_seqno = min(state.missing_seqno, missing_seqno)
         seqno = int(reading.pin(vbid).seqno)
         return Side(seqno, manifest, lambda: int(self._view.state(vbid).local_purge_seqno), missing_seqno)
 
@@ -275,8 +278,9 @@ class Verifier:
         found = fingerprint(page[0]) if page else None
         return found if found is not None and found.key == wire_key else None
 
-    def _vbuuid_at(self, vbid: int, seqno: int) -> int:
-        return int(self._view.state(vbid).failover_log.vbuuid_at(seqno))
+    def _position(self, reading: BoundaryRead, vbid: int) -> Position:
+        pin = reading.pin(vbid)
+        return Position(int(vbuuid_at(self._view.reader(vbid), pin)), int(pin.seqno))
 
     # -- moved keys -----------------------------------------------------------------------------------------------
 
@@ -334,7 +338,7 @@ class Verifier:
                 result.not_compared = len(left)
             if mirror.seqno >= result.source_seqno:
                 result.behind_seqnos = 0
-            vbucket.here = Position(self._vbuuid_at(result.vbid, mirror.seqno), mirror.seqno)
+            vbucket.here = self._position(reading, result.vbid)
         except StorageError as error:
             self._failed(vbucket, error)
 

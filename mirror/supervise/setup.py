@@ -7,6 +7,7 @@ is.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Protocol
 
 from mirror.clock import Clock
@@ -48,13 +49,9 @@ class Setup:
         readers_gid(context.settings)
 
     def load(self) -> None:
-        data = str(self._context.data)
-        if directory.exists(data):
-            identity = directory.load(data)
-            self.check(self._context.settings, identity, self._required_groups)
+        identity = checked(self._context.data, self._context.settings, self._required_groups)
+        if identity is not None:
             self._open(identity)
-        else:
-            directory.check_unused(data)
 
     def share(self) -> None:
         settings, data = self._context.settings, str(self._context.data)
@@ -104,7 +101,7 @@ class Setup:
     def make(self, source: Source) -> None:
         settings = self._context.settings
         identity = source.identity(settings)
-        self.check_nodes(settings, identity)
+        check_kv_nodes(settings, identity)
         directory.create(str(self._context.data), identity)
         log.info(
             "mirror-made",
@@ -115,42 +112,56 @@ class Setup:
         )
         self._open(identity)
 
-    @staticmethod
-    def check_nodes(settings: Settings, identity: Identity | None) -> None:
-        """Raise ConfigError if `kv_nodes` contradicts this mirror."""
-        if settings.kv_nodes is not None and identity is not None:
-            addresses = parse_addresses(settings.kv, "kv") if settings.kv is not None else []
-            ports = {each.port for each in addresses if each.path is None}
-            check_nodes(named_nodes(settings.kv_nodes), identity, ports if 0 not in ports else ())
-
     def _open(self, identity: Identity) -> None:
         context = self._context
         context.identity = identity
         self.share()
         context.maps = MapBook(str(context.data), identity.bucket_uuid)
 
-    def check(self, settings: Settings, identity: Identity, required: int | None) -> None:
-        """Raise ConfigError if the directory contradicts the settings, or has not the `required` number of groups."""
-        data = self._context.data
-        if required is not None and required != identity.group_count:
-            raise ConfigError(
-                f"{data} was made with {identity.group_count} groups, not {required}",
-                hint=f"leave --groups out or give {identity.group_count}; another number needs a new directory",
-            )
-        stored, requested = Selection.parse(identity.selection), Selection.of(settings.scope, settings.collections)
-        if not requested.whole and requested != stored:
-            raise ConfigError(
-                f"{data} mirrors {stored}, not {requested}",
-                hint="leave --collection and --scope out or give the same; another choice needs a new data directory",
-            )
-        self.check_nodes(settings, identity)
-        vbuckets = settings.vbuckets
-        held = (identity.vbids[0], identity.vbids[-1])
-        if vbuckets is not None and vbucket_range(vbuckets, "vbuckets") != held:
-            raise ConfigError(
-                f"{data} was made to hold vbuckets {held[0]}-{held[1]}, not {vbuckets}",
-                hint="leave the setting vbuckets out, or as it was; another range needs a new directory",
-            )
+
+def checked(data: Path, settings: Settings, required_groups: int | None = None) -> Identity | None:
+    """Return the identity of the mirror in a directory, or None if there is no mirror yet.
+
+    Raises ConfigError if the mirror contradicts the settings or has not the `required_groups`, StorageError if another
+    mirror's data is there.
+    """
+    if not directory.exists(str(data)):
+        directory.check_unused(str(data))
+        return None
+    identity = directory.load(str(data))
+    check(data, settings, identity, required_groups)
+    return identity
+
+
+def check(data: Path, settings: Settings, identity: Identity, required_groups: int | None = None) -> None:
+    """Raise ConfigError if a mirror contradicts the settings or has not the `required_groups`."""
+    if required_groups is not None and required_groups != identity.group_count:
+        raise ConfigError(
+            f"{data} was made with {identity.group_count} groups, not {required_groups}",
+            hint=f"leave --groups out or give {identity.group_count}; another number needs a new directory",
+        )
+    stored, requested = Selection.parse(identity.selection), Selection.of(settings.scope, settings.collections)
+    if not requested.whole and requested != stored:
+        raise ConfigError(
+            f"{data} mirrors {stored}, not {requested}",
+            hint="leave --collection and --scope out or give the same; another choice needs a new data directory",
+        )
+    check_kv_nodes(settings, identity)
+    vbuckets = settings.vbuckets
+    held = (identity.vbids[0], identity.vbids[-1])
+    if vbuckets is not None and vbucket_range(vbuckets, "vbuckets") != held:
+        raise ConfigError(
+            f"{data} was made to hold vbuckets {held[0]}-{held[1]}, not {vbuckets}",
+            hint="leave the setting vbuckets out, or as it was; another range needs a new directory",
+        )
+
+
+def check_kv_nodes(settings: Settings, identity: Identity | None) -> None:
+    """Raise ConfigError if `kv_nodes` contradicts this mirror."""
+    if settings.kv_nodes is not None and identity is not None:
+        addresses = parse_addresses(settings.kv, "kv") if settings.kv is not None else []
+        ports = {each.port for each in addresses if each.path is None}
+        check_nodes(named_nodes(settings.kv_nodes), identity, ports if 0 not in ports else ())
 
 
 def look_up_with(clock: Clock) -> LookUp:

@@ -15,7 +15,7 @@ from storage.errors import CorruptedError, StorageError, UnknownCollection, View
 from storage.format import keys, records
 from storage.format.tokens import Pin, Token
 from storage.history import chain
-from storage.model import Boundary, Collection, Manifest
+from storage.model import NO_VBUUID, Boundary, Collection, Manifest, Vbuuid
 from storage.read import validity
 from storage.read.groups import Groups
 from storage.read.vbucket_reader import Served, VbucketReader
@@ -124,6 +124,15 @@ def newest(reader: VbucketReader, to_seqno: int) -> Boundary | None:
         served = reader.readable(txn)
         found = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)
         return found if found is not None and found.seqno >= served.pub.floor_seqno else None
+
+
+def vbuuid_at(reader: VbucketReader, at: Pin) -> Vbuuid:
+    """Return the vbuuid of the source's history at a served position, which the position's boundary has.
+    `VbucketState.failover_log` is of another history during a resync or a deferred rollback.
+    """
+    with reader.environment.read() as txn:
+        found = chain.boundary_at(txn, reader.vbid, at.branch, at.seqno)
+    return NO_VBUUID if found is None else found.vbuuid
 
 
 def following(reader: VbucketReader, after_seqno: int) -> Boundary | None:

@@ -4,7 +4,9 @@ is changed by asking.
 
 from __future__ import annotations
 
+import os
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.inspection.doctor import Finding, StepVerdict, examine
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.supervise.setup import checked
 from mirror.wire.constants import Opcode, Status
 from storage.env import directory
 from storage.env.directory import MapRecord
 from storage.read.view import open_view
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.feed.scripted_node import PASSWORD, ScriptedNode, refuse
-from tests.inspection.test_verify import VBUCKETS, cluster, filled, mirror_of, write
+from tests.inspection.test_verify import VBUCKETS, cluster, filled, mirror_of, states, verified, write
 
 __all__ = ["cluster"]
 
@@ -30,7 +34,7 @@ async def examined(source: str, path: Path, data: Path | None = None, **values: 
     status = values.pop("status", None)
     settings = validated({"password_file": password, "request_timeout_s": 5, **values})
     steps: dict[str, list[Finding]] = {}
-    async for finding in examine(settings, source, data, status=status):
+    async for finding in examine(settings, source, data, check_data=checked, status=status):
         assert (finding.verdict is StepVerdict.OK) == (not finding.remedy), finding
         steps.setdefault(finding.step, []).append(finding)
     return steps
@@ -92,6 +96,61 @@ async def test_a_coming_rollback_and_a_coming_resync_are_reported(cluster: Sandb
     assert going.startswith("2 vbuckets resume")
     assert undone.startswith("1 vbuckets would go back to a kept boundary")
     assert resynced.startswith("1 vbuckets would be resynced, the first is 1")
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+async def test_a_staged_copy_is_not_mistaken_for_the_served_one(
+    cluster: SandboxCluster, tmp_path: Path, deferred: bool
+) -> None:
+    """The failover log of the staged copy has no vbuuid for the served position: "rollback", "would be resynced"."""
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string)
+    for turn in range(2):
+        write(cluster, 50, f"turn-{turn}")
+        for vbid in range(VBUCKETS):
+            await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+    await mirror.stop()
+    options = WriterOptions(group=1, identity=mirror.identity, clock_ms=lambda: 1)
+    with closing(GroupWriter(directory.group_path(mirror.path, 1), options)) as writer:
+        vbucket = writer.vbuckets[1]
+        if deferred:
+            vbucket.rollback(int(vbucket.state.published_seqno) - 1, deferred=True)
+        else:
+            vbucket.begin_resync()
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
+    assert [finding.text for finding in steps["positions"]] == ["4 vbuckets resume where they are"]
+    assert states(await verified(mirror, cluster, service=False)) == ["equal"] * VBUCKETS
+
+
+async def test_only_answered_stream_requests_are_counted(cluster: SandboxCluster, tmp_path: Path) -> None:
+    """A dead node's vbuckets were counted: "-8 vbuckets resume where they are, 16 begin"."""
+    mirror = await filled(cluster, tmp_path)
+    await cluster.kill_node(1)
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
+    assert [finding.text for finding in steps["positions"]] == ["0 vbuckets resume where they are, 2 begin"]
+    cluster.bucket.stream_faults.refuse(Status.EACCESS)
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
+    assert "2 of 2 stream requests are refused" in steps["privileges"][0].text
+    assert "positions" not in steps
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"vbuckets": "0-1"}, "was made to hold vbuckets 0-3, not 0-1"),
+        ({"collections": ["shop.orders"]}, "mirrors the whole bucket, not collections shop.orders"),
+        ({}, "mirror.json"),
+    ],
+)
+async def test_a_directory_that_run_refuses_is_a_failure(
+    cluster: SandboxCluster, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    mirror = await filled(cluster, tmp_path)
+    if not change:
+        os.unlink(os.path.join(mirror.path, directory.FILE))
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path), **change)
+    assert [(finding.verdict, said in finding.text) for finding in steps["data"]] == [(StepVerdict.FAIL, True)]
 
 
 async def test_another_bucket_is_a_failure(cluster: SandboxCluster, tmp_path: Path) -> None:
