@@ -52,7 +52,11 @@ def backup(
             summary = to_tar(path, sys.stdout.buffer, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
         else:
             sink = archive.FolderSink(to)
-            summary = store_backup.create(path, sink, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
+            try:
+                summary = store_backup.create(path, sink, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
+            except BaseException:
+                sink.discard()
+                raise
     if as_json:
         output.print_json(summary_object(summary) | {"data": path, "backup": to})
     else:

@@ -112,6 +112,8 @@ def export(
         )
     names = tasks.collections_from(collection)
     path = options.data_directory(data, config)
+    if to != STDOUT:
+        check_place(path, "--to", Path(to))
     if form != "jsonl":
         tasks.need("pyarrow", "deltalake")
         from mirror.typed.ddl import fields_of
@@ -129,6 +131,12 @@ def export(
         }
         export_files(path, to, how, as_json)
         return
+    if file is not None:
+        check_place(path, "--cursor", file)
+        if not file.resolve().parent.is_dir():
+            raise ConfigError(f"--cursor {file}: there is no such folder", hint="make it first")
+        if Path(to).resolve() in (file.resolve(), *file.resolve().parents):
+            raise ConfigError(f"--cursor {file} is in the export", hint="give it another place")
     with open_view(str(path), partial=partial) as view:
         vbids = view.vbids if vbid is None else (vbid,)
         missing = check_filled(view, vbids, partial=partial)
@@ -153,6 +161,12 @@ def export(
         output.print_json(facts)
     else:
         output.echo(f"{path}: {count:,} documents of {len(pins)} vbuckets exported", err=True)
+
+
+def check_place(data: Path, option: str, place: Path) -> None:
+    """Raise ConfigError if a place to write to is in the data directory."""
+    if data.resolve() in (place.resolve(), *place.resolve().parents):
+        raise ConfigError(f"{option} {place} is in the data directory", hint="give a place outside of it")
 
 
 def check_options(form: str, given: dict[str, tuple[str, bool]]) -> None:

@@ -23,6 +23,8 @@ from mirror.errors import ConfigError
 from mirror.messages import Reply, RollBack
 from mirror.serve.objects import document_json, dumps
 from storage.env import directory
+from storage.errors import ViewInvalidated
+from storage.format.tokens import Token
 from storage.model import Document
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
@@ -77,13 +79,14 @@ def rollback(
             raise ConfigError(f"there is no vbucket {vbid}", hint=f"the bucket has {view.identity.vbucket_count}")
         boundary, predicted = view.retracted_by(vbid, to_seqno)
         before = view.state(vbid)
-        since = view.token(vbid)
+        at = view.token(vbid)
         done = not dry_run and boundary.seqno < before.published_seqno
         if not done:
             shown, counts = take(predicted, limit)
+    since: Token | None = at
     result = {
         "boundary_seqno": int(boundary.seqno),
-        "from_branch": int(since.branch),
+        "from_branch": int(at.branch),
         "from_seqno": int(before.published_seqno),
         "branch": int(before.branch),
     }
@@ -94,9 +97,13 @@ def rollback(
         settings = options.settings_from({"data": data}, config=config).settings
         result = answer["result"] if answer is not None else roll_back_offline(settings, path, vbid, to_seqno)
         with open_view(str(path), stale_reads=True) as view:
-            since = view.token(vbid, result["from_branch"], result["from_seqno"])
-            boundary = next(each for each in view.boundaries(vbid) if each.seqno <= result["boundary_seqno"])
-            shown, counts = take(undone(view, vbid, result), limit)
+            kept = (each for each in view.boundaries(vbid) if each.seqno <= result["boundary_seqno"])
+            boundary = next(kept, boundary)
+            try:
+                since = view.token(vbid, result["from_branch"], result["from_seqno"])
+                shown, counts = take(undone(view, vbid, result), limit)
+            except ViewInvalidated:  # the service has purged or copied again since
+                shown, counts, since = [], Counter(), None
     facts = {
         "vbid": vbid,
         "dry_run": dry_run,
@@ -106,9 +113,9 @@ def rollback(
         "from_seqno": result["from_seqno"],
         "branch": result["branch"],
         "boundary": boundary_object(boundary),
-        "retracted": counts["retraction"],
-        "restored": counts["restoration"],
-        "since": str(since),
+        "retracted": None if since is None else counts["retraction"],
+        "restored": None if since is None else counts["restoration"],
+        "since": None if since is None else str(since),
     }
     if as_json:
         documents = (b'{"kind":"%b","document":%b}' % (kind.encode(), document_json(each)) for kind, each in shown)
@@ -131,12 +138,15 @@ def say(facts: Reply, shown: list[tuple[str, Document]], time_ms: int) -> None:
         output.echo(f"vbucket {facts['vbid']} stands at seqno {seqno}: nothing to take back")
         return
     verb = "went" if facts["done"] else "would go"
+    counts = "the retracted documents are gone from history"
+    if facts["since"] is not None:
+        counts = f"{facts['retracted']:,} retracted, {facts['restored']:,} restored"
     output.echo(
         f"vbucket {facts['vbid']} {verb} from seqno {facts['from_seqno']} to the boundary at seqno {seqno}, "
-        f"published {output.moment(time_ms)}: {facts['retracted']:,} retracted, {facts['restored']:,} restored"
+        f"published {output.moment(time_ms)}: {counts}"
     )
     for kind, document in shown:
         what = "deleted" if document.deleted else output.for_people(document.value, 60)
         output.echo(f"{kind}\t{document.seqno}\t{output.for_people(document.key)}\t{what}")
-    if len(shown) < facts["retracted"] + facts["restored"] and facts["done"]:
+    if facts["since"] is not None and facts["done"] and len(shown) < facts["retracted"] + facts["restored"]:
         output.echo(f"all of them: dcp-mirror changes --vbid {facts['vbid']} --since {facts['since']}", err=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import io
 import lzma
 import os
+import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator
 from typing import IO
 
-from storage.admin.backup import AGAIN, MANIFEST, MANIFEST_BYTES_MAX, PART_BYTES, BackupPart, no_part
+from storage.admin.backup import AGAIN, MANIFEST, MANIFEST_BYTES_MAX, PART_BYTES, BackupPart, contents, no_part
 from storage.env.directory import replace_file, sync_directory
 from storage.errors import CorruptedError, StorageError
 
@@ -25,9 +26,14 @@ class FolderSink:
         """Make the folder. Raises OSError, or StorageError if the folder is not empty."""
         self._path = path
         os.makedirs(path, mode=0o700, exist_ok=True)
-        if names := sorted(os.listdir(path)):
+        if names := contents(path):
             hint = "an unfinished backup has no backup.json; give an empty or new directory"
             raise StorageError(f"is not empty: it holds {names[0]}", path=path, hint=hint)
+
+    def discard(self) -> None:
+        """Remove the parts of a backup that failed."""
+        for name in contents(self._path):
+            shutil.rmtree(os.path.join(self._path, name), ignore_errors=True)
 
     def put(self, part: BackupPart) -> None:
         target = os.path.join(self._path, part.name)

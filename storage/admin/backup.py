@@ -23,9 +23,10 @@ from storage.env import directory
 from storage.env.compaction import Compaction
 from storage.env.directory import MapRecord
 from storage.env.environment import DATA_FILE, storage_error
+from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, StorageError, UnknownFormat
 from storage.history import branches
-from storage.model import Identity
+from storage.model import Identity, Seqno
 from storage.read.view import Time, View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
 
@@ -93,6 +94,7 @@ def create(
     byte_count = 0
     with open_view(path, stale_reads=True, partial=True) as view:
         identity = view.identity
+        _check_copied(view, as_of_ms)
         for group in range(identity.group_count):
             for number, data in enumerate(_group_parts(view, group, as_of_ms, published, rollbacks)):
                 name = part_name(group, number)
@@ -122,6 +124,24 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
+def _check_copied(view: View, as_of_ms: int | None) -> None:
+    """Raise what would end the backup after some groups were copied."""
+    directory.load_map(view.path, view.identity.bucket_uuid)
+    for vbid in view.vbids:
+        with view.groups.environment(vbid).read() as txn:
+            _served(view, vbid, txn, as_of_ms)
+
+
+def _served(view: View, vbid: int, txn: Transaction, as_of_ms: int | None) -> tuple[Seqno, bool]:
+    """Return the seqno that the restored vbucket serves, and True if the restore must roll it back."""
+    served, _ = view.reader(vbid).as_of(txn, None if as_of_ms is None else Time(as_of_ms))
+    if as_of_ms is None or not served.pub.seqno:
+        return served.pub.seqno, False
+    state = view.reader(vbid).state(txn)
+    branches.check_settled(state, txn.path)
+    return served.pub.seqno, served.pub.seqno < state.published_seqno
+
+
 def _group_parts(
     view: View, group: int, as_of_ms: int | None, published: dict[int, int], rollbacks: dict[int, int]
 ) -> Iterator[bytes]:
@@ -134,13 +154,9 @@ def _group_parts(
     environment = view.groups.environment(vbids[0])
     with environment.read() as txn, closing(Compaction(environment, txn.raw)) as copy:
         for vbid in vbids:
-            served, _ = view.reader(vbid).as_of(txn, None if as_of_ms is None else Time(as_of_ms))
-            published[vbid] = served.pub.seqno
-            if as_of_ms is not None and served.pub.seqno:
-                state = view.reader(vbid).state(txn)
-                branches.check_settled(state, environment.path)
-                if served.pub.seqno < state.published_seqno:
-                    rollbacks[vbid] = int(served.pub.seqno)
+            published[vbid], rolled_back = _served(view, vbid, txn, as_of_ms)
+            if rolled_back:
+                rollbacks[vbid] = published[vbid]
         pages = copy.pages()
         while part := b"".join(islice(pages, PART_BYTES // copy.page_bytes)):
             yield part
@@ -149,10 +165,15 @@ def _group_parts(
 # -- restoring a mirror -----------------------------------------------------------------------------------------------
 
 
+def contents(path: str) -> list[str]:
+    """Return the names in a folder. Raises OSError. A new file system has `lost+found`, which does not count."""
+    return sorted(name for name in os.listdir(path) if name != "lost+found")
+
+
 def check_target(target: str) -> None:
-    """Raise StorageError if `target` holds anything but `lost+found`, or cannot be read."""
+    """Raise StorageError if `target` is not empty, or cannot be read."""
     try:
-        names = sorted(os.listdir(target))
+        names = contents(target)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -160,8 +181,8 @@ def check_target(target: str) -> None:
     if WORK in names:
         hint = f"remove {os.path.join(target, WORK)} unless that restore still runs"
         raise StorageError("a restore into it was not finished", path=target, hint=hint)
-    if others := [name for name in names if name != "lost+found"]:
-        raise StorageError(f"is not empty: it holds {others[0]}", path=target, hint="restore into an empty directory")
+    if names:
+        raise StorageError(f"is not empty: it holds {names[0]}", path=target, hint="restore into an empty directory")
 
 
 def restore(

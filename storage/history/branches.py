@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError, StorageError
+from storage.errors import CorruptedError, NoSuchBoundary, StorageError
 from storage.format import keys, records
 from storage.history import chain, manifests
 from storage.model import (
@@ -289,6 +289,23 @@ def check_settled(state: VbucketState, path: str) -> None:
     else:
         what, hint = "it is being resynced", "wait until the new copy is published, then try again"
     raise StorageError(what, path=path, vbid=state.vbid, hint=hint)
+
+
+def rollback_boundary(txn: Transaction, state: VbucketState, to_seqno: int) -> Boundary:
+    """Return the boundary that an operator's rollback would go to.
+
+    Raises NoSuchBoundary if `to_seqno` is below the floor, StorageError during a resync or deferred rollback.
+    """
+    check_settled(state, txn.path)
+    boundary = chain.boundary_at(txn, state.vbid, state.branch, min(to_seqno, state.published_seqno))
+    if boundary is None or boundary.seqno < state.history_floor_seqno:
+        raise NoSuchBoundary(
+            f"nothing is kept at or below seqno {to_seqno}; history begins at seqno {state.history_floor_seqno}",
+            path=txn.path,
+            vbid=state.vbid,
+            hint="give a later seqno; `dcp-mirror state` shows the kept boundaries",
+        )
+    return boundary
 
 
 def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Moment) -> None:

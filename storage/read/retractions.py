@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from storage.env.transaction import Transaction
-from storage.errors import NoSuchBoundary, ViewInvalidated
+from storage.errors import ViewInvalidated
 from storage.format import keys, records
 from storage.format.records import MUTATION
-from storage.history import chain
+from storage.history import branches, chain
 from storage.model import Boundary, Document, Seqno
 from storage.read import scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
@@ -39,13 +39,7 @@ def rows_gone(vbid: int) -> ViewInvalidated:
 def retracted_by(reader: VbucketReader, to_seqno: int, raw: bool) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
     with reader.environment.read() as txn:
         served = reader.served(txn)
-        boundary = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)
-    if boundary is None or boundary.seqno < served.pub.floor_seqno:
-        raise NoSuchBoundary(
-            f"nothing is kept at or below seqno {to_seqno}; history begins at seqno {served.pub.floor_seqno}",
-            vbid=reader.vbid,
-            hint="give a later seqno; `dcp-mirror state` shows the kept boundaries",
-        )
+        boundary = branches.rollback_boundary(txn, reader.state(txn), to_seqno)
     found = undone(reader, served, served.links, boundary.seqno)
     return boundary, ((each.kind, document_of(reader, each, raw)) for each in found)
 

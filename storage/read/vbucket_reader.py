@@ -190,16 +190,19 @@ class VbucketReader:
 
     def chain_of_position(self, txn: Transaction, branch: int, seqno: int, history_id: int) -> chain.Chain:
         """Return the chain up to a position. Raises ViewInvalidated if the position's history is unknown."""
-        hint = "start the read again"
-        try:
-            links = self.chain_at(txn, branch, seqno)
-        except CorruptedError as error:
-            message = f"this mirror knows no branch {branch} (any more)"
-            raise ViewInvalidated(message, vbid=self.vbid, hint=hint) from error
+        links = self.known_chain(txn, branch, seqno)
         if links and (links[0].branch, links[0].history_id(seqno)) != (branch, history_id):
             message = f"the position {branch}:{seqno} is of a history that this mirror does not have (any more)"
-            raise ViewInvalidated(message, vbid=self.vbid, hint=hint)
+            raise ViewInvalidated(message, vbid=self.vbid, hint="start the read again")
         return links
+
+    def known_chain(self, txn: Transaction, branch: int, seqno: int) -> chain.Chain:
+        """As `chain_at`. Raises ViewInvalidated if the branch is gone."""
+        try:
+            return self.chain_at(txn, branch, seqno)
+        except CorruptedError as error:
+            message = f"this mirror knows no branch {branch} (any more)"
+            raise ViewInvalidated(message, vbid=self.vbid, hint="start the read again") from error
 
     def manifest(self, txn: Transaction, key: tuple[int, int]) -> Manifest:
         known = self.remembered(txn).manifests
@@ -264,9 +267,10 @@ class VbucketReader:
             boundary = chain.newest_boundary(txn, self.vbid, served.links, as_of)
         if boundary is None or boundary.seqno < served.pub.floor_seqno:
             raise NoSuchBoundary(
-                f"nothing is kept as of {as_of}; history begins at seqno {served.pub.floor_seqno}",
+                f"nothing is kept as of {as_of}; history begins at seqno {served.pub.floor_seqno}: the vbucket was empty "
+                "before, or older history is purged",
                 vbid=self.vbid,
-                hint="ask for a later point, or keep more history",
+                hint="ask for a later point",
             )
         return self.cut_at(txn, served, boundary.seqno), now_ms if isinstance(as_of, Time) else boundary.time_ms
 

@@ -218,13 +218,16 @@ class View(PointReads):
         return states.published(self.groups, self._known_positions, unreadable)
 
     def token(self, vbid: int, branch: int | None = None, seqno: int | None = None) -> Token:
-        """Return the token of a position of a vbucket, by default of the published position."""
+        """Return the token of a position of a vbucket, by default of the published position. Raises ViewInvalidated if
+        the position's branch is gone.
+        """
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
             if branch is None or seqno is None:
                 served = reader.readable(txn)
             else:
-                served = Served(Pub(Branch(branch), Seqno(seqno), Seqno(0)), reader.chain_at(txn, branch, seqno))
+                links = reader.known_chain(txn, branch, seqno)
+                served = Served(Pub(Branch(branch), Seqno(seqno), Seqno(0)), links)
         return Token(reader.vbid, *served.position)
 
     def history(self, vbid: int) -> History:
@@ -315,6 +318,7 @@ class View(PointReads):
         """Return the boundary that a rollback to `to_seqno` would go to now, and the rollback's retractions and
         restorations.
 
-        Raises NoSuchBoundary if `to_seqno` is below the history floor.
+        Raises what the rollback would raise: NoSuchBoundary if `to_seqno` is below the history floor, StorageError
+        during a resync or deferred rollback.
         """
         return retractions.retracted_by(self.reader(vbid), to_seqno, raw)

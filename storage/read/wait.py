@@ -3,8 +3,8 @@
 The rules for a write with the token (vbid, vbuuid, seqno):
 - if the failover log has the vbuuid, a write above the seqno at which the next newer history began is lost; any other
   write is visible once published_seqno has reached the seqno of the write;
-- if this mirror rolled back from the history of the vbuuid, and a newer failover log lacks the vbuuid, the write is
-  lost;
+- if this mirror rolled back from the history of the vbuuid to below the write, and a newer failover log lacks the
+  vbuuid, the write is lost;
 - otherwise the mirror may not have heard of a failover yet, so the reader waits.
 
 During a resync or a deferred rollback no write counts as published.
@@ -92,7 +92,8 @@ def status_in(seen: WriteState, token: MutationToken) -> WriteStatus:
     end_seqno = log.end_of(token.vbuuid, SEQNO_MAX)
     if end_seqno is not None:
         return here if token.seqno <= end_seqno else WriteStatus.LOST
-    if not log or not any(each.from_vbuuid == token.vbuuid for each in known):
+    left = [each.to_seqno for each in known if each.from_vbuuid == token.vbuuid]
+    if not log or not left or token.seqno <= left[-1]:  # a log forgets a history after 25 failovers
         return WriteStatus.WAITING
     is_newer = log.newest_vbuuid != known[-1].to_vbuuid or state.published_seqno > known[-1].to_seqno
     return WriteStatus.LOST if is_newer else WriteStatus.WAITING

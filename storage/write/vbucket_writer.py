@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from storage.errors import NoSuchBoundary
 from storage.history import branches, chain
 from storage.model import Boundary, Branch, Seqno, VbucketState
 from storage.write.owner import contained
@@ -38,21 +37,9 @@ class VbucketWriter(PendingVbucket):
 
     @contained
     def check_rollback(self, to_seqno: int) -> Boundary:
-        """Return the boundary that an operator's rollback would go to.
-
-        Raises NoSuchBoundary if `to_seqno` is below the floor, StorageError during a resync or deferred rollback.
-        """
-        state = self.base
-        branches.check_settled(state, self.owner.path)
-        boundary = self._boundary_at(state, to_seqno)
-        if boundary is None or boundary.seqno < state.history_floor_seqno:
-            raise NoSuchBoundary(
-                f"nothing is kept at or below seqno {to_seqno}; history begins at seqno {state.history_floor_seqno}",
-                path=self.owner.path,
-                vbid=self.vbid,
-                hint="give a later seqno; `dcp-mirror state` shows the kept boundaries",
-            )
-        return boundary
+        """See `branches.rollback_boundary`."""
+        with self.owner.environment.read() as txn:
+            return branches.rollback_boundary(txn, self.base, to_seqno)
 
     def _boundary_at(self, state: VbucketState, to_seqno: int) -> Boundary | None:
         with self.owner.environment.read() as txn:

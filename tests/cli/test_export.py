@@ -226,11 +226,23 @@ def test_xattrs_are_separate_members_and_a_malformed_value_stays_whole() -> None
 
 
 def test_a_mistake_is_one_line(mirrored: Path, tmp_path: Path) -> None:
+    files, description = sorted(mirrored.rglob("*")), (mirrored / "mirror.json").read_bytes()
+    target = tmp_path / "export.jsonl"
     for arguments, code, words in (
         (["--json"], 2, "--json prints to stdout too (give --to a place)"),
         (["--as-of", "7"], 2, "takes a time here"),
         (["--as-of", "2001-01-01"], 1, "nothing is kept as of 2001-01-01"),
         (["--collection", "a.b"], 2, "no collection 'a.b'"),
         (["--to", "/proc/none/file"], 1, "/proc/none"),
+        (["--to", mirrored], 2, "is in the data directory"),
+        (["--to", mirrored / "mirror.json"], 2, "is in the data directory"),
+        (["--format", "parquet", "--to", mirrored / "new"], 2, "is in the data directory"),
+        (["--cursor", mirrored / "cursor"], 2, "is in the data directory"),
+        (["--to", target, "--cursor", target], 2, "is in the export"),
+        (["--to", f"{target}/", "--cursor", target / "vbucket-00000.jsonl"], 2, "no such folder"),
+        (["--to", tmp_path, "--cursor", tmp_path / "vbucket-00000.jsonl"], 2, "is in the export"),
+        (["--to", target, "--cursor", tmp_path / "none" / "cursor"], 2, "no such folder"),
     ):
         call("export", "--data", mirrored, *arguments).assert_complains(code, words)
+    assert (sorted(mirrored.rglob("*")), (mirrored / "mirror.json").read_bytes()) == (files, description)
+    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import LIMIT_S, background, call, filled_source, succeed
+from storage.env import directory
+from storage.read.view import Token, View
+from storage.write.writer import GroupWriter, WriterOptions
+from tests.cli.conftest import LIMIT_S, background, call, call_here, filled_source, succeed
 from tests.processes import caught_up
 from tests.supervise.conftest import eventually_now as eventually
 
@@ -99,6 +103,36 @@ def test_an_impossible_rollback_changes_nothing_and_names_the_reason(data: Path)
     nothing = call("rollback", "--data", data, "--vbid", "1", "--to", "999999999")
     assert (nothing.code, "nothing to take back" in nothing.out) == (0, True)
     assert state_of(data) == before
+
+
+def test_a_dry_run_refuses_what_the_rollback_refuses(data: Path) -> None:
+    arguments = ["rollback", "--data", data, "--vbid", "1", "--to", str(state_of(data)["published_seqno"] - 1)]
+    identity = directory.load(str(data))
+    options = WriterOptions(group=1, identity=identity, clock_ms=lambda: 1)
+    with closing(GroupWriter(directory.group_path(str(data), 1), options)) as writer:
+        writer.vbuckets[1].begin_resync()
+    for more in ([], ["--dry-run"]):
+        call(*arguments, *more).assert_complains(1, "it is being resynced")
+
+
+@pytest.mark.parametrize("form", ["--json", "--limit=1"])
+def test_a_rollback_whose_documents_were_purged_since_has_succeeded(
+    data: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service may purge the branch before the command reads it: "the branch record is missing", exit code 3."""
+    token = View.token
+
+    def purged(view: View, vbid: int, branch: int | None = None, seqno: int | None = None) -> Token:
+        return token(view, vbid, None if branch is None else 99, seqno)
+
+    monkeypatch.setattr(View, "token", purged)
+    newest = state_of(data)["published_seqno"]
+    result = call_here("rollback", "--data", data, "--vbid", "1", "--to", str(newest - 1), form)
+    assert result.code == 0, result.err
+    if form == "--json":
+        assert [result.json[name] for name in ("done", "retracted", "restored", "since")] == [True, None, None, None]
+    else:
+        assert "the retracted documents are gone from history" in result.out
 
 
 def test_the_boundary_and_the_documents_are_shown_to_people(data: Path) -> None:

@@ -49,6 +49,15 @@ def test_a_folder_returns_its_parts_with_the_manifest_last(tmp_path: Path) -> No
         archive.FolderSink(str(tmp_path / "made"))
 
 
+def test_a_new_file_system_takes_a_backup_and_a_failed_one_leaves_it_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    for _ in range(2):
+        sink = archive.FolderSink(str(tmp_path))
+        sink.put(PARTS[0])
+        sink.discard()
+        assert [entry.name for entry in tmp_path.iterdir()] == ["lost+found"]
+
+
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
 def test_a_tar_is_streamed_both_ways_plain_or_compressed(compress: type[bytes]) -> None:
     assert list(archive.tar_parts(Pipe(compress(tar(PARTS))))) == PARTS

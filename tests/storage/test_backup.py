@@ -22,6 +22,7 @@ from storage.errors import CorruptedError, NoSuchBoundary, StorageError, Unknown
 from storage.format import keys
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
+from tests.storage import rig
 from tests.storage.model import IDENTITY, keys_of, log
 from tests.storage.rig import Clock, open_writer, snapshots
 
@@ -166,6 +167,23 @@ def test_a_copy_as_of_an_older_boundary_serves_that_boundary(path: str, filled: 
     assert newest.time_ms > older.time_ms
 
 
+def test_only_vbuckets_with_newer_changes_are_rolled_back_to_the_moment(
+    path: str, writer: GroupWriter, tmp_path: Path
+) -> None:
+    """The restored mirror served the changes after the moment, too."""
+    for vbid in (0, 2):
+        rig.publish(writer, vbid, [(keys_of(vbid, 1)[0], b"before", 1)])
+    with open_view(path, partial=True) as view:
+        moment = max(view.boundaries(vbid)[0].time_ms for vbid in (0, 2))
+    rig.publish(writer, 2, [(keys_of(2, 1)[0], b"after", 2)])
+    parts = made(path, as_of_ms=moment)
+    assert backup.read_manifest(parts[-1].data)["rollbacks"] == {"2": 1}
+    target = restored(parts, tmp_path / "target")
+    with open_view(target, partial=True) as view:
+        assert set(contents(view).values()) == {b"before"}
+        assert [(state.published_seqno, state.rollback_count) for state in view.states()][::2] == [(1, 0), (1, 1)]
+
+
 def test_a_vbucket_under_resync_has_no_older_boundary_to_copy(path: str, filled: GroupWriter) -> None:
     filled.vbuckets[0].begin_resync()
     assert made(path)
@@ -297,6 +315,18 @@ def test_an_earlier_moment_of_an_unsettled_vbucket_is_neither_copied_nor_rolled_
         for refused in (lambda: made(path, as_of_ms=2_000_000), lambda: vbucket.check_rollback(4)):
             with pytest.raises(StorageError, match=rf"{words}.*\(wait until .* try again\)"):
                 refused()
+
+
+def test_what_would_end_a_backup_is_found_before_the_first_part(path: str, filled: GroupWriter, tmp_path: Path) -> None:
+    """A bad map.json, or a vbucket without history at the time, was found after all groups, and their parts stayed."""
+    sink = Kept()
+    filled.vbuckets[0].begin_resync()
+    with pytest.raises(StorageError, match="being resynced"):
+        backup.create(path, sink, time_ms=5, as_of_ms=2_000_000)
+    Path(path, "map.json").write_text("{")
+    with pytest.raises(CorruptedError, match="cluster map"):
+        backup.create(path, sink, time_ms=5)
+    assert sink.parts == []
 
 
 def test_a_restore_needs_an_empty_directory(path: str, filled: GroupWriter, tmp_path: Path) -> None:

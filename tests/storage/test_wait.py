@@ -106,6 +106,17 @@ def test_a_history_that_was_left_is_lost_once_the_source_sent_its_log(view: View
     assert write_status(view, token(OLD, 7)) is WriteStatus.PUBLISHED
 
 
+def test_a_write_below_a_rollback_is_not_lost_once_the_log_has_forgotten_its_history(
+    view: View, writer: GroupWriter
+) -> None:
+    """A log has 25 entries: "write it again" was said of a write that is here."""
+    writer.vbuckets[0].rollback(7)
+    writer.vbuckets[0].save(failover_log=log_of(*((100 + number, 9) for number in reversed(range(25)))))
+    publish(writer, 0, [(A, b"new", 12)])
+    assert write_status(view, token(OLD, 7)) is WriteStatus.WAITING
+    assert write_status(view, token(OLD, 8)) is WriteStatus.LOST
+
+
 def test_a_write_of_an_unknown_history_is_waited_for(view: View, writer: GroupWriter) -> None:
     assert write_status(view, token(NEWER, 3)) is WriteStatus.WAITING
     with pytest.raises(NotPublished):
