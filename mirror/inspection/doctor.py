@@ -429,7 +429,7 @@ async def collections(case: Case) -> Findings:
 Answers = dict[int, StreamAnswer | ClusterError]
 
 
-class Position(NamedTuple):
+class ServedPosition(NamedTuple):
     """The served position of a vbucket."""
 
     seqno: Seqno = Seqno(0)
@@ -438,7 +438,7 @@ class Position(NamedTuple):
 
 
 async def streams(case: Case) -> Findings:
-    served: dict[int, Position] = {}
+    served: dict[int, ServedPosition] = {}
     if case.view is not None and case.fits:
         try:
             served = {vbid: _position(case.view, vbid) for vbid in case.view.vbids}
@@ -475,16 +475,18 @@ async def streams(case: Case) -> Findings:
                 yield finding
 
 
-def _position(view: View, vbid: int) -> Position:
+def _position(view: View, vbid: int) -> ServedPosition:
     pin = view.pin(vbid)
-    return Position(pin.seqno, vbuuid_at(view.reader(vbid), pin), view.state(vbid).stream_filter)
+    return ServedPosition(pin.seqno, vbuuid_at(view.reader(vbid), pin), view.state(vbid).stream_filter)
 
 
-async def _ask(session: NodeSession, owner: _Answers, vbids: list[int], served: Mapping[int, Position]) -> Answers:
+async def _ask(
+    session: NodeSession, owner: _Answers, vbids: list[int], served: Mapping[int, ServedPosition]
+) -> Answers:
     filters = {position.stream_filter for vbid, position in served.items() if vbid in vbids and position.stream_filter}
     chosen = StreamFilter.parse(next(iter(filters))) if len(filters) == 1 else None
     for vbid in vbids:
-        seqno, vbuuid, _ = served.get(vbid, Position())
+        seqno, vbuuid, _ = served.get(vbid, ServedPosition())
         wait = _StreamWait(vbid, asyncio.get_running_loop().create_future())
         owner.waits.append(wait)
         if session.ready:
@@ -496,7 +498,7 @@ async def _ask(session: NodeSession, owner: _Answers, vbids: list[int], served: 
     return dict(zip(vbids, results, strict=True))
 
 
-def _positions(served: Mapping[int, Position], answers: Answers, view: View) -> Iterator[Finding]:
+def _positions(served: Mapping[int, ServedPosition], answers: Answers, view: View) -> Iterator[Finding]:
     undone: list[int] = []
     resynced: list[int] = []
     for vbid, answer in answers.items():
