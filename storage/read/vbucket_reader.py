@@ -267,7 +267,7 @@ class VbucketReader:
             boundary = chain.newest_boundary(txn, self.vbid, served.links, as_of)
         if boundary is None or boundary.seqno < served.pub.floor_seqno:
             raise NoSuchBoundary(
-                f"nothing is kept as of {as_of}; history begins at seqno {served.pub.floor_seqno}: it was empty before, "
+                f"nothing is kept as of {as_of}; history begins at seqno {served.pub.floor_seqno}: it was empty, "
                 "or older history is purged",
                 vbid=self.vbid,
                 hint="ask for a later point",
