@@ -9,8 +9,6 @@ from tests.cli.conftest import call
 from tests.ports import free_port
 
 VBUCKETS = 8
-HALVES = ("0-3", "4-7")
-HOSTS = ("127.0.0.1", "127.0.0.2")
 
 
 def test_a_list_that_one_mirror_can_judge_is_refused_at_its_start(tmp_path: Path) -> None:
