@@ -127,6 +127,7 @@ class SourceQueries:
                 if not error.retryable:
                     raise
                 complaint = error.what
+                self.maps.queries.wake()  # the vbucket may have moved
             except RemoteProtocolError as error:
                 complaint = f"the source broke the protocol: {error}"
             if self.clock.monotonic() >= deadline:

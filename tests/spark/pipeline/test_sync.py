@@ -20,7 +20,9 @@ from mirror.sandbox.thread import SandboxThread
 from mirror.spark.pipeline.sync import BatchFigures, How, MergeFigures, SourceSize, Synced, look_at, sync
 from mirror.spark.runner import LocalRunner
 from storage.errors import NotAMirror
+from storage.model import Collection, Seqno
 from tests.spark.mirrors import SmallMirror, orders, scanned
+from tests.storage.rig import system_event
 
 
 @pytest.fixture
@@ -91,11 +93,14 @@ def test_tables_are_compacted_between_batches(small: SmallMirror, monkeypatch: p
 
 def test_events_of_other_collections_move_the_position(small: SmallMirror) -> None:
     """Otherwise each batch would read them again, and a lease would keep their history."""
+    default, empty = Collection(0, 0, "_default", Seqno(0)), Collection(8, 8, "empty", Seqno(1))
+    system_event(small.writers[0], 1, default, empty, scopes={0: "_default", 8: "shop"}, publish=True)
+    small.seqnos[0] = 1
     small.put(orders(0, 40))
-    assert synced(small, collection="shop.none") == Synced(0, 0, 0, 0, 0)
+    assert synced(small, collection="shop.empty") == Synced(0, 0, 0, 0, 0)
     changes = DeltaTable(str(small.path.parent / "lake" / "changes"))
     assert changes.version() == 1
-    synced(small, collection="shop.none")
+    synced(small, collection="shop.empty")
     changes.update_incremental()
     assert changes.version() == 1
 
