@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mirror.server.admission import IDLE_TIMEOUT_S, SEND_TIMEOUT_S, Slot
+from mirror.server.turns import Turns
 
 HEAD_BYTES_MAX = 256 * 1024
 """Limit of request line and headers: a position in the changes of 1,024 vbuckets takes 40 KiB."""
@@ -38,6 +39,7 @@ class Gate:
     app: ASGIApp
     has_lost_rights: Callable[[dict[str, Any]], object] = lambda _: None
     """True if the reader of a request, by the request's state, has other rights than when it began."""
+    turns: Turns = field(default_factory=Turns)
     date: tuple[bytes, bytes] = (b"date", b"")
     connections: set[HttpConnection] = field(default_factory=set)
     answering: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -147,6 +149,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         gate, task = self._gate, asyncio.current_task()
         assert task is not None
         gate.answering.add(task)
+        is_pipelined = self._input_s is None
         self._answered, self._input_s = scope["state"], None
 
         async def sent(message: Message) -> None:
@@ -156,6 +159,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             await send(message)
 
         try:
+            if is_pipelined:  # 200 clients that pipeline kept others waiting for 0.4 s
+                await gate.turns.turn()
             await gate.app(scope, receive, sent)
         finally:
             gate.answering.discard(task)

@@ -43,7 +43,7 @@ class HttpServer:
     ) -> None:
         """`stored`: as for `Service`."""
         self.service = Service(settings, stored, clock)
-        self.gate = Gate(make_app(self.service), self.service.has_lost_rights)
+        self.gate = Gate(make_app(self.service), self.service.has_lost_rights, self.service.turns)
         self.admission = Admission(settings, self.service.turns)
         self._sockets = sockets
         self._tls = server_tls(settings) if any(address.tls for address, _ in sockets) else None
