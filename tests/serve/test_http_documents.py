@@ -20,6 +20,7 @@ import cramjam
 import httpx
 import pytest
 
+from mirror.serve.access.auth import entry_of
 from mirror.serve.http.requests import TOKENS_MAX, Page, collection_name
 from mirror.server.listener import Address
 from mirror.wire import frame as fr
@@ -30,8 +31,8 @@ from storage.model import Collection, FailoverLog, Seqno
 from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.view import AsOf, Time
 from tests.oracle import kv_client
-from tests.serve.http_site import VBUCKETS, VBUUID, Site, Source, make_certificate, running, service_report
-from tests.serve.kv_rig import Endpoint
+from tests.serve.http_site import VBUCKETS, VBUUID, Site, Source, made, make_certificate, running, service_report
+from tests.serve.kv_rig import Endpoint, with_users
 from tests.serve.test_kv_scans import b64, create, go_on
 
 
@@ -415,6 +416,21 @@ async def _ask_by_kv(past: Past, limit: int) -> None:
                 request = fr.request(Opcode.GET, vbucket=vbid, key=bytes([collection_id]) + key)
                 answer = await client.ask(request)
                 assert (answer.cas if not answer.status else None) == live.get(key)
+
+
+def test_a_reader_of_some_collections_reads_by_id_as_of_a_moment(tmp_path: Path) -> None:
+    """The right is that to the name which the id had at that moment."""
+    users = with_users(tmp_path / "users.json", {"ann": entry_of("pw") | {"read": ["shop.orders"]}}, ["*"])
+    with made(tmp_path) as source, running(Path(source.path), source, users_file=users) as site:
+        key = source.key_of(2)
+        source.collections(2, Collection(9, 8, "orders", Seqno(1)))
+        at = source.put(key, collection_id=9)
+        source.collections(2)
+        for params, status in (({"as_of": at}, 200), ({}, 403)):
+            options: dict[str, Any] = {"auth": ("ann", "pw"), "params": params}
+            site.get(site.document(key.decode(), "9"), status, **options)
+            site.multi_get([key], status, "9", **options)
+            site.get("/v1/collections/9/documents", status, **options | {"params": params | {"vbid": 2}})
 
 
 def test_a_rollback_between_two_pages_is_reported(site: Site) -> None:
