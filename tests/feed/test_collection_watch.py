@@ -220,6 +220,27 @@ async def test_a_mirror_of_a_dropped_collection_waits_for_a_new_one_of_that_name
     await until_caught_up(mirror)
 
 
+async def test_a_collection_that_is_missing_at_a_restart_is_served_and_reported(
+    cluster: SandboxCluster, mirrors: Mirrors
+) -> None:
+    """Its vbuckets were "waiting", and the mirror's state "source unreachable". It may be hidden, not dropped."""
+    write(cluster, 20)
+    mirror = mirrors.start(selection=AIRLINE)
+    await until_holds(mirror, "inventory.airline", keys(20))
+    await until_caught_up(mirror)
+    await mirror.stop()
+    cluster.bucket.drop_collection("inventory.airline")
+    mirror.start(cluster.connection_string)
+    for vbid in range(VBUCKETS):
+        await mirror.until_state(vbid, "refused")
+        assert "no collection inventory.airline for this user" in mirror.row(vbid)["text"]
+    await until_holds(mirror, "inventory.airline", keys(20))
+    cluster.bucket.create_collection("inventory", "airline")
+    write(cluster, 4, "again")
+    await until_holds(mirror, "inventory.airline", keys(4, "again"))
+    await until_caught_up(mirror)
+
+
 async def test_a_collection_recreated_while_the_mirror_was_down_is_the_new_one(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:

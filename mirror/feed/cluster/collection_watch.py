@@ -56,7 +56,7 @@ class CollectionWatch:
             return "asking the source which collections there are"
         names = ", ".join(self.resolved.missing)
         what = "scope" if self.selection.scope is not None else "collection"
-        return f"the source has no {what} {names} (yet, or any more); waiting for it to be created"
+        return f"the source has no {what} {names} for this user (yet, or any more); waiting for it to be created"
 
     @property
     def polled_collections(self) -> Sequence[int] | None:

@@ -254,7 +254,9 @@ class Consumer:
         if self.collections.resolved.streams:
             vbucket.attach(session)
         else:
-            vbucket.report(VbucketStatus.WAITING, self.collections.text)
+            # Perhaps not dropped: a source hides collections that this user may not see. So the old copy is served.
+            held = self.collections.resolved.uid >= 0 and vbucket.writer.state.published_seqno
+            vbucket.report(VbucketStatus.REFUSED if held else VbucketStatus.WAITING, self.collections.text)
 
     def attach_if_ready(self, vbucket: MirroredVbucket) -> None:
         session = self.connections.session_at(self._node_of[vbucket.vbid])
