@@ -35,8 +35,8 @@ STDOUT = "-"
 FORMATS = ("jsonl", "parquet", "delta")
 
 
-Collections = tuple[str, ...] | None
-"""Names; None: all."""
+Collections = tuple[str | int, ...] | None
+"""Names or ids; None: all."""
 
 
 def export(

@@ -16,6 +16,7 @@ from cli.exits import Absent
 from mirror import units
 from mirror.errors import ConfigError
 from mirror.serve.objects import document_parts
+from storage.format.tokens import check_as_of
 from storage.model import JSON_FIELDS, Boundary, Document, Kind
 from storage.read.view import AsOf, Time, View, open_view
 
@@ -123,10 +124,9 @@ def scan(
 ) -> None:
     """Print documents: vbid, seqno, key and value, or with --json one object a line."""
     moment = as_of_from(as_of)
-    if isinstance(moment, int) and vbid is None:
-        raise ConfigError("a seqno belongs to one vbucket", hint="give --vbid, or a time to --as-of")
     with open_view(str(options.data_directory(data, config)), partial=partial) as view:
         vbids = view.vbids if vbid is None else (vbid,)
+        check_as_of(moment, vbids)
         check_filled(view, vbids, partial=partial, as_json=as_json)
         if moment is not None:
             for each in vbids:

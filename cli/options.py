@@ -16,7 +16,7 @@ from mirror.config_reader import NAMES, LoadedSettings, load, validated
 from mirror.errors import ConfigError
 from mirror.log import set_up_logs
 from mirror.messages import GetSource
-from storage.model import full_name
+from storage.model import collection_named
 
 
 def one_of(*values: str) -> Callable[[], list[str]]:
@@ -150,6 +150,4 @@ def moment_ms(text: str, option: str) -> int:
 
 
 def collection_from(text: str | None) -> str | int | None:
-    if text is None:
-        return None
-    return int(text) if text.isdigit() else full_name(text)
+    return None if text is None else collection_named(text)

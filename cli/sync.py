@@ -177,7 +177,7 @@ def batch_line(figures: BatchFigures) -> str:
     return f"batch {figures.batch} | {events} | {rate} | {figures.lag_seqnos:,} seqnos behind"
 
 
-def schema_of(text: str, path: str | None, collections: Sequence[str] | None) -> str:
+def schema_of(text: str, path: str | None, collections: Sequence[str | int] | None) -> str:
     """Return the columns of `--schema`; for `auto` those of a sample. Raises ConfigError."""
     if text != AUTO:
         return text

@@ -19,7 +19,7 @@ import typer
 from cli import options, render
 from mirror.spark.runner import LocalRunner, Runner, SparkRunner
 from mirror.supervise.processes.life import die_with_parent
-from storage.model import full_name
+from storage.model import collection_named
 
 if TYPE_CHECKING:
     from mirror.typed.bodies import Reading
@@ -86,10 +86,8 @@ def reading_from(mode: str | None, time_zone: str | None, epoch: str | None) -> 
     return reading_of({name: text for name, text in given.items() if text is not None})
 
 
-def collections_from(text: str | None) -> tuple[str, ...] | None:
-    if text is None:
-        return None
-    return tuple(full_name(name) for name in text.replace(" ", "").split(","))
+def collections_from(text: str | None) -> tuple[str | int, ...] | None:
+    return None if text is None else tuple(map(collection_named, text.replace(" ", "").split(",")))
 
 
 def spark_session(name: str) -> AbstractContextManager[Any]:

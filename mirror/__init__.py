@@ -28,6 +28,7 @@ error's text has the place, the problem and the remedy. If its `retryable` is tr
     |-- NotHeld            another mirror of the bucket holds the vbucket
     |-- UnknownCollection  no collection of that name or id
     |-- NoSuchBoundary     `as_of` is before the kept history
+    |-- SeveralVbuckets    a seqno as `as_of` of several vbuckets
     |-- AnswerTooLarge     the documents are larger than the caller's `bytes_max`
     |-- Unavailable        the vbucket is not filled yet, or is being resynced (retryable)
     |-- ViewInvalidated    a rollback, a resync or the purger removed what was read: start again (retryable)
@@ -52,6 +53,7 @@ from storage.errors import (
     NotHeld,
     NotPublished,
     ReadOnly,
+    SeveralVbuckets,
     StorageError,
     Unavailable,
     UnknownCollection,
@@ -83,6 +85,7 @@ __all__ = [
     "NotPublished",
     "ReadOnly",
     "Rollback",
+    "SeveralVbuckets",
     "StorageError",
     "Time",
     "Token",

@@ -101,6 +101,12 @@ class NoSuchBoundary(StorageError):
     """The history that the requested position needs is not kept; the message names the floor."""
 
 
+class SeveralVbuckets(StorageError):
+    """A seqno was given as `as_of` of several vbuckets."""
+
+    exit_code = 2
+
+
 class AnswerTooLarge(StorageError):
     """The requested documents are larger than the caller's `bytes_max`."""
 

@@ -119,9 +119,11 @@ class Collection:
     max_ttl: int | None = None
 
 
-def full_name(name: str) -> str:
-    """Return `scope.collection`; the scope is `_default` if `name` has none."""
-    return name if "." in name else f"_default.{name}"
+def collection_named(text: str) -> str | int:
+    """Return the collection that a text names: digits alone are an id, and the scope of a bare name is `_default`."""
+    if text.isascii() and text.isdigit():
+        return int(text)
+    return text if "." in text else f"_default.{text}"
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ class Manifest:
         return {name: collection_id for collection_id, name in self.names().items()}
 
     def collection(self, name: str | int) -> Collection | None:
-        return self.collections.get(self.ids.get(full_name(name), -1) if isinstance(name, str) else name)
+        found = collection_named(name) if isinstance(name, str) else name
+        return self.collections.get(self.ids.get(found, -1) if isinstance(found, str) else found)
 
     def has(self, collection_id: int, seqno: int) -> bool:
         """Return True if the collection exists and was not flushed after a row at `seqno`."""

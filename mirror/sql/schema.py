@@ -142,7 +142,7 @@ def _nameable(name: str) -> bool:
     return bool(name) and "\0" not in name and name.isprintable()
 
 
-def sample(view: View, collection: str, documents: int = SAMPLE_DOCUMENTS, *, as_of: AsOf = None) -> list[Column]:
+def sample(view: View, collection: str | int, documents: int = SAMPLE_DOCUMENTS, *, as_of: AsOf = None) -> list[Column]:
     """Return the columns of a collection's JSON objects, in the order of their first appearance in a sample.
 
     The sample takes some of the newest documents of every vbucket. Raises UnknownCollection and a view's errors.
@@ -165,7 +165,7 @@ def sample(view: View, collection: str, documents: int = SAMPLE_DOCUMENTS, *, as
     return columns
 
 
-def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterator[bytes]:
+def _bodies(view: View, collection: str | int, documents: int, as_of: AsOf) -> Iterator[bytes]:
     quota = -(-documents // len(view.vbids))
     reading = view.reading(as_of=as_of)
     reading.collection_id(collection)
@@ -176,7 +176,7 @@ def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterato
                 rows = Documents(seal.SIZE)
                 step = max(1, len(chunk.stored) // left)
                 frames = chunk.stored[::step][:left]
-                rows.add(vbid, collection, chunk.prefix_length, frames, 0)
+                rows.add(vbid, chunk.collection, chunk.prefix_length, frames, 0)
                 rows.close()
                 for body, datatype in zip(rows.values.to_pylist(), rows.datatypes, strict=True):
                     if datatype == 1:
@@ -186,7 +186,7 @@ def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterato
                     break
 
 
-def joint_columns(view: View, collections: Sequence[str] | None, as_of: AsOf = None) -> list[Column]:
+def joint_columns(view: View, collections: Sequence[str | int] | None, as_of: AsOf = None) -> list[Column]:
     """Return the columns of `collections` (None: all). A column with different types in two collections is text.
 
     Raises the errors of `sample`.

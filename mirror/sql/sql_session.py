@@ -25,6 +25,7 @@ from mirror.sql.read import DEFAULT_COLLECTION, EVERY_VBID, Columns
 from mirror.sql.schema import Column, sample
 from mirror.typed.rows import DOCUMENTS
 from mirror.typed.values import folded
+from storage.model import collection_named
 from storage.read.bulk import KeyRange
 from storage.read.reading import BoundaryRead
 from storage.read.view import AsOf, View
@@ -245,6 +246,8 @@ class SqlSession:
     def _named(self, path: Sequence[str]) -> str:
         """Return the collection that a table's name means. Raises QueryFailed."""
         shown = ".".join(path)
+        if isinstance(collection_named(shown), int):
+            raise _NoTable(f"table {shown} is a collection's id", hint=f'the collection named so is "_default.{shown}"')
         requested = DEFAULT_COLLECTION if shown.lower() == DEFAULT_TABLE else shown
         for all_vbuckets in (False, True):
             names = self._collections(all_vbuckets=all_vbuckets)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from storage.errors import UnknownCollection
-from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Branch, Collection, Manifest, Seqno
+from storage import model
+from storage.errors import SeveralVbuckets, UnknownCollection
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Branch, Manifest, Seqno
 
 TOKEN_LENGTH_MAX = 80
 """Most characters of a token: 5, 10, 20 and 16 digits, 3 colons, and a reserve. `parse` refuses a longer text."""
@@ -17,7 +18,7 @@ CollectionName = str | int
 """`scope.collection`, `collection` of the scope `_default`, or a collection id."""
 
 
-def collection_of(manifest: Manifest, name: CollectionName | None, path: str) -> Collection:
+def collection_of(manifest: Manifest, name: CollectionName | None, path: str) -> model.Collection:
     """Return a collection of `manifest`, by default the default one. Raises UnknownCollection with `path`."""
     name = DEFAULT_COLLECTION if name is None else name
     found = manifest.collection(name)
@@ -45,6 +46,13 @@ class Time:
 
 
 AsOf = int | Time | None
+
+
+def check_as_of(as_of: AsOf, vbids: Collection[int]) -> None:
+    """Raise SeveralVbuckets for a seqno and several vbuckets."""
+    if isinstance(as_of, int) and len(vbids) > 1:
+        hint = "seqnos count in one vbucket: name it, or give a time"
+        raise SeveralVbuckets(f"as of seqno {as_of} of {len(vbids)} vbuckets", hint=hint)
 
 
 def has_expired(expiry: int, now: float | None = None) -> bool:

@@ -20,7 +20,7 @@ from storage.errors import AnswerTooLarge
 from storage.format import keys, records, seal
 from storage.format.records import HEAD_BYTES_MAX, KIND, MUTATION, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
-from storage.format.tokens import AsOf, CollectionName, collection_of, has_expired
+from storage.format.tokens import AsOf, CollectionName, check_as_of, collection_of, has_expired
 from storage.history import chain
 from storage.model import Document, Manifest
 from storage.read.groups import Groups
@@ -239,13 +239,17 @@ class PointReads:
         raw: bool = False,
         bytes_max: int | None = None,
     ) -> dict[bytes, Document]:
-        """Return the documents that exist, by key. Arguments and errors are those of `get`.
+        """Return the documents that exist, by key. Arguments and errors are those of `get`; also SeveralVbuckets, for
+        a seqno and keys of several vbuckets.
 
         Documents of one group of vbuckets are read in one transaction. A value that cannot be decompressed, or would be
         larger than 32 MiB, is returned as stored: `datatype` then still has its bit 2 (Snappy) or 4 (xattrs). Raises
         AnswerTooLarge as soon as the values together have more than `bytes_max` bytes.
         """
-        document_keys = list(document_keys)  # the iterator may do anything, even fork
+        # The iterator may do anything, even fork: read it to its end first.
+        requested = [key.encode() if isinstance(key, str) else key for key in document_keys]
+        if isinstance(as_of, int):
+            check_as_of(as_of, {keys.vbid_of(key, self._vbucket_count) for key in requested})
         options = _Options(collection, as_of, now, raw, lenient=True)
         is_plain = as_of is None and collection is None
         vbucket_count, reader_of = self._vbucket_count, self.reader
@@ -254,9 +258,7 @@ class PointReads:
         found_in: dict[int, tuple[VbucketReader, Any, Any, Visible]] = {}
         """By vbucket: reader, transaction, a cursor over the keys, and served state."""
         with ReadRun() as run:
-            for key in document_keys:
-                if isinstance(key, str):
-                    key = key.encode()
+            for key in requested:
                 vbid = ((crc32(key) >> 16) & 0x7FFF) % vbucket_count
                 known = found_in.get(vbid)
                 reader = reader_of(vbid) if known is None else known[0]

@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 from storage.env.environment import AFTER_FORK
 from storage.errors import Closed, Unavailable, ViewInvalidated
 from storage.format import keys
-from storage.format.tokens import AsOf, CollectionName, Pin, positions_of, unknown_collection
+from storage.format.tokens import AsOf, CollectionName, Pin, check_as_of, positions_of, unknown_collection
 from storage.model import Document, Manifest
 from storage.read import bulk, scan, validity
 from storage.read.bulk import EVERY_KEY, KeyRange
@@ -71,6 +71,7 @@ class BoundaryRead:
         self, groups: Groups, vbids: Iterable[int], as_of: AsOf, now_ms: int | None, pins: Iterable[Pin], lease: Lease
     ) -> None:
         self.vbids = list(vbids)
+        check_as_of(as_of, self.vbids)
         self._groups = groups
         self._as_of = as_of
         self._now_ms = time.time_ns() // 1_000_000 if now_ms is None and as_of is None else now_ms
@@ -173,7 +174,7 @@ class BoundaryRead:
     def rows(
         self,
         vbid: int,
-        collections: Collection[str | int] | None = None,
+        collections: Iterable[CollectionName] | None = None,
         key_range: KeyRange = EVERY_KEY,
         *,
         rows_max: int = bulk.ROWS_MAX,
@@ -184,8 +185,10 @@ class BoundaryRead:
         `collections` names those to read, or has their ids; None: all. Documents at or below `after_seqno` may be left
         out. A rollback does not end the read.
         """
-        names = self.manifest(vbid).names()
-        chosen = [each for each, name in names.items() if collections is None or {each, name} & set(collections)]
+        manifest = self.manifest(vbid)
+        names = manifest.names()
+        found = () if collections is None else map(manifest.collection, collections)
+        chosen = [*names] if collections is None else [each.collection_id for each in found if each is not None]
         if not chosen:
             return
         pin = self.pin(vbid)

@@ -158,8 +158,9 @@ class View(PointReads):
         selection = scans.KeySelection(prefix, start, stop, deletions, raw)
         left = limit if limit is not None else -1
         vbids = self.vbids if vbid is None else (vbid,)
+        reading = self.reading(vbids, as_of=as_of)
         if collection is not None:
-            self.reading(vbids, as_of=as_of).collection_id(collection)
+            reading.collection_id(collection)
         for each in vbids:
             if left == 0:
                 return

@@ -371,7 +371,7 @@ def test_every_way_to_read_gives_the_documents_that_were_written(site: Site, lim
         key_range = KeyRange(bounds["start"], bounds["prefix"], bounds.get("end"))
         for each_range in (key_range, EVERY_KEY):
             for each in vbids:
-                rows = view.reading(as_of=as_of).rows(each, [named], each_range)
+                rows = view.reading(vbids, as_of=as_of).rows(each, [named], each_range)
                 found = sorted(records.key_of(row)[1:] for part in rows for row in part.stored)
                 stored = past.at(each, collection_id, as_of, expired=True)
                 assert found == [row.key for row in (stored if each_range is EVERY_KEY else within(stored))]

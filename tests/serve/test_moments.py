@@ -16,11 +16,15 @@ import mirror
 from cli import export as export_command
 from cli import get as get_command
 from cli.exits import Absent
+from cli.options import collection_from
+from cli.tasks import collections_from
+from mirror.errors import ConfigError, QueryFailed
 from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.source.local import plan, read
 from mirror.spark.source.options import parse
 from mirror.typed.rows import Shape
 from mirror.view import QueryView
+from storage.model import Collection, Seqno
 from storage.read.scan import KeySelection
 from storage.read.view import AsOf, Time
 from tests.serve.http_site import Site, Source, made, running
@@ -139,3 +143,52 @@ def test_a_read_shows_what_a_reader_at_that_time_saw(site: Site, door: str) -> N
             assert set(DOORS[door](site, view, Time(ms))) == alive(ms), ms - begin_ms
         for later in (None, Time(now_ms + 10 * HOUR_MS)):
             assert set(DOORS[door](site, view, later)) == alive(now_ms)
+
+
+def test_a_seqno_of_several_vbuckets_is_refused_by_every_way_to_read(site: Site) -> None:
+    """A multi-get once read key by key, each at this seqno of its own vbucket; pages refused."""
+    keys = [site.source.key_of(vbid) for vbid in (1, 2)]
+    for key in keys:
+        site.source.put(key)
+    with mirror.open_view(site.source.path) as view:
+        calls: list[Callable[[], object]] = [
+            lambda: view.get_many(keys, as_of=1),
+            lambda: list(view.scan(as_of=1)),
+            lambda: view.reading(as_of=1),
+            lambda: view.sql("SELECT 1", as_of=1),
+            lambda: view.arrow(as_of=1).read_all(),
+            lambda: get_command.scan(data=Path(view.path), as_of="1"),
+        ]
+        for call in calls:
+            with pytest.raises(mirror.SeveralVbuckets, match="seqnos count in one vbucket"):
+                call()
+        assert [*view.get_many(keys[:1], as_of=1)] == keys[:1]
+        assert [each.key for each in view.scan(1, as_of=1)] == keys[:1]
+    for refused in (site.multi_get(keys, 400, params={"as_of": 1}), site.scan(400, as_of=1)):
+        assert (refused["type"], refused["detail"][:14]) == ("urn:dcp-mirror:bad-request", "as of seqno 1 ")
+    assert [row["key"].encode() for row in site.multi_get(keys[:1], params={"as_of": 1})["documents"]] == keys[:1]
+    assert [row["key"].encode() for row in site.scan(as_of=1, vbid=1)["documents"]] == keys[:1]
+
+
+def test_digits_alone_are_the_id_of_a_collection_in_every_text(site: Site) -> None:
+    numbered, orders = Collection(8, 0, "9", Seqno(0)), Collection(9, 8, "orders", Seqno(0))
+    for vbid in range(8):
+        site.source.collections(vbid, numbered, orders)
+    site.source.put("numbered", collection_id=8)
+    site.source.put("order", collection_id=9)
+    with mirror.open_view(site.source.path) as view:
+        for text, key in (("9", b"order"), ("_default.9", b"numbered"), ("shop.orders", b"order")):
+            named = parse({"path": view.path, "collection": text}).collections
+            assert collections_from(text) == named == (collection_from(text),)
+            assert [each.key for each in view.scan(collection=text)] == [key]
+            assert view.arrow(text).read_all()["key"].to_pylist() == [key.decode()]
+            assert [row["key"].encode() for row in site.scan(collection=text)["documents"]] == [key]
+            assert [each["event"] for each in site.changes(collection=text)].count("mutation") == 1
+            job, shares = plan(parse({"path": view.path, "collection": text}))
+            rows = (batch for part in shares for batch in read(job, part, Shape(DOCUMENTS, (False,) * len(DOCUMENTS))))
+            assert [row["key"].encode() for batch in rows for row in batch.to_pylist()] == [key]
+        assert view.sql('SELECT _key FROM "_default.9"').to_pylist() == [{"_key": "numbered"}]
+        with pytest.raises(QueryFailed, match=r'id \(the collection named so is "_default.9"'):
+            view.sql('SELECT _key FROM "9"')
+    with pytest.raises(ConfigError, match="changes have no ids of collections"):
+        parse({"path": site.source.path, "table": "changes", "collection": "9"})

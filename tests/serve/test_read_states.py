@@ -533,6 +533,7 @@ def test_every_way_to_read_answers_in_every_state_as_documented(
         ("NotHeld", 1, 421, "not-held"),
         ("UnknownCollection", 2, 404, "no-collection"),
         ("NoSuchBoundary", 1, 410, "history-gone"),
+        ("SeveralVbuckets", 2, 400, "bad-request"),
         ("ViewInvalidated", 1, 410, "view-invalidated"),
     ],
 )

@@ -91,7 +91,7 @@ MANIFEST = Manifest(
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [(None, 0), ("_default", 0), ("_default._default", 0), ("shop.orders", 9), ("orders", 10), (9, 9)],
+    [(None, 0), ("_default", 0), ("_default._default", 0), ("shop.orders", 9), ("orders", 10), (9, 9), ("9", 9)],
 )
 def test_a_name_or_number_resolves_to_one_collection(name: str | int | None, expected: int) -> None:
     assert collection_of(MANIFEST, name, "/path").collection_id == expected

@@ -40,6 +40,7 @@ from mirror.serve.http.service import (
 from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
 from mirror.server.turns import LARGE_BYTES
 from storage.errors import AnswerTooLarge
+from storage.format.tokens import check_as_of
 from storage.model import DOCUMENT_FIELDS, Document
 from storage.read.reading import BoundaryRead
 from storage.read.scan import KeySelection
@@ -180,8 +181,7 @@ async def _first_page(
     tokens, timeout_s = service.tokens(parameters)
     view = service.view
     vbid = view.vbids[0] if only is None else vbucket(only, view.identity.vbucket_count)
-    if isinstance(as_of, int) and only is None:
-        raise Problem("bad-request", "as_of by seqno needs a vbid", hint="seqnos count in one vbucket")
+    check_as_of(as_of, view.vbids if only is None else (vbid,))
     service.judge(reader, collection, (vbid,), as_of)
     pin = await service.after(request, tokens, timeout_s, lambda: view.pin(vbid, as_of))
     reading = view.reading(None if only is None else (vbid,), as_of=as_of, pins=(pin,))
@@ -200,7 +200,8 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
     more = True
     view.check_readable((vbid,))
     now_ms = page.pin.now_ms if page.as_of is None else None
-    reading = view.reading(as_of=page.as_of, now_ms=now_ms, pins=(page.pin,))
+    vbids = (vbid,) if page.only_vbid else None
+    reading = view.reading(vbids, as_of=page.as_of, now_ms=now_ms, pins=(page.pin,))
     for _ in range(PAGE_STEPS_MAX):
         service.judge_at(reader, page.collection, reading, vbid, unknown=True)
         found, next_key = await service.read_in_bulk(

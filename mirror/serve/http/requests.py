@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from mirror import units
 from mirror.serve.http.problems import Problem
-from storage.model import SEQNO_MAX, Branch, Seqno, full_name
+from storage.model import SEQNO_MAX, Branch, Seqno, collection_named
 from storage.read.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 
 KEY_LENGTH_MAX = 250
@@ -197,12 +197,10 @@ def to_base64url(data: bytes) -> str:
 
 
 def collection_name(text: str) -> str | int:
-    """Return a collection as the store takes it: a number is an id, a bare name is in the default scope."""
-    if text.isascii() and text.isdigit():
-        return integer("collection", text, 0, 2**32 - 1)
     if not text or len(text) > NAME_LENGTH_MAX:
         raise _bad("invalid collection name", "scope.collection, or the number of one")
-    return full_name(text)
+    found = collection_named(text)
+    return found if isinstance(found, str) else integer("collection", text, 0, 2**32 - 1)
 
 
 def vbucket(text: str, count: int) -> int:

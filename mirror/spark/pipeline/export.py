@@ -102,7 +102,7 @@ def export(
     runner: Runner,
     *,
     delta_table: bool = False,
-    collections: tuple[str, ...] | None = None,
+    collections: tuple[str | int, ...] | None = None,
     vbuckets: frozenset[int] | None = None,
     as_of_ms: int | None = None,
     fields: pa.Schema | None = None,

@@ -28,7 +28,7 @@ class Job:
     lease_id: str
     lease_seconds: float
     pins: tuple[Pin, ...]
-    collections: tuple[str, ...] | None
+    collections: tuple[str | int, ...] | None
 
 
 def dealt(vbids: Sequence[int], parts: int, group_count: int) -> list[list[int]]:

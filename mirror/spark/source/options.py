@@ -16,7 +16,7 @@ from mirror.spark.places import local_path
 from mirror.spark.source.columns import TABLES
 from mirror.typed.bodies import AS_DECLARED, MODES, Reading
 from mirror.typed.times import EPOCH_UNITS, zone_of
-from storage.model import full_name
+from storage.model import collection_named
 
 VBUCKETS_MAX = 65_536
 OF_CREATE_TABLE = "provider"
@@ -33,7 +33,7 @@ class Options:
     path: str | None = None
     connection: str | None = None
     table: str = "documents"
-    collections: tuple[str, ...] | None = None
+    collections: tuple[str | int, ...] | None = None
     vbuckets: frozenset[int] | None = None
     partitions: int = 1
     columns: tuple[str, ...] | None = None
@@ -56,7 +56,7 @@ class Options:
         """The collections and vbuckets to read, as a normalised text for checkpoints. Empty: all."""
         parts = []
         if self.collections is not None:
-            parts.append(f"collection={','.join(sorted(self.collections))}")
+            parts.append(f"collection={','.join(sorted(map(str, self.collections)))}")
         if self.vbuckets is not None:
             parts.append(f"vbuckets={','.join(health.ranges(sorted(self.vbuckets)))}")
         return " ".join(parts)
@@ -115,6 +115,8 @@ def parse(given: Mapping[str, str]) -> Options:
             f"option columns: {options.table} have no column {unknown[0]!r}",
             hint=f"known: {', '.join(TABLES[options.table].names)}",
         )
+    if options.table == "changes" and any(isinstance(each, int) for each in options.collections or ()):
+        raise ConfigError("option collection: changes have no ids of collections", hint="give names, scope.collection")
     if options.as_of_ms is not None and options.table != "documents":
         raise ConfigError("option asOf is for documents")
     if options.connection is not None and "maxbytesperbatch" in values:
@@ -164,8 +166,8 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _collections(text: str) -> tuple[str, ...]:
-    return tuple(full_name(name) for name in _names(text))
+def _collections(text: str) -> tuple[str | int, ...]:
+    return tuple(map(collection_named, _names(text)))
 
 
 def byte_count(text: str) -> int:
