@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from typing import Any
 
+import cramjam
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mirror.document import values
 from mirror.serve.kv import scans as kv_scans
@@ -18,7 +22,7 @@ from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
 from storage.model import Collection, Seqno
 from tests.oracle import kv_client
-from tests.serve.kv_rig import DEFAULT, Client, Endpoint, Store
+from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving
 
 VBUCKETS = 1
 VBUUID = 77
@@ -137,6 +141,43 @@ async def test_a_resync_cancels_scans_and_new_ones_wait_for_its_end(store: Store
     store.writer.commit()
     assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_CANCELLED
     assert (await client.ask(create(between()))).status == Status.ETMPFAIL
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_scan_gives_every_document_of_the_range_once_and_in_order(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever the sizes of the documents, the limits of the answers, and the form of the values."""
+    sizes = data.draw(st.lists(st.sampled_from((0, 1, 90, 5_000, 300_000, 1_100_000)), min_size=1, max_size=12))
+    limits = st.tuples(st.sampled_from((0, 1, 2, 5)), st.sampled_from((0, 1, 100, 6_000, 1_000_000)))
+    packed, xattrs, keys_only, snappy = (data.draw(st.booleans()) for _ in range(4))
+    first, last = sorted(data.draw(st.integers(0, len(sizes))) for _ in "ab")
+    bodies = [bytes([number]) * size for number, size in enumerate(sizes)]
+
+    async def scanned() -> list[tuple[bytes, bytes]]:
+        store = Store(tmp_path_factory.mktemp("scan"), vbuckets=1)
+        for number, body in enumerate(bodies):
+            value, datatype = values.join({b"_x": b"1"}, body, 0) if xattrs else (body, 0)
+            if packed:
+                value, datatype = bytes(cramjam.snappy.compress_raw(value)), datatype | values.SNAPPY
+            store.put(b"%03d" % number, value, number + 1, datatype=datatype)
+        found: list[ScanItem] = []
+        async with serving(store.path) as endpoint:
+            client = await endpoint.sdk()
+            await client.hello(*{*ALL_FEATURES} - {Feature.TRACING, *(() if snappy else (Feature.SNAPPY,))})
+            made = await client.ask(create(between(b"%03d" % first, b"%03d" % last, key_only=keys_only)))
+            status = made.status
+            while status in (Status.SUCCESS, Status.RANGE_SCAN_MORE):
+                answer = await client.ask(go_on(made.value, *data.draw(limits)))
+                found += kv_client.decode_scan_items(answer.value, keys_only=keys_only)
+                status = Status(answer.status)
+            assert status == Status.RANGE_SCAN_COMPLETE
+        store.close()
+        return [(each.key, values.inflate(each.value or b"", each.datatype)[0]) for each in found]
+
+    expected = [(b"%03d" % number, b"" if keys_only else bodies[number]) for number in range(len(sizes))]
+    assert asyncio.run(scanned()) == expected[first : last + 1]
 
 
 async def test_an_ended_or_cancelled_scan_is_gone(client: Client) -> None:

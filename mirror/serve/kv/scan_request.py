@@ -52,7 +52,7 @@ class Scan:
     ends_s: float
     position: bytes
     chosen: Callable[[bytes], bool] | None = None
-    """The page that is being read for a client."""
+    """Selects the keys of a sample; None: all."""
 
 
 def _field(found: Mapping[str, object], name: str, kind: type[T]) -> T | None:

@@ -123,6 +123,7 @@ def _open_scan(session: ScanSession, name: bytes, vbid: int) -> Scan:
 
 
 def _page(session: ScanSession, scan: Scan, items_max: int, bytes_max: int) -> Reply:
+    """Return the next page. Invariant: `position` is the first key of the range that is not in the reply."""
     bounds, position = scan.bounds, scan.position
     items: list[ScanItem] = []
     byte_count = 0
