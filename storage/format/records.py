@@ -56,6 +56,7 @@ the key.
 """
 NUMBERS_AT = {"cas": 16, "seqno": 24, "rev_seqno": 32, "flags": 40, "expiry": 44}
 """Offsets of fields in a stored mutation, for code that reads many rows at once."""
+EXPIRY = slice(44, 48)
 _READ_ANSWER = struct.Struct(">2xHxBxxI4xQ16xII4xHx").unpack_from
 """key length, datatype, body length, cas, flags, expiry, nmeta."""
 _new_tuple = tuple.__new__

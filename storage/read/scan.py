@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from operator import lt
 from typing import Any, NamedTuple
 
 from storage.env.transaction import Transaction
 from storage.format import keys
-from storage.format.records import BRANCH, KIND, MUTATION, SEQNO
+from storage.format.records import BRANCH, EXPIRY, KIND, MUTATION, ROW_KEY, SEQNO
 from storage.format.tokens import AsOf, CollectionName, has_expired
 from storage.history import chain
 from storage.model import Collection, Document
@@ -223,9 +224,12 @@ def count(reader: VbucketReader) -> int:
     with reader.environment.read() as txn:
         served = reader.readable(txn)
         manifest = reader.manifest(txn, served.pub.manifest_key)
-        for left in map(KeySelection().within, manifest.collections.values()):
-            while left.start:
-                found, following = references(reader, txn, served, left, deletions=False, rows_max=CHUNK_ROWS)
-                left = left._replace(start=following)
-                total += len(found)
+    for left in map(KeySelection().within, manifest.collections.values()):
+        while left.start:
+            chosen = partial(references, reader, served=served, wire_range=left, deletions=False, rows_max=CHUNK_ROWS)
+            with reader.views(chosen) as (views, (found, following)):
+                for row_key in sorted([dup[ROW_KEY] for _, dup in found]):  # near each other in the file
+                    row = views.raw.get(row_key, b"", reader.rows)
+                    total += not has_expired(int.from_bytes(row[EXPIRY]))
+            left = left._replace(start=following)
     return total

@@ -189,7 +189,9 @@ class View(PointReads):
         return reading.pin_of(self.reader(vbid), as_of, None if now is None else int(now * 1000))
 
     def count(self, vbid: int) -> int:
-        """Count the documents of a vbucket, expired ones included, by a walk over its keys. Raises Unavailable."""
+        """Count the documents of a vbucket by a walk over its keys. Raises Unavailable, and ViewInvalidated if a
+        rollback, a resync or the purger passes its position.
+        """
         return scans.count(self.reader(vbid))
 
     # -- positions and history ------------------------------------------------------------------------------------
