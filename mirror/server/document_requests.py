@@ -22,7 +22,7 @@ from mirror.wire import codec_kv
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
 from mirror.wire.keys import KEY_BYTES_MAX, decode_leb128
-from storage.model import Document
+from storage.model import Document, Kind
 
 SessionT = TypeVar("SessionT", bound=Session)
 
@@ -68,6 +68,9 @@ class DocumentSession(Session):
         size = len(document.value)
         if size * path_count * PATH_COST > LARGE_BYTES >= self.granted_bytes:
             raise NeedsMemory(LARGE_BYTES + 2 * size + min(size * path_count, LOOKUP_BYTES_MAX))
+        if document.kind is Kind.EXPIRATION:  # perhaps the source has not written the tombstone yet
+            value, datatype = values.tombstone_value(document.value, document.datatype)
+            document = document._replace(value=value, datatype=datatype)
         return Content.of(document.value, document.datatype, self.about(document))
 
 

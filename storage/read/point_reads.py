@@ -22,7 +22,7 @@ from storage.format.records import HEAD_BYTES_MAX, KIND, MUTATION, ROW_KEY, SEQN
 from storage.format.seal import RESIDUE
 from storage.format.tokens import AsOf, CollectionName, check_as_of, collection_of, has_expired
 from storage.history import chain
-from storage.model import Document, Manifest
+from storage.model import Document, Kind, Manifest
 from storage.read.groups import Groups
 from storage.read.vbucket_reader import VbucketReader, Visible, end_of_references
 
@@ -319,7 +319,9 @@ class PointReads:
         elif not options.deletions:
             return None
         document = reader.document(txn, wire_key, dup, options.raw, options.lenient)
-        return None if has_expired(document.expiry, now) and not options.deletions else document
+        if not document.deleted and has_expired(document.expiry, now):
+            return document._replace(kind=Kind.EXPIRATION) if options.deletions else None
+        return document
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
         """Return True if `get` would return a document."""
@@ -342,8 +344,9 @@ class PointReads:
         bytes_max: int | None = None,
         admit: Admit | None = None,
     ) -> Document | None:
-        """Return one document (raw) by its wire key. With `deletions` a tombstone or an expired document counts, too.
-        Raises the errors of `get`, and those of `admit`, which is called first.
+        """Return one document (raw) by its wire key. With `deletions` a tombstone counts as a document, and an expired
+        document as a tombstone, which still has its value. Raises the errors of `get`, and those of `admit`, which is
+        called first.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:

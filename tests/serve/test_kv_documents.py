@@ -275,6 +275,28 @@ async def test_metadata_of_documents_and_tombstones_is_returned(store: Store, en
     assert (await client.ask(at(endpoint, b"b", Opcode.GET_META))).status == Status.KEY_ENOENT
 
 
+async def test_an_expired_document_is_a_tombstone_for_those_that_ask_for_tombstones(
+    store: Store, endpoint: Endpoint
+) -> None:
+    value, datatype = values.join({b"_s": b'{"x":1}', b"u": b"2"}, b'{"n":3}', values.JSON)
+    store.put(b"a", value, 2, cas=99, rev=4, flags=3, datatype=datatype, expiry=7)
+    client = await endpoint.sdk()
+    answer = await client.ask(at(endpoint, b"a", Opcode.GET_META, extras=b"\2"))
+    assert kv_client.decode_meta(answer.extras) == codec_kv.Meta(True, 3, 7, 4, datatype)
+    assert (answer.status, answer.cas) == (Status.SUCCESS, 99)
+    for path, flags, found in (
+        (b"_s.x", 4, b"1"),
+        (b"u", 4, None),
+        (b"$document.deleted", 4, b"true"),
+        (b"n", 0, None),
+    ):
+        extras = len(path).to_bytes(2) + bytes((flags, 4))
+        answer = await client.ask(at(endpoint, b"a", Opcode.SUBDOC_GET, extras=extras, value=path))
+        assert (answer.status, answer.value) == (Status.SUBDOC_SUCCESS_DELETED, found) if found else answer.status
+        alive = await client.ask(at(endpoint, b"a", Opcode.SUBDOC_GET, extras=extras[:3], value=path))
+        assert alive.status == Status.KEY_ENOENT
+
+
 async def test_lookups_of_one_and_of_several_paths_are_answered(store: Store, endpoint: Endpoint) -> None:
     value, datatype = values.join({b"_s": b'{"x":1}'}, b'{"n": [1, 2]}', values.JSON)
     store.put(b"a", value, 2, datatype=datatype)
