@@ -708,7 +708,12 @@ MUTATIONS = (
     Mutation(_ENVIRONMENT, "for environment in list(_environments):", "for environment in []:", _OF_FORKS),
     Mutation(_ENVIRONMENT, "    SHARED.open = {}\n", "", _OF_FORKS),
     Mutation(_ENVIRONMENT, "(os.getpid(), *each)", "each", _OF_FORKS),
-    Mutation("storage/read/point_reads.py", "list(document_keys)", "document_keys", _OF_FORKS),
+    Mutation(
+        "storage/read/point_reads.py",
+        "[key.encode() if isinstance(key, str) else key for key in document_keys]",
+        "(key.encode() if isinstance(key, str) else key for key in document_keys)",
+        _OF_FORKS,
+    ),
     Mutation("storage/read/reading.py", "if not self._groups.inherited:", "if True:", _OF_FORKS),
     Mutation(_ENVIRONMENT, "if commit > self.newest_commit():", "if False:", _OF_MOUNTS),
     Mutation(_ENVIRONMENT, " or _identity_of(self.path, LOCK_FILE) == self._lock_file", "", _OF_MOUNTS),
