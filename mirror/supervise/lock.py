@@ -99,6 +99,11 @@ def is_served(data: Path) -> bool:
 def refuse_foreign(data: Path) -> None:
     """Raise ConfigError if `data` holds foreign files and no mirror, or if another user owns or may write it."""
     refuse_others(data, "the data directory")
+    check_foreign(data)
+
+
+def check_foreign(data: Path) -> None:
+    """Raise ConfigError if `data` holds foreign files and no mirror."""
     names = sorted(entry.name for entry in data.iterdir())
     if "mirror.json" in names:
         return

@@ -23,6 +23,7 @@ from mirror.ownership import readers_gid
 from mirror.serve.bucket.map import check_nodes, named_nodes
 from mirror.server.listener import parse_addresses
 from mirror.supervise.context import MapBook, ServiceContext
+from mirror.supervise.lock import check_foreign
 from storage.env import access, directory
 from storage.errors import StorageError
 from storage.model import Identity
@@ -126,6 +127,8 @@ def checked(data: Path, settings: Settings, required_groups: int | None = None) 
     mirror's data is there.
     """
     if not directory.exists(str(data)):
+        if data.is_dir():
+            check_foreign(data)
         directory.check_unused(str(data))
         return None
     identity = directory.load(str(data))

@@ -153,6 +153,13 @@ async def test_a_directory_that_run_refuses_is_a_failure(
     assert [(finding.verdict, said in finding.text) for finding in steps["data"]] == [(StepVerdict.FAIL, True)]
 
 
+async def test_a_directory_with_other_files_is_a_failure(cluster: SandboxCluster, tmp_path: Path) -> None:
+    steps = await examined(cluster.connection_string, tmp_path, tmp_path)  # it holds a file with a password
+    assert [(finding.verdict, finding.text) for finding in steps["data"]] == [
+        (StepVerdict.FAIL, f"{tmp_path} holds other files (password) and no mirror")
+    ]
+
+
 async def test_another_bucket_is_a_failure(cluster: SandboxCluster, tmp_path: Path) -> None:
     mirror = await filled(cluster, tmp_path)
     async with SandboxCluster(vbuckets=8, seed=77) as other:
