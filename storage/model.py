@@ -119,9 +119,12 @@ class Collection:
     max_ttl: int | None = None
 
 
+ID_DIGITS = len(str(2**32 - 1))
+
+
 def collection_named(text: str) -> str | int:
     """Return the collection that a text names: digits alone are an id, and the scope of a bare name is `_default`."""
-    if text.isascii() and text.isdigit():
+    if text.isascii() and text.isdigit() and len(text) <= ID_DIGITS:  # int() refuses thousands of digits
         return int(text)
     return text if "." in text else f"_default.{text}"
 
