@@ -279,7 +279,7 @@ async def test_documents_stay_while_a_restarted_node_has_no_manifest(
     pushed, cluster.bucket.manifest = cluster.bucket.manifest, BucketManifest()
     await mirror.stop()
     mirror.start(cluster.connection_string)
-    states = {"streaming"} if selection.whole else {"waiting"}
+    states = {"streaming"} if selection.whole else {"refused"}
     await mirror.until(lambda: {row["state"] for row in mirror.status()["vbuckets"]} <= states, "the older manifest")
     for number in range(2):
         await cluster.restart_node(number)

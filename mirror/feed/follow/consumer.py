@@ -254,7 +254,7 @@ class Consumer:
         if self.collections.resolved.streams:
             vbucket.attach(session)
         else:
-            # Perhaps not dropped: a source hides collections that this user may not see. So the old copy is served.
+            # Perhaps not dropped: the user may not see it, or the node has restarted. So the old copy is served.
             held = self.collections.resolved.uid >= 0 and vbucket.writer.state.published_seqno
             vbucket.report(VbucketStatus.REFUSED if held else VbucketStatus.WAITING, self.collections.text)
 
