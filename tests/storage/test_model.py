@@ -108,9 +108,9 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
         collection_of(Manifest(ManifestUid(2), {}, {}), "x", "/path")
 
 
-@pytest.mark.parametrize(("text", "named"), [("9", 9), ("9" * 5000, "_default." + "9" * 5000), ("a", "_default.a")])
-def test_digits_name_an_id_unless_no_id_has_so_many(text: str, named: str | int) -> None:
-    assert collection_named(text) == named
+def test_digits_name_an_id_unless_no_id_has_so_many() -> None:
+    assert collection_named("9") == 9
+    assert collection_named("9" * 5000) == "_default." + "9" * 5000
 
 
 def test_a_collection_is_named_by_its_scope_and_name() -> None:
