@@ -106,11 +106,15 @@ class Lease:
             return
 
 
+class NoLease(Unavailable):
+    """The service grants no lease; the message has its reason."""
+
+
 def of_reading(
     path: str | Path, name: str, *, seconds: float = SECONDS, lease_id: str | None = None
 ) -> Callable[[Mapping[int, tuple[int, int]]], AbstractContextManager[Lease]]:
-    """Return the `lease` for `View.reading`, which raises Unavailable if the service grants none. At its end, a lease
-    with an id is left, because other processes may share it.
+    """Return the `lease` for `View.reading`, which raises NoLease. At its end a lease with an id is left, as others may
+    share it.
     """
 
     @contextmanager
@@ -118,7 +122,7 @@ def of_reading(
         try:
             lease = Lease(path, positions, name=name, seconds=seconds, lease_id=lease_id)
         except MirrorError as error:
-            raise Unavailable(f"no lease: {error.what}", path=str(path), hint=error.hint) from error
+            raise NoLease(f"no lease: {error.what}", path=str(path), hint=error.hint) from error
         try:
             yield lease
         finally:

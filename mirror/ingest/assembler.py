@@ -119,8 +119,12 @@ class Assembler:
                 start_seqno = min(start_seqno, current.start_seqno)
         self._replaces_end = False
         self._purge_seqno = event.reported_purge_seqno
-        is_held = end_seqno == self.boundary_seqno  # not a held part: the snapshot of that ends above the position
-        self.open_snapshot = None if is_held else SnapshotRange(start_seqno, end_seqno, event.flags)
+        self.open_snapshot = SnapshotRange(start_seqno, end_seqno, event.flags)
+        if end_seqno == self.position_seqno:  # the snapshot is complete
+            if end_seqno > self.boundary_seqno:
+                self._publish(out)
+            else:
+                self.open_snapshot = None
 
     def rows(self, rows: list[Row], byte_count: int, out: list[Instruction]) -> None:
         """Stage a run of rows in constant time. The sink checks the order inside the run."""

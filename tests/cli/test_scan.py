@@ -44,7 +44,7 @@ def test_documents_for_people_are_readable_lines(mirrored: Path) -> None:
 
 
 def test_a_read_as_of_a_seqno_needs_a_vbucket(mirrored: Path) -> None:
-    call("scan", "--data", mirrored, "--as-of", "5").assert_complains(2, "--vbid")
+    call("scan", "--data", mirrored, "--as-of", "5").assert_complains(2, "seqnos count in one vbucket: name it")
     assert call("scan", "--data", mirrored, "--as-of", "2999-01-01", "--limit", "1").code == 0
 
 

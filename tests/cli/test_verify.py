@@ -73,9 +73,9 @@ def repair(source: SandboxThread, data: Path) -> None:
         assert (fixed.json["repaired"], fixed.json["ok"]) == ([ALTERED], True)
         again = succeed(*verified)
         assert "fetched again" not in again.out
+        eventually(lambda: call("check", "--data", data).code == 0)
         assert call("stop", "--data", data).code == 0
         assert service.wait(LIMIT_S) == 0
-    assert call("check", "--data", data).code == 0
 
 
 def test_a_mirror_equals_its_source(source: SandboxThread, mirrored: Path) -> None:

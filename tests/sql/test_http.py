@@ -378,9 +378,9 @@ def refused(error: str, *, retryable: bool) -> bytes:
     [
         (refused("worker 0 did not answer within 25 s", retryable=True), 503, "unavailable"),
         (b"[]\n", 503, "unavailable"),  # a service that does not answer at all takes longer
-        (refused("{data}: vbucket 2: the floor is above that", retryable=False), 410, "view-invalidated"),
+        (refused("{data}: too many leases are held", retryable=False), 503, "unavailable"),
     ],
-    ids=["a worker hangs", "the supervisor is strange", "the history is gone"],
+    ids=["a worker hangs", "the supervisor is strange", "no lease is left"],
 )
 def test_errors_of_the_service_are_not_bad_requests_and_show_no_paths(
     site: Site, source: Source, answer: bytes, status: int, name: str

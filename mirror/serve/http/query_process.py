@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-from mirror.errors import MirrorError, QueryFailed
+from mirror.errors import QueryFailed
+from mirror.lease import NoLease
 from mirror.serve.access.auth import Reader
 from mirror.serve.http.problems import Problem, internal, of_storage
 from mirror.sql import Session
@@ -83,6 +84,9 @@ class QueryProcess:
         body = Body(request["memory_bytes"])
         try:
             self._query(request, body)
+        except NoLease:  # the service's words are for its operator
+            traceback.print_exc()
+            problem = Problem("unavailable", "the service could not hold the history of this query", hint="ask again")
         except StorageError as error:
             problem = of_storage(error)
         except MemoryError:
@@ -91,9 +95,6 @@ class QueryProcess:
             )
         except (QueryFailed, DocumentDoesNotFit) as error:
             problem = Problem("bad-request", error.what, hint=error.hint)
-        except MirrorError:  # of the service, for its operator
-            traceback.print_exc()
-            problem = Problem("unavailable", "the service could not hold the history of this query", hint="ask again")
         except Exception:
             traceback.print_exc()
             problem = internal()
