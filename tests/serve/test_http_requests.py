@@ -170,7 +170,7 @@ def test_the_keys_of_a_multi_get_are_text_or_base64() -> None:
 
 def test_collections_and_vbuckets_are_parsed_or_refused() -> None:
     assert [requests.collection_name(text) for text in ("a", "s.a", "9")] == ["_default.a", "s.a", 9]
-    for wrong in ("", "x" * 600, "99999999999"):
+    for wrong in ("", "x" * 600, "4294967296"):
         with pytest.raises(Problem):
             requests.collection_name(wrong)
     assert requests.vbucket("7", 8) == 7

@@ -23,7 +23,7 @@ from mirror.server.turns import Turns
 
 HEAD_BYTES_MAX = 256 * 1024
 """Limit of request line and headers: a position in the changes of 1,024 vbuckets takes 40 KiB."""
-READ_BYTES = 4 * 1024
+READ_BYTES = 2 * 1024
 """Bytes received at a time. h11 takes 5 ms for this many in chunks of one byte."""
 REQUEST_TIMEOUT_S = 20.0
 """Time for a request's head from its first byte, and for a body that the application does not read."""
