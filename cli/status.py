@@ -26,8 +26,8 @@ from storage.read.view import open_view
 
 READY_INTERVAL_S = 0.2
 EVENTS_INTERVAL_S = 0.5
-COUNT_SEQNOS_MAX = 2_000_000
-"""Limit of the seqnos to walk for a count. Only `status --count` makes a longer walk."""
+COUNT_SEQNOS_MAX = 500_000
+"""Limit of the seqnos to walk for a count: a second or two. Only `status --count` makes a longer walk."""
 
 
 def count_documents(data: Path, document: Status, *, always: bool = False) -> None:

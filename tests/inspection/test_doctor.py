@@ -22,6 +22,7 @@ from storage.env import directory
 from storage.env.directory import MapRecord
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter, WriterOptions
+from tests.feed.harness import Mirror
 from tests.feed.scripted_node import PASSWORD, ScriptedNode, refuse
 from tests.inspection.test_verify import VBUCKETS, cluster, filled, mirror_of, states, verified, write
 
@@ -75,15 +76,20 @@ async def test_a_mirror_that_can_resume_is_reported_with_its_lag(cluster: Sandbo
         assert all(state.published_seqno < cluster.vbucket(state.vbid).high_seqno for state in view.states())
 
 
+async def turns(cluster: SandboxCluster, mirror: Mirror, count: int) -> None:
+    """Have the mirror keep several boundaries of each vbucket, and stop it."""
+    for turn in range(count):
+        write(cluster, 50, f"turn-{turn}")
+        for vbid in range(VBUCKETS):
+            await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
+    await mirror.stop()
+
+
 async def test_a_coming_rollback_and_a_coming_resync_are_reported(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 100)
     mirror = mirror_of(cluster, tmp_path)
     mirror.start(cluster.connection_string)
-    for turn in range(3):
-        write(cluster, 20, f"turn-{turn}")
-        for vbid in range(VBUCKETS):
-            await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
-    await mirror.stop()
+    await turns(cluster, mirror, 3)
     cluster.failover(2, lose=1)
     for number in range(3):
         cluster.set(f"gone-{number}", {}, vbid=1)
@@ -106,11 +112,7 @@ async def test_a_staged_copy_is_not_mistaken_for_the_served_one(
     write(cluster, 100)
     mirror = mirror_of(cluster, tmp_path)
     mirror.start(cluster.connection_string)
-    for turn in range(2):
-        write(cluster, 50, f"turn-{turn}")
-        for vbid in range(VBUCKETS):
-            await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
-    await mirror.stop()
+    await turns(cluster, mirror, 2)
     options = WriterOptions(group=1, identity=mirror.identity, clock_ms=lambda: 1)
     with closing(GroupWriter(directory.group_path(mirror.path, 1), options)) as writer:
         vbucket = writer.vbuckets[1]
