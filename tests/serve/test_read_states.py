@@ -461,10 +461,11 @@ DOORS: dict[str, Callable[[World], str]] = {
 
 
 UNKNOWN = "collection dropped or unknown"
+NO_COPY = "not filled, withheld"
 
 
 def table() -> dict[tuple[str, str], str]:
-    """The table in the document: the answer, by door and state."""
+    """The table in the document, and the two rules above it: the answer, by door and state."""
     head, _, *lines = READING.split("<!-- doors -->\n")[1].split("\n\n")[0].strip().split("\n")
     states = [cell.strip() for cell in head.strip("|").split("|")][1:]
     found: dict[tuple[str, str], str] = {}
@@ -472,16 +473,19 @@ def table() -> dict[tuple[str, str], str]:
         named, *answers = [cell.strip() for cell in line.strip("|").split("|")]
         for door in [named] if named in DOORS else ["KV get", "KV sub-document"]:
             found |= {(door, state): answer for state, answer in zip(states, answers, strict=True)}
-            found |= {(door, state): found[door, UNKNOWN] for state in STATES if state.startswith("collection")}
+            unknown = found.pop((door, UNKNOWN))
+            found |= {(door, state): unknown for state in STATES if state.startswith("collection")}
+            no_copy = found.pop((door, NO_COPY)).split(" / ")
+            found |= {(door, "not filled"): no_copy[0], (door, "resynced, withheld"): no_copy[-1]}
+            served = "`equal`" if door == "verify" else "answers"
+            found[door, "resynced, old copy served"] = "`NOT_MY_VBUCKET`" if door == "DCP" else served
             is_port = door.startswith(("HTTP", "KV", "DCP"))
-            found[door, "service gone"] = (
-                "connection refused" if is_port else "`equal`" if door == "verify" else "answers"
-            )
+            found[door, "service gone"] = "connection refused" if is_port else served
     return found
 
 
 def test_the_table_lists_every_way_to_read_in_every_state() -> None:
-    assert set(table()) == {(door, state) for door in DOORS for state in (*STATES, UNKNOWN)}
+    assert set(table()) == {(door, state) for door in DOORS for state in STATES}
 
 
 @pytest.fixture
