@@ -42,47 +42,46 @@ class Settings:
     workers: Annotated[int, Field(ge=1, le=64, json_schema_extra={"default": "number of cores, at most 4"})] = field(
         default_factory=lambda: min(4, os.cpu_count() or 1)
     )
-    """Worker processes, one Python thread each. More workers than cores are no faster."""
+    """Worker processes. More workers than cores are no faster."""
     groups: Annotated[int, Field(ge=1, le=256)] = 8
-    """LMDB environments that share the vbuckets; each worker needs one. With fewer groups, each commit
-    is larger."""
+    """LMDB environments that share the vbuckets; each worker needs at least one. Fewer groups make larger commits."""
     vbuckets: str | None = None
     """Hold only these vbuckets (`0-511`) if several mirrors share a bucket. Unset: all."""
     collections: tuple[str, ...] | None = None
-    """Mirror only these collections (`scope.collection`, separated by commas), and wait for missing ones. If
-    neither this nor `scope` is set: the selection of the data directory; in a new one, the whole bucket."""
+    """Mirror only these collections (`scope.collection`, separated by commas), and wait for missing ones. If this and
+    `scope` are unset: what the data directory mirrors already; in a new one, the whole bucket."""
     scope: str | None = None
     """Mirror only this scope."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
-    """Decides what a commit syncs to the disk before it returns. `safe`: its data; the page that makes the data valid
-    follows within 0.2 s, so a power cut may undo a group's last commit, which is fetched again. `full`: both.
-    `unsafe`: nothing; a power cut can damage the file."""
+    """What a commit syncs to the disk before it returns. `safe`: its data. LMDB's meta page, which makes the data
+    valid, follows within 0.2 s: a power cut may undo a group's last commit, and the mirror fetches it again. `full`:
+    both. `unsafe`: nothing; a power cut can damage the file."""
 
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
-    """Limit of the received rows in a worker's memory, and in an LMDB transaction."""
+    """Most bytes of received rows in a worker's memory, and in an LMDB transaction."""
 
     connection_buffer_size: Annotated[int, Field(ge=4096, le=512 * MIB)] = 20 * MIB
     """DCP flow-control window of a connection. One message of up to 20 MiB may exceed it."""
     noop_interval_s: Annotated[float, Field(ge=0.1, le=10_800)] = 20.0
-    """Interval of the source's noops. A connection silent for twice as long is replaced. Old servers allow no less than
-    20."""
+    """Interval of the source's noops. After twice this time in silence the mirror reconnects. Old servers allow no less
+    than 20."""
     request_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
-    """Limit for an answer. A busy node takes seconds to open a stream."""
+    """Time for an answer of the source. A busy node takes seconds to open a stream."""
     retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 5_000
     """Longest pause between attempts to connect. The first pause takes 0.1 s, each further one twice as long."""
     bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     """Fail if no node answers for this long after the start. 0: never (`run --until-caught-up`: 60 s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
-    """Interval of requests for the cluster map to every node and host of the source. If a node was
-    failed over and does not know it, the mirror changes to the new node after about this time."""
+    """Interval at which the mirror requests the cluster map from every node. If a node was failed over and does not
+    know it, the mirror changes to the new node after about this time."""
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
-    """A vbucket behind the source, or inside a snapshot, that gets no data for this long is `stalled`; its stream is
-    reopened."""
+    """If a vbucket behind the source, or inside a snapshot, gets no data for this long, it is `stalled`, and the mirror
+    opens its stream again."""
 
     change_streams: bool = False
     """Request superseded versions from buckets that keep them (Magma, 7.2 or newer), for `changes`."""
     compression: Literal["as_stored", "forced"] = "as_stored"
-    """`forced`: the source compresses every value: less traffic and disk space, more processor time."""
+    """`forced`: the source compresses every value, for less traffic and disk space and more processor time."""
 
     tls_ca_file: Path | None = None
     """CA certificates (PEM) for `couchbases://`, read at each connection. Unset: the system's."""
@@ -130,8 +129,8 @@ class Settings:
     reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = 1024
     """Connections of a listening process. Beyond it, the oldest one without a login is closed; else the new one."""
     reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = 256
-    """`reader_connections_max` for one peer: an IPv4 address, IPv6 /64, or user of a Unix socket; not for loopback and
-    the service's own user. Raise it for clients behind a proxy."""
+    """Connections of one peer to a listening process. A peer is an IPv4 address, IPv6 /64, or user of a Unix socket;
+    loopback and the service's own user have no limit. Raise it for clients behind a proxy."""
     reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = 128 * MIB
     """Unsent answers of a listening process. Above it, the client with the most is disconnected."""
     http_processes: Annotated[int, Field(ge=1, le=64)] = 1
@@ -149,18 +148,17 @@ class Settings:
     sql: bool = False
     """Answer SQL at `POST /v1/query`. Needs the extra `dcp-mirror[sql]`."""
     sql_processes: Annotated[int, Field(ge=1, le=64)] = 2
-    """Queries that an HTTP process runs at a time; a process and up to two cores each. Others wait; meanwhile a user
-    keeps one process, and further queries of this user are ended with a 503.
-    """
+    """Queries that an HTTP process runs at a time, each in a process with up to two cores. Others wait; meanwhile each
+    user keeps one query, and further ones of this user are ended with a 503."""
     sql_memory_bytes: Annotated[int, Field(ge=64 * MIB, le=1024 * 1024 * MIB)] = 512 * MIB
     """Memory of a query. One that needs more fails: nothing is spilled to disk."""
     sql_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 60.0
-    """Time for a query, until its reader has the answer."""
+    """Time for a query and its answer."""
     sql_rows_max: Annotated[int, Field(ge=1, le=100_000_000)] = 100_000
     """Rows of an answer. A longer one is cut there, and says so."""
 
     history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600
-    """Age to which superseded versions, tombstones, retracted rows and boundaries are kept. A failover that loses more
+    """How long superseded versions, tombstones, retracted rows and boundaries are kept. A failover that loses more
     costs a resync. A copy that a resync replaced goes at once, unless a lease holds it."""
     history_boundaries: Annotated[int, Field(ge=1)] | None = None
     """Most kept boundaries of a vbucket."""
@@ -174,12 +172,12 @@ class Settings:
     """System group that may read the data directory in-process (docs/operations.md, Readers as another user)."""
     publish: Literal["received", "persisted"] = "received"
     """When a complete snapshot becomes visible. `received`: at once. `persisted`: once the active node and every
-    replica have it on disk, so that no failover takes it back. That costs the delay of the disks, a request per waiting
-    vbucket and copy every 0.1 s, and a connection per node and worker; a silent node delays
-    its vbuckets. Not for ephemeral buckets. A source that is a mirror needs the same setting."""
+    replica have it on disk, so that no failover takes it back. That costs the delay of the disks, and ten requests a
+    second for each waiting vbucket and copy; a silent node delays its vbuckets. Not for ephemeral buckets. A source
+    that is a mirror needs the same setting."""
 
     worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
-    """A worker or server without a heartbeat for this long is killed and replaced; while it starts, after a minute at
+    """The supervisor kills and replaces a process without a heartbeat for this long; while it starts, after a minute at
     least."""
     stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 20.0
     """Time for a clean stop of a process; then it is killed."""
