@@ -69,7 +69,7 @@ class ProcessFigures(TypedDict):
     """Percent of one core since the previous measurement."""
     private_bytes: int | None
     resident_bytes: int | None
-    """Includes shared pages, so also the store's pages in memory."""
+    """Includes shared memory, so also LMDB pages in memory."""
     threads: int | None
     open_files: int | None
 

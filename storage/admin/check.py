@@ -75,9 +75,9 @@ def _check_group(folder: str, group: int, identity: Identity, report: CheckRepor
     vbids = identity.group_vbids(group)
     environment = SHARED.acquire(folder, vbids)
     try:
-        with environment.read():  # keeps the writer from reusing pages
+        with environment.read():  # keeps the writer from reusing LMDB pages
             if not _check_pages(folder, group, report):
-                return  # reading damaged pages can crash LMDB
+                return  # reading damaged LMDB pages can crash
         environment.open_all()
         with environment.read() as txn:
             stored = txn.get(keys.DB_META, b"identity")

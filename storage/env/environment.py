@@ -40,7 +40,7 @@ from storage.errors import (
 from storage.format import keys
 
 MAP_SIZE = 64 << 30
-"""Address space reserved for each environment, bytes. The file has only written pages. The writer grows a full map."""
+"""Address space reserved for each environment, bytes. The file has only written LMDB pages. A full map grows."""
 READER_TRIES = 3
 """Damage is reported after this many runs of py-lmdb's verifier found it. A commit in a run can look like damage."""
 READERS_MAX = 1024
@@ -53,8 +53,8 @@ WRITER_LOCK_FILE = "writer.lock"
 LOOK_INTERVAL_S = 1.0
 """Pause between two checks that the open file is still at its path."""
 UNREGISTERED_LOOK_INTERVAL_S = 0.01
-"""The same pause on a read-only mount, where LMDB cannot register readers. A starting writer overwrites no page that is
-being read before its third commit. Two commits take longer than the pause, so a reader notices the writer in time.
+"""The same pause on a read-only mount, where LMDB cannot register readers. A starting writer overwrites no LMDB page
+that is being read before its third commit. Two commits take longer than the pause, so a reader notices in time.
 """
 AFTER_FORK = "open another view in the child"
 REMAP_WAIT_S = 10.0
@@ -64,7 +64,7 @@ SPACE_MIN = 1 << 20
 """Bytes. With less free space, an input/output error of LMDB is reported as a full disk."""
 
 LMDB_VERSION_MIN = (3, 0)
-"""Oldest usable py-lmdb. Older versions cannot verify pages, and trust page numbers and lengths in a damaged file."""
+"""Oldest usable py-lmdb. Older ones cannot verify LMDB pages, and trust page numbers and lengths of a damaged file."""
 DAMAGE = (
     lmdb.BadTxnError,  # an earlier call found a damaged page, but could not return an error
     lmdb.CorruptedError,
@@ -171,7 +171,7 @@ def _refuse_unregistered(path: str) -> None:
     """For a `path` on a read-only mount: raise ReadOnly if a process may be writing the environment.
 
     On such a mount LMDB silently registers no readers. A process that writes the files by another mount would reuse
-    pages that are being read.
+    LMDB pages that are being read.
     """
     try:
         descriptor = os.open(os.path.join(path, WRITER_LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -282,9 +282,9 @@ class Environment:
                 create=create,
                 metasync=sync == "full",
                 sync=sync != "unsafe",
-                # Point reads would otherwise fill the memory with pages that are not requested.
+                # Point reads would otherwise fill the memory with LMDB pages that are not requested.
                 readahead=False,
-                # Saves zeroing new pages. What is left in their gaps is as secret as the documents beside it.
+                # Saves zeroing new LMDB pages. What is left in their gaps is as secret as the documents beside it.
                 meminit=False,
                 mode=0o600,
                 lib_version=0,

@@ -95,7 +95,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The position at which a read sees a vbucket, and the time of the read. All pages of a scan share one pin."""
+    """The position at which a read sees a vbucket, and the read's time. All pages of results of a scan share a pin."""
 
     vbid: int
     branch: Branch

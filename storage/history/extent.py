@@ -25,9 +25,9 @@ class History(NamedTuple):
     versions: int
     """Number of stored versions of documents, with tombstones and history."""
     row_bytes: int
-    """Bytes of the row tree's pages."""
+    """Bytes of the row tree's LMDB pages."""
     key_bytes: int
-    """Bytes of the key tree's pages."""
+    """Bytes of the key tree's LMDB pages."""
     purged_seqno: Seqno
     """As in `branches.PurgeRow`."""
     local_purge_seqno: Seqno

@@ -1,8 +1,8 @@
 """Removes a range of rows that no view sees, with their key rows, in steps of bounded work.
 
 Knows a vbucket's row tree and key tree; never why no view sees the range. Neighbouring rows are cheap to remove, but
-their key rows lie anywhere in the key tree, each on another page. So the removal reads a run (some `RUN_ROWS` rows),
-removes the run's key rows in key order, and then the rows. Invariants:
+their key rows lie anywhere in the key tree, each on another LMDB page. So the removal reads a run (some `RUN_ROWS`
+rows), removes the run's key rows in key order, and then the rows. Invariants:
 - a key row is removed before its row, so no key row refers to a missing row;
 - memory holds one run;
 - a step removes at most a small multiple of `limit` rows in its transaction;

@@ -1,7 +1,7 @@
 """One read of any size: the boundaries that it sees, and every rule that holds for it.
 
-Commands, SQL, Spark, HTTP pages and `verify` read through a `BoundaryRead`. It chooses the boundary of a vbucket once,
-at the vbucket's first read, and refuses a vbucket that is not filled yet or that a resync withholds
+Commands, SQL, Spark, HTTP (pages of results) and `verify` read through a `BoundaryRead`. It chooses the boundary of a
+vbucket once, at the vbucket's first read, and refuses a vbucket that is not filled yet or that a resync withholds
 (`VbucketReader.readable`). After `hold`, a lease keeps the boundaries until `close`; the caller hands in the lease. If
 a boundary is gone all the same, every read raises the same error (`lost`).
 """
@@ -211,8 +211,8 @@ class BoundaryRead:
         """Return the documents among the next `limit` keys, without expired ones, and the key to continue from (empty:
         the end). A vbucket that lacks the collection has none of its documents.
 
-        A page that is not the last may have fewer documents, even none. Its values have at most `bytes_max` bytes
-        together; a larger document is a page by itself. A rollback below the boundary ends the read. Raises
+        A page of results that is not the last may have fewer documents, even none. Its values have at most `bytes_max`
+        bytes together; a larger document is a page by itself. A rollback below the boundary ends the read. Raises
         AnswerTooLarge, as `get` does, if the page's first document has more than `document_bytes_max` bytes.
         """
         with self._translated():

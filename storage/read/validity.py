@@ -1,9 +1,9 @@
 """Validity: reads that take several transactions.
 
-**The problem.** A scan of a million documents cannot stay in one LMDB transaction: the writer may not use a page again
-that an open transaction sees, and the file would grow with each commit. So a read is a series of short transactions,
-and anything may happen between two of them. A scan reads a (seqno 1) of the boundary at 3; then a failover takes c (3)
-back and d gets seqno 3. The rest of the scan must be b and c, or an error, but never b and d.
+**The problem.** A scan of a million documents cannot stay in one LMDB transaction: the writer may not use an LMDB page
+again that an open transaction sees, and the file would grow with each commit. So a read is a series of short
+transactions, and anything may happen between two of them. A scan reads a (seqno 1) of the boundary at 3; then a
+failover takes c (3) back and d gets seqno 3. The rest of the scan must be b and c, or an error, but never b and d.
 
     transaction 1    `pub` (1, 3)    reads a          pinned: branch 1, seqno 3, history id x
                      rollback to 2, d is published
@@ -13,7 +13,7 @@ back and d gets seqno 3. The rest of the scan must be b and c, or an error, but 
 happened, and the answer:
 
 - *a publish*: passes, because new rows lie above the pinned position;
-- *a rollback or resync passed the position*: a page of the served documents is refused; a read that promised its
+- *a rollback or resync passed the position*: a page of results is refused; a read that promised its
   position for longer (`Served.survives_rollback`: a lease, a Spark task, changes) goes on while its rows are kept;
 - *the purger began with those retracted rows*: refused; it noted that in `kept_seqno` first;
 - *the floor rose above the position*, or, if a rollback passed that, above the last shared seqno: refused, because the

@@ -63,7 +63,7 @@ class ReadOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Served:
-    """The served state of one vbucket, now or as of a boundary."""
+    """The state of one vbucket that a read sees: the served one now, or an older one as of a boundary."""
 
     pub: records.Pub
     links: chain.Chain

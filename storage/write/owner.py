@@ -31,7 +31,7 @@ from storage.model import Identity
 GROW_TRIES_MAX = 16
 """Maximum number of times that one commit doubles the map, to 65,536 times its size."""
 READER_CHECK_INTERVAL_MS = 5_000
-"""Pause between searches for killed readers. The file grows while a killed reader still holds pages."""
+"""Pause between searches for killed readers. The file grows while a killed reader still holds LMDB pages."""
 IDLE_SYNC_MS = 200
 """With `sync = safe`, the last commit is synced after this many milliseconds without another commit."""
 CLOCK_STEP_MIN_MS = 10_000
@@ -122,9 +122,9 @@ Each = TypeVar("Each", bound=Contained)
 def contained(
     method: Callable[Concatenate[Each, Parameters], Result],
 ) -> Callable[Concatenate[Each, Parameters], Result]:
-    """Turn every exception into a StorageError: damaged pages can cause any exception, and must stop only this group.
+    """Turn every exception into a StorageError: damaged LMDB pages can cause any, and must stop only this group.
 
-    Damaged pages can also make LMDB end the process by a signal; `GroupOwner.at_work` then shows the group.
+    They can also make LMDB end the process by a signal; `GroupOwner.at_work` then shows the group.
     """
 
     @wraps(method)

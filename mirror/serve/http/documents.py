@@ -1,7 +1,7 @@
-"""A document by key, several by keys, and many by prefix or range in pages.
+"""A document by key, several by keys, and many by prefix or range in pages of results.
 
 An ETag has the CAS and the requested form (body or stored), so answers with the same ETag have the same bytes. All
-pages of a vbucket show the moment of its first page. If that moment is lost, the next page is a problem.
+pages of results of a vbucket show the moment of the first. If that moment is lost, the next one is a problem.
 """
 
 from __future__ import annotations

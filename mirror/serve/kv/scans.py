@@ -34,7 +34,7 @@ PAGE_ITEMS = 1000
 PAGE_BYTES = 256 * 1024
 """Limit of one answer, unless its first document is larger. SDKs request less."""
 PAGE_S = 0.05
-"""Time after which a page that is still empty waits for the worker's next turn. Tombstones may precede a document."""
+"""If an answer is still empty after this time, it waits for the worker's next turn. Tombstones may come first."""
 _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
 
 
@@ -123,7 +123,7 @@ def _open_scan(session: ScanSession, name: bytes, vbid: int) -> Scan:
 
 
 def _page(session: ScanSession, scan: Scan, items_max: int, bytes_max: int) -> Reply:
-    """Return the next page. Invariant: `position` is the first key of the range that is not in the reply."""
+    """Return the next page of results. Invariant: `position` is the first key of the range that is not in the reply."""
     bounds, position = scan.bounds, scan.position
     items: list[ScanItem] = []
     byte_count = 0

@@ -1,8 +1,8 @@
 """Groups in which workers died repeatedly: no worker opens them until the service starts again.
 
-A damaged page can kill a worker by a signal inside LMDB, which no exception handler can catch. The next worker would
-die in the same way, and none of its groups would be written. So a worker notes its current group in shared memory, and
-the supervisor reads the group after the worker's death.
+A damaged LMDB page can kill a worker by a signal inside LMDB, which no exception handler can catch. The next worker
+would die in the same way, and none of its groups would be written. So a worker notes its current group in shared
+memory, and the supervisor reads the group after the worker's death.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from storage.errors import SET_ASIDE, CorruptedError
 
 SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-"""Effects of damaged pages: bad pointers, pages beyond the file's end, LMDB's own assertions."""
+"""Effects of damaged LMDB pages: bad pointers, pages beyond the file's end, LMDB's own assertions."""
 DEATHS = 3
 """Deaths within WINDOW_MS that quarantine a group. A single death may have another cause."""
 WINDOW_MS = 3_600_000
