@@ -311,13 +311,6 @@ def test_a_machine_waits_for_a_source_mirror_that_is_behind() -> None:
     assert requested(rig)[0] < 100, "it has heard of a failover that is not known here"
 
 
-def test_a_marker_without_its_first_item_does_not_change_the_purge_seqno() -> None:
-    rig = streaming_at(100)
-    marker(rig, 101, 120, purge_seqno=40)
-    rig.feed(ev.ConnectionLost())
-    assert rig.store.purge_seqno == 0
-
-
 def test_a_stream_with_an_end_finishes_at_the_end_of_its_snapshot() -> None:
     rig = Rig(ToyStore())
     rig.feed(ev.Start(end_seqno=5))
@@ -588,15 +581,6 @@ def test_a_rollback_goes_back_to_the_newest_kept_boundary_and_asks_there() -> No
     assert kinds(done) == [ins.RollbackTo, ins.RequestStream]
     assert requested(rig) == (80, 80, 80, 0xA)
     assert rig.store.failover_log == tuple(LOG)
-
-
-def test_rollbacks_may_follow_each_other_as_long_as_they_are_lower() -> None:
-    rig = rig_at(20, 50, 80, 100)
-    rollback(rig, 85)
-    rollback(rig, 60)
-    rollback(rig, 30)
-    assert requested(rig) == (20, 20, 20, 0xA)
-    assert rig.store.rollbacks == [(100, 80), (80, 50), (50, 20)]
 
 
 @pytest.mark.parametrize("answer", [85, 100, 2**64 - 1])
@@ -980,14 +964,6 @@ def test_a_violation_drops_the_open_snapshot_and_the_stream_is_requested_again()
     assert requested(rig) == (100, 100, 100, 0xA)
 
 
-def test_rows_beyond_the_end_publish_only_the_complete_snapshot() -> None:
-    rig = streaming_at(100)
-    marker(rig, 101, 103)
-    assert kinds(rows(rig, 101, 103, 104)) == [ins.StageRows, ins.PublishSnapshot, ins.CloseStream, ins.RetryAfter]
-    assert rig.store.served.seqno == 103
-    assert set(rig.store.served.documents) == {b"\0k101", b"\0k103"}
-
-
 def test_rows_out_of_order_inside_a_run_are_refused_by_the_store_and_end_the_stream() -> None:
     rig = streaming_at(100)
     marker(rig, 101, 120)
@@ -1027,11 +1003,6 @@ def test_a_stop_closes_the_stream_and_requests_nothing() -> None:
         ins.CloseStream(opaque)
     ]
     assert (rig.machine.phase, rig.machine.shown.text) == (Phase.IDLE, "moved to another node")
-
-
-def test_a_second_start_closes_the_stream_of_the_first() -> None:
-    rig = streaming_at(100)
-    assert kinds(rig.feed(ev.Start())) == [ins.CloseStream, ins.RequestStream]
 
 
 def test_an_answer_to_a_request_of_a_lost_connection_is_ignored() -> None:
