@@ -256,34 +256,6 @@ DAMAGES: dict[int, Callable[[Path], object]] = {
 """By group. All are of the second worker, which has group 11 besides."""
 
 
-def test_each_damaged_group_is_named_and_the_others_are_served(
-    source: SandboxThread, data: Path, writing: Load
-) -> None:
-    for group, damage in DAMAGES.items():
-        damage(data / f"group-{group:04d}" / "data.mdb")
-    sound = range(0, VBUCKETS, 2)
-    with Service(source.connection_string, data, *FLAGS) as service:
-        service.start()
-        wait_progress(service.data, sound, "the vbuckets of the sound worker to go on")
-        wait_progress(service.data, range(11, 12), "the other group of the damaged ones' worker to go on")
-        status = until("a status", service.status)
-        details = {row["vbid"]: str(row["detail"]) for row in status["vbuckets"]}
-        assert all(f"group-{group:04d}" in details[group] for group in DAMAGES), details
-        assert [row["vbid"] for row in status["vbuckets"] if row["state"] == "damaged"] == [*DAMAGES]
-        assert service.terminate() == 0
-        assert not service.tracebacks()
-    result = call("check", "--data", data)
-    assert result.code == 3
-    assert all(f"group {group}" in result.out + result.err for group in DAMAGES)
-    assert "Traceback" not in result.err
-    with open_view(str(data), partial=True) as view:
-        assert all(view.count(vbid) for vbid in (*sound, 11))
-        for group, damage in DAMAGES.items():
-            if damage is not cut_short:  # missing pages end the process that reads them: only writers look first
-                with pytest.raises(CorruptedError):
-                    view.state(group)
-
-
 REMEDY = "stop the service, move this group's folder away and start again"
 
 
@@ -311,9 +283,22 @@ def test_every_screen_names_the_same_working_remedy_for_a_damaged_group(
         if runs:
             damage()
         until("the damage to be noticed", lambda: len(details()) == len(groups))
-        said = [*details()]
+        sound = [vbid for vbid in range(VBUCKETS) if vbid not in groups]
+        wait_progress(service.data, sound, "the others to go on, those of the damaged ones' worker too")
+        said = details()
+        assert all(f"group-{group:04d}" in text for group, text in zip(groups, said, strict=True)), said
         assert service.terminate() == 0
-        said += [line for line in call("check", "--data", data).out.splitlines() if line.startswith("group")]
+        assert not service.tracebacks()
+        checked = call("check", "--data", data)
+        assert checked.code == 3
+        assert "Traceback" not in checked.err
+        said += [line for line in checked.out.splitlines() if line.startswith("group")]
+        with open_view(str(data), partial=True) as view:
+            assert all(view.count(vbid) for vbid in sound)
+            for group in groups:
+                if DAMAGES[group] is not cut_short:  # missing pages end the process that reads: only writers look first
+                    with pytest.raises(CorruptedError):
+                        view.state(group)
         doctor = call("doctor", "--source", source.connection_string, "--data", data).out
         said += [line for line in doctor.splitlines() if "data " in line and line.startswith("fail")]
         assert len(said) == 2 * len(groups) + 1, said
