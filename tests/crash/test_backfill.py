@@ -69,7 +69,7 @@ def more_requests(source: SandboxThread, requested: int) -> bool:
 def source() -> Iterator[SandboxThread]:
     with SandboxThread(SandboxCluster(vbuckets=1)) as thread:
         thread.call(fill, thread.cluster)
-        thread.call(thread.cluster.faults.slow, 100 * DOCUMENTS, future=True)
+        thread.call(thread.cluster.faults.slow, 25 * DOCUMENTS, future=True)  # for ten seconds
         yield thread
 
 
@@ -169,7 +169,7 @@ def test_a_kill_between_the_last_row_and_the_key_rows_requests_no_row_again(
         state = stored(service.data)
         return state if state.staged_seqno == DOCUMENTS else None
 
-    for _ in range(10):  # on a busy machine the kill may come after the publish
+    while True:  # on a busy machine the kill may come after the publish
         until("the whole snapshot to be staged", complete, poll_s=0.001)
         service.kill_supervisor()
         report = check(str(service.data))
@@ -178,7 +178,6 @@ def test_a_kill_between_the_last_row_and_the_key_rows_requests_no_row_again(
             break
         shutil.rmtree(service.data)
         service.start()
-    assert stored(service.data).published_seqno == 0, "it was published before each kill"
     sent = source.call(lambda: source.cluster.sent(0).bytes)
     service.start()
     wait_published(service, DOCUMENTS)

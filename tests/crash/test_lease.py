@@ -63,7 +63,7 @@ def test_a_lease_keeps_history_through_kills_until_its_release(source: SandboxTh
                 (int(each.pub.branch), int(each.pub.seqno)) for _, each in sorted(view.published().items())
             )
             held = dict(enumerate(held_ones))
-            with hold(data, held, name="a job", seconds=30) as lease:
+            with hold(data, held, name="a job", seconds=60) as lease:
                 workers = service.wait_workers(2)
                 status = service.status()
                 assert status is not None

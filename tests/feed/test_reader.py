@@ -291,7 +291,7 @@ def test_moved_vbuckets_are_followed(source: SandboxThread) -> None:
 
 def test_a_source_that_falls_silent_is_reported_in_time(source: SandboxThread) -> None:
     write(source, 20)
-    with reader_of(source, timeout_s=1) as reader:
+    with reader_of(source, timeout_s=3) as reader:
         until = reader.high_seqnos()
         source.call(source.cluster.faults.silence, dcp_only=False, future=True)
         with pytest.raises(SourceTimeout, match="brought nothing of vb"):
@@ -454,7 +454,7 @@ def test_a_dropped_collection_has_no_high_seqno_and_the_others_do(source: Sandbo
     source.call(bucket.create_scope, "shop")
     for name in ("orders", "carts"):
         source.call(bucket.create_collection, "shop", name)
-    with reader_of(source, collections=["shop.orders", "shop.carts"], timeout_s=5) as reader:
+    with reader_of(source, collections=["shop.orders", "shop.carts"]) as reader:
         write(source, 50, collection="shop.carts")
         carts = reader.high_seqnos()
         write(source, 50, collection="shop.orders")

@@ -139,7 +139,7 @@ def kill_at_work(
         assert driver.running(), "the driver ended by itself"
         return unfinished()
 
-    for _ in range(100):
+    while True:  # until the test's own time limit: how many tries miss is a matter of the machine
         until("files at work", at_work, limit_s=LIMIT_S, poll_s=0.01)
         time.sleep(wait_s)
         driver.send(signal.SIGSTOP)
@@ -151,7 +151,6 @@ def kill_at_work(
             revive()
             return
         wait_s /= 2
-    raise AssertionError("no kill hit work")
 
 
 def through_kills(

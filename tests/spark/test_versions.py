@@ -20,7 +20,6 @@ FILES = (
     "source/test_source.py",
     "source/test_stream.py",
     "test_session.py",
-    "pipeline/test_sink.py",
     "pipeline/test_runner.py",
 )
 

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -83,17 +83,10 @@ def test_tables_in_an_object_store_are_exact_after_kills_of_the_driver(s3: Objec
         return any((batch_of(name) or 0) > (-1 if done is None else done) for name in changes.names() if "-b" in name)
 
     for _ in write_and_roll_back(small):
-        for _ in range(20):
-            process = subprocess.Popen(
-                [*command, "--max-age", "0", "--max-rows", "100"], env=environment(**s3.env), process_group=0
-            )
-            until("a file", lambda: files_of_no_commit() or process.poll() is not None, limit_s=LIMIT_S)  # noqa: B023
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if files_of_no_commit():
-                break
-        else:
-            raise AssertionError("no kill hit a batch")
+        process = subprocess.Popen(
+            [*command, "--max-age", "0", "--max-rows", "100"], env=environment(**s3.env), process_group=0
+        )
+        kill_when(files_of_no_commit, process)
         sync(
             {"path": str(small.path), "maxRowsPerBatch": "100"},
             "s3://lake/killed",
@@ -147,12 +140,21 @@ def kill_in_batch(command: list[str], checkpoint: Path) -> None:
         begun, done = (newest(checkpoint / name) for name in ("offsets", "commits"))
         return begun > done
 
-    process = subprocess.Popen(command, env=spark_environment(), start_new_session=True)
-    until("a batch to run", lambda: process.poll() is not None or running(), limit_s=LIMIT_S, poll_s=0.002)
-    assert process.poll() is None
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert running(), "the checkpoint has the batch in which it was killed"
+    kill_when(running, subprocess.Popen(command, env=spark_environment(), start_new_session=True))
+
+
+def kill_when(at_work: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its group at work. They are stopped while it is decided: looking may outlast a batch."""
+    while True:
+        until("a batch", lambda: process.poll() is not None or at_work(), limit_s=LIMIT_S, poll_s=0.002)
+        assert process.poll() is None, "it ended by itself, and was never seen at work"
+        os.killpg(process.pid, signal.SIGSTOP)
+        hit = at_work()
+        os.killpg(process.pid, signal.SIGKILL if hit else signal.SIGCONT)
+        if hit:
+            process.wait()
+            assert at_work(), "what it was killed in is not finished"
+            return
 
 
 def newest(folder: Path) -> int:
