@@ -79,7 +79,7 @@ def pytest_collection_finish() -> None:
 
 TAKES = {
     "not long and not ci": "about 4 minutes on two cores (-n auto); .ci/run runs more, -m long larger figures",
-    "not long": "about 12 minutes on two cores (-n auto)",
+    "not long and not small": "about 12 minutes on two cores (-n auto)",
 }
 """The time that the tests take, by the expression that chooses them."""
 

@@ -173,7 +173,7 @@ def campaign(tmp_path: Path, seed: int) -> Iterator[Campaign]:
 @pytest.mark.parametrize(
     "count",
     [
-        1,
+        pytest.param(1, marks=pytest.mark.small),
         pytest.param(6, marks=[pytest.mark.ci, pytest.mark.timeout(900)]),
         pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
     ],

@@ -2,7 +2,7 @@
 
 A child runs the operation and kills itself at its n-th put, delete or commit; then what a restarted mirror would do is
 done, and every keyspace must hold what the uninterrupted run left there, byte for byte. n rises until the child lives:
-by twenty in the default suite, by one in `.ci/run`.
+by twenty in the default suite, by three in `.ci/run`, by one with `-m long`.
 After each kill a reader must find the documents of one of the published ends, whole, and the integrity walk nothing.
 
 What a restarted mirror does is decided by what is stored alone, as in the service, with a source that answers the
@@ -317,7 +317,14 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removal, "BATCH_ROWS", 3)
 
 
-@pytest.mark.parametrize("every", [20, pytest.param(3, marks=pytest.mark.ci), pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "every",
+    [
+        pytest.param(20, marks=pytest.mark.small),
+        pytest.param(3, marks=pytest.mark.ci),
+        pytest.param(1, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_an_operation_killed_at_any_step_and_started_again_ends_the_same(
     name: str, every: int, tmp_path: Path, record_property: Callable[[str, object], None]

@@ -1,7 +1,7 @@
 """Source, network, mirror and a bounded reader from one seed: what is published is what the source held there.
 
     pytest tests/sim                                         10,000 steps
-    pytest tests/sim -m ci                                   100,000 steps
+    pytest tests/sim -m ci                                   60,000 steps
     pytest tests/sim -m long                                 1,000,000 steps
     DCP_MIRROR_SIM_STEPS_TOTAL=5000000 pytest tests/sim -m long
     DCP_MIRROR_SIM_SEED=<seed of a failure> pytest tests/sim   that world alone, step by step as it was
@@ -94,6 +94,7 @@ def run(steps_min: int, must_happen: tuple[str, ...], record_property: Remember)
     assert not missing, f"in {steps} steps this never happened: {missing}"
 
 
+@pytest.mark.small
 def test_published_data_equals_the_source_after_any_faults(record_property: Remember) -> None:
     run(STEPS_DEFAULT, MUST_HAPPEN_IN_SHORT_RUNS, record_property)
 

@@ -258,7 +258,7 @@ SINGLE = ("get", "find", "get as of")
 @pytest.mark.parametrize(
     ("seeds", "count"),
     [
-        (range(1, 2), 60),
+        pytest.param(range(1, 2), 60, marks=pytest.mark.small),
         pytest.param(range(1, 2), 200, marks=pytest.mark.ci),
         pytest.param(range(2, 12), 1_000, marks=pytest.mark.long),
     ],
