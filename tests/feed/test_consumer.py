@@ -12,7 +12,6 @@ from mirror.errors import (
     AuthRejected,
     BucketChanged,
     BucketMissing,
-    ClusterError,
     ConfigError,
     ConnectFailed,
     MirrorError,
@@ -23,7 +22,7 @@ from mirror.server.cluster_config import NOWHERE
 from storage.admin.check import check
 from storage.read.view import open_view
 from tests.feed.harness import VBUCKETS, Mirrors, source_high_seqnos, write
-from tests.feed.test_errors import every_error
+from tests.feed.test_errors import SOURCE_ERRORS
 
 
 async def test_a_mirror_copies_and_follows_the_whole_bucket(cluster: SandboxCluster, mirrors: Mirrors) -> None:
@@ -251,7 +250,7 @@ STEPS = {"map": "cluster.map_follower.discover", "session": "connection.negotiat
 
 
 @pytest.mark.usefixtures("short_pauses")
-@pytest.mark.parametrize("kind", [*every_error(ClusterError), ConfigError])
+@pytest.mark.parametrize("kind", SOURCE_ERRORS)
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 async def test_a_service_shows_any_error_of_a_step_and_goes_on_after_it(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, step: str, kind: type[MirrorError]

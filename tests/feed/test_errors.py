@@ -7,13 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from mirror import errors
-from mirror.errors import ExitCode, MirrorError
+from mirror.errors import ClusterError, ConfigError, ExitCode, MirrorError
 
 
 def every_error(root: type[MirrorError] = MirrorError) -> Iterator[type[MirrorError]]:
     yield root
     for child in root.__subclasses__():
         yield from every_error(child)
+
+
+OF_A_SOURCE: list[type[MirrorError]] = [*every_error(ClusterError), ConfigError]
+SOURCE_ERRORS = [*{(kind.retryable, kind.exit_code): kind for kind in OF_A_SOURCE}.values()]
+"""One error of the source or of its login for each of what a service can do about it."""
 
 
 @pytest.mark.parametrize("error", [kind for kind in every_error() if kind.__module__ == errors.__name__])

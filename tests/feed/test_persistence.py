@@ -45,20 +45,6 @@ def options() -> dict[str, Any]:
 # --- the gate
 
 
-def test_an_end_is_released_with_those_before_it_once_persisted() -> None:
-    gate = PersistenceGate()
-    gate.hold(5, 1)
-    gate.hold(9, 6)
-    gate.hold(12, 10)
-    assert gate.release(4, PLAIN) is None
-    assert gate.waiting == 3
-    assert gate.release(11, PLAIN) == (9, 6)
-    assert gate.persisted_seqno == 11
-    assert gate.waiting == 1
-    gate.drop()
-    assert gate.waiting == 0
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_gate_keeps_few_ends_and_releases_only_real_ones(seed: int) -> None:
     rng, gate, ends, released = Random(seed), PersistenceGate(), [0], 0
@@ -382,7 +368,7 @@ async def test_an_answer_from_before_a_map_change_releases_nothing(
     copies: Any = Moving()
     waiting: Any = Waiting()
     task = asyncio.create_task(PersistencePoller(access, copies, SystemClock()).run([waiting]))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await copies.looked.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -446,24 +432,6 @@ def test_readers_see_a_rollback_once_the_new_history_has_reached_their_boundary(
     gated.close()
     gated.open()
     assert gated.writer.vbuckets[0].state == state
-
-
-def test_lost_versions_are_retracted_when_the_new_history_reaches_the_boundary(gated: GatedVbucket) -> None:
-    token = promoted(gated)
-    gated.snapshot(82, 90, {86: (b"a", b"6"), 90: (b"d", b"7")})
-    gated.persisted(0xB, 90)
-    changes = gated.changes(token)
-    assert changes[0].kind == "rollback"
-    assert reported(changes) == [
-        ("retraction", b"a", 83),
-        ("restoration", b"a", 81),
-        ("retraction", b"c", 84),
-        ("restoration", b"c", 41),
-        ("retraction", b"b", 85),
-        ("mutation", b"a", 86),
-        ("mutation", b"d", 90),
-    ]
-    assert gated.seen() == {b"a": (86, b"6"), b"c": (41, b"0"), b"d": (90, b"7")}
 
 
 @pytest.mark.parametrize("high", [81, 83])

@@ -14,7 +14,7 @@ from mirror.feed.follow.store_sink import PersistenceGate, StoreSink
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from storage.env import directory
-from storage.model import FailoverLog, Identity, Manifest, Seqno, SnapshotRange
+from storage.model import Identity, Manifest, Seqno, SnapshotRange
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import row
 
@@ -64,17 +64,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.group.close()
 
 
-def test_rows_log_and_publish_become_one_commit(store: Store) -> None:
-    log = FailoverLog.of([(7, 0)])
-    store.save({"failover_log": log, "stream_filter": "collections 8"})
-    store.rows(1, 2, 5)
-    store.complete(5)
-    assert store.group.commit().published == [(0, 5)]
-    state = store.state()
-    assert (state.published_seqno, state.failover_log, state.open_snapshot) == (5, log, None)
-    assert state.stream_filter == "collections 8"
-
-
 def test_rows_out_of_order_or_of_another_branch_are_refused(store: Store) -> None:
     store.snapshot(1, 5)
     system_event = ins.StageSystemEvent(Seqno(2), b"row", Manifest.initial(), SnapshotRange(Seqno(0), Seqno(9)))
@@ -85,7 +74,7 @@ def test_rows_out_of_order_or_of_another_branch_are_refused(store: Store) -> Non
         store.stage(system_event),
     ):
         assert isinstance(refused, events.StagingRefused)
-        assert refused.state.staged_seqno == 5
+        assert (refused.state.staged_seqno, store.group.pending_bytes) == (5, 0)
 
 
 def test_an_advance_moves_the_position_and_the_open_snapshot(store: Store) -> None:
@@ -135,15 +124,6 @@ def test_a_complete_resync_that_is_not_visible_yet_has_no_boundary(
     assert store.writer.complete_seqno is not None
     assert store.back(4) == events.NoBoundary()
     assert store.state().rollback_count == 0
-
-
-def test_staged_rows_are_abandoned_and_published_rows_stay(store: Store) -> None:
-    store.rows(1, 2)
-    store.complete(2)
-    store.rows(3, 4)
-    answer = store.abandon(ABANDON)
-    assert answer is not None
-    assert (answer.state.published_seqno, answer.state.staged_seqno) == (2, 2)
 
 
 def test_an_abandon_waits_for_a_complete_snapshot_below_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

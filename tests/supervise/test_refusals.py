@@ -1,4 +1,4 @@
-"""Each error of the source or of its login, while local data is served and while there is none."""
+"""Each kind of error of the source or of its login, while local data is served and while there is none."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 
 from mirror.config import Settings
-from mirror.errors import ClusterError, ConfigError, ConnectFailed, MirrorError
+from mirror.errors import ConnectFailed, MirrorError
 from mirror.feed.cluster.discovery import Source
 from mirror.supervise import setup
 from mirror.supervise.setup import LookUp
 from storage.env import directory
 from storage.model import Identity
-from tests.feed.test_errors import every_error
+from tests.feed.test_errors import SOURCE_ERRORS
 from tests.supervise.conftest import eventually
 from tests.supervise.service import running, service_of, serving
 
-ERRORS: list[type[MirrorError]] = [*every_error(ClusterError), ConfigError]
-PERMANENT = [kind for kind in ERRORS if not kind.retryable]
+PERMANENT = [kind for kind in SOURCE_ERRORS if not kind.retryable]
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +41,7 @@ class Answers:
         return answer
 
 
-@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("kind", SOURCE_ERRORS)
 async def test_a_service_with_data_goes_on_after_any_error(kind: type[MirrorError], tmp_path: Path) -> None:
     directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
     answers = Answers(kind("refused"))
