@@ -152,39 +152,6 @@ def test_a_directory_above_that_members_may_not_enter_is_found(tmp_path: Path) -
     assert access.closed_parent("/", other) is None
 
 
-READS = """
-import sys
-from storage.errors import ReadOnly
-from storage.read.view import open_view
-try:
-    with open_view(sys.argv[1]) as view:
-        print(view.get(sys.argv[2]).value.decode())
-except ReadOnly as error:
-    print(error)
-"""
-MOUNTED = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
-
-
-@pytest.fixture
-def mounted_read_only(path: str) -> Callable[..., str]:
-    """Runs a command in a mount namespace in which `path` is mounted read-only; what it prints."""
-
-    def run(*command: str) -> str:
-        namespace = ["unshare", "-m"] if ROOT else ["unshare", "-rm"]
-        done = subprocess.run(
-            [*namespace, "sh", "-c", MOUNTED, "sh", path, *command], capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            raise OSError(done.stderr)
-        return done.stdout.strip()
-
-    try:
-        run("true")
-    except OSError as error:
-        pytest.skip(f"a directory cannot be mounted read-only here: {error}")
-    return run
-
-
 WRITES = """
 import sys
 from tests.storage.model import keys_of
@@ -281,18 +248,6 @@ def test_a_read_on_a_read_only_mount_fails_if_a_writer_may_have_overwritten_its_
     assert int(seqno) > 11
 
 
-def test_a_read_only_mount_is_read_without_a_writer(
-    path: str, clock: Clock, mounted_read_only: Callable[..., str]
-) -> None:
-    """LMDB registers no readers there and does not say so: a writer would use their pages again."""
-    (key,) = keys_of(0, 1)
-    with closing(open_writer(path, clock=clock)) as writer:
-        publish(writer, 0, [(key, b"value", 1)])
-        with_writer = mounted_read_only(sys.executable, "-c", READS, path, key.decode())
-    assert "mounted read-only, where LMDB cannot register readers, and a service writes it now" in with_writer
-    assert mounted_read_only(sys.executable, "-c", READS, path, key.decode()) == "value"
-
-
 def test_an_unregistered_reader_ends_with_a_writer(path: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a read-only mount."""
 
@@ -304,6 +259,12 @@ def test_an_unregistered_reader_ends_with_a_writer(path: str, clock: Clock, monk
     publish(writer, 0, [(key, b"value", 1)])
     writer.close()
     monkeypatch.setattr(os, "statvfs", lambda _path: Mounted)
+    lock = directory.GroupLock(directory.group_path(path, 0))
+    with monkeypatch.context() as patch, open_view(path) as view:
+        patch.setattr("storage.env.environment.UNREGISTERED_LOOK_INTERVAL_S", 3600.0)
+        with pytest.raises(ReadOnly, match="a service writes it now"):
+            view.get(key)
+    lock.release()
     monkeypatch.setattr("storage.env.environment.UNREGISTERED_LOOK_INTERVAL_S", 0.0)
     with open_view(path) as view:
         assert view.get(key) is not None

@@ -16,7 +16,7 @@ from storage.read.changes import manifest_at, resolve_range
 from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import Pieces, Token, View
 from storage.write.writer import GroupWriter
-from tests.storage.model import A, B, C, D, events, log
+from tests.storage.model import A, B, C, D, log
 from tests.storage.rig import commit, publish, purge, put, snapshots
 
 
@@ -106,15 +106,6 @@ def test_a_tombstone_that_was_purged_before_its_reader_saw_it_ends_the_read(
         manifest_at(view.reader(0), way, 1, 4)
     assert "lease" in (refused.value.hint or "")
     assert [change.token.seqno for change in view.changes(0)] == [4, 6]
-
-
-def test_a_reader_from_the_beginning_is_not_refused_for_purged_tombstones(writer: GroupWriter, view: View) -> None:
-    for seqno, (key, value) in enumerate([(A, b"1"), (B, b"1"), (C, b"1"), (D, b"1"), (D, None), (C, b"2")], 1):
-        publish(writer, 0, [(key, value, seqno)])
-    purge(writer, Window(boundaries=1))
-    assert view.state(0).local_purge_seqno == 5
-    assert [change.token.seqno for change in view.changes(0, pieces=Pieces(1))] == [1, 2, 6]
-    assert [each.seqno for each in events(view)] == [1, 2, 6]
 
 
 def test_a_range_of_a_replaced_copy_is_refused_if_a_tombstone_in_it_is_purged(writer: GroupWriter, view: View) -> None:

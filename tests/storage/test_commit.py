@@ -128,20 +128,6 @@ def test_bytes_wait_until_they_are_committed_or_dropped(writer: GroupWriter) -> 
     assert (writer.pending_bytes, writer.vbuckets[0].state.staged_seqno) == (0, 1)
 
 
-def test_rows_of_another_branch_are_refused_and_change_nothing(writer: GroupWriter) -> None:
-    before = writer.vbuckets[0].state
-    with pytest.raises(SeqnoOrder, match="made for another branch"):
-        writer.vbuckets[0].stage([row(b"\0\0\0\7", keys_of(0, 1)[0], b"v", 1)], 1, span(1, 1))
-    assert (writer.vbuckets[0].state, writer.pending_bytes) == (before, 0)
-
-
-def test_a_position_does_not_fall(writer: GroupWriter) -> None:
-    publish(writer, 0, [(keys_of(0, 1)[0], b"v", 5)])
-    with pytest.raises(SeqnoOrder, match="advance to 4 below 5"):
-        writer.vbuckets[0].advance(4, None)
-    assert writer.vbuckets[0].state.staged_seqno == 5
-
-
 @pytest.mark.parametrize("inline_rows", [2, 1000], ids=["by a job", "in the commit"])
 @pytest.mark.parametrize("seed", range(15))
 def test_any_complete_end_may_be_published_later(

@@ -13,7 +13,6 @@ import pytest
 from lmdb import verify
 
 from storage.admin import backup
-from storage.env import directory
 from storage.env.compaction import Compaction
 from storage.env.environment import DATA_FILE, Environment
 from storage.errors import CorruptedError, StorageError
@@ -144,10 +143,3 @@ def test_a_flipped_bit_ends_a_copy_with_an_error_or_is_in_the_data_that_is_copie
                 errors += "page" in str(error)
             os.pwrite(data.fileno(), good[at : at + 1], at)
     assert errors > 33
-
-
-def test_only_the_compaction_copies_an_environment() -> None:
-    root = Path(directory.__file__).parent.parent
-    for folder in ("storage", "mirror", "cli"):
-        for file in (root / folder).rglob("*.py"):
-            assert "copyfd" not in file.read_text(), file

@@ -24,22 +24,6 @@ from tests.storage.model import IDENTITY, keys_of
 from tests.storage.rig import open_writer, publish
 
 
-def test_a_file_replaced_for_another_view_is_read_after_the_next_look(path: str) -> None:
-    key = keys_of(0, 1)[0]
-    writer = open_writer(path)
-    publish(writer, 0, [(key, b"old", 1)])
-    writer.close()
-    folder = directory.group_path(path, 0)
-    with open_view(path) as view:
-        assert view.get(key) is not None
-        before = view.reader(0).environment
-        os.rename(folder, folder + ".aside")
-        shutil.copytree(folder + ".aside", folder)
-        assert before.look_now()
-        assert view.get(key) is not None
-        assert view.groups.readers[0].environment is not before
-
-
 @pytest.fixture
 def short_turns() -> Iterator[None]:
     """Threads switch so often that they meet between any two lines."""

@@ -11,14 +11,6 @@ from storage.model import Branch, Collection, FailoverLog, Manifest, ManifestUid
 from storage.read.view import Token
 from tests.storage.model import DEFAULT, ID, SCOPES
 
-
-def test_an_untouched_bucket_has_only_the_default_collection() -> None:
-    manifest = Manifest.initial()
-    assert manifest.uid == 0
-    assert {c.name: (c.collection_id, c.begin_seqno) for c in manifest.collections.values()} == {"_default": (0, 0)}
-    assert manifest.scopes == {0: "_default"}
-
-
 # --- failover logs
 
 
@@ -111,10 +103,6 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
 def test_digits_name_an_id_unless_no_id_has_so_many() -> None:
     assert collection_named("9") == 9
     assert collection_named("9" * 5000) == "_default." + "9" * 5000
-
-
-def test_a_collection_is_named_by_its_scope_and_name() -> None:
-    assert MANIFEST.names() == {0: "_default._default", 9: "shop.orders", 10: "_default.orders"}
 
 
 def test_the_text_of_an_error_is_one_line_with_place_and_remedy() -> None:

@@ -65,19 +65,6 @@ def test_the_window_is_bounded_by_count_and_by_size(writer: GroupWriter, view: V
     assert purge(writer, Window(size_bytes=2500)) == 0
 
 
-def test_a_purged_tombstone_is_remembered_by_its_seqno(writer: GroupWriter, view: View) -> None:
-    snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, None, 3)], [(B, b"2", 4)])
-    purge(writer, Window(boundaries=2))  # floor 3: the tombstone is current there
-    assert seqnos(view) == [2, 4]
-    assert writer.vbuckets[0].state.local_purge_seqno == 3
-    assert view.state(0).local_purge_seqno == 3
-    first = Branch(1)
-    assert [str(c.token) for c in view.changes(0, since=view.token(0, first, 3))] == [str(view.token(0, 1, 4))]
-    with pytest.raises(ViewInvalidated, match="tombstones above seqno 2"):
-        list(view.changes(0, since=view.token(0, first, 2)))
-    assert [c.token.seqno for c in view.changes(0)] == [2, 4]  # from the beginning nothing is missing
-
-
 @pytest.mark.parametrize("position", range(1, 6))
 def test_a_follower_from_any_position_has_a_purged_deletion_or_is_refused(
     writer: GroupWriter, view: View, position: int

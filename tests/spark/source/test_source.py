@@ -96,8 +96,6 @@ def test_a_mistake_is_refused_at_once_and_in_one_line(spark: SparkSession, small
     ("schema", "options", "said"),
     [
         (None, {"path": None}, "no options were given"),
-        (None, {"tabel": "changes"}, "unknown option 'tabel'"),
-        (None, {"path": None, "connection": "couchbase://h/b", "password": "x"}, "must not be an option"),
         (None, {"collection": "shop.orders"}, "no collection 'shop.orders'"),
         (BinaryType(), {}, "column id: JSON has no binary values"),
         (IntegerType(), {"columns": "key"}, "name the columns in the schema"),
