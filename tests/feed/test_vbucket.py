@@ -49,7 +49,7 @@ def stored(mirror: Mirror) -> list[int]:
 
 
 def one_of_a_kind(codes: list[int], reaction: Callable[[int], Reaction]) -> list[int]:
-    """One code for each reaction. `tests/ingest/test_machine.py` has all codes."""
+    """One code for each reaction. `tests/ingest/test_machine.py` has all codes with a reaction of their own."""
     return sorted({replace(reaction(code), text=""): code for code in reversed(codes)}.values())
 
 

@@ -881,6 +881,8 @@ def test_a_resync_is_over_if_it_is_published_just_before_a_violation() -> None:
         (Status.ENOMEM, [ins.RetryAfter]),
         (Status.ETMPFAIL, [ins.RetryAfter]),
         (Status.EBUSY, [ins.RetryAfter]),
+        (Status.NOT_INITIALIZED, [ins.RetryAfter]),
+        (Status.BUCKET_PAUSED, [ins.RetryAfter]),
         (Status.NOT_SUPPORTED, []),
         (Status.UNKNOWN_COLLECTION, [ins.RefreshCollections, ins.RetryAfter]),
         (Status.UNKNOWN_SCOPE, [ins.RefreshCollections, ins.RetryAfter]),
