@@ -14,7 +14,7 @@ from pathlib import Path
 
 Row = dict[str, float | str]
 """Texts say what was measured, numbers what was found."""
-BENCHES = ("ingest", "lag", "get", "kv", "http", "restart", "spark", "sql")
+BENCHES = ("ingest", "lag", "get", "kv", "restart", "spark", "sql")
 
 
 def lines(rows: Iterable[Row]) -> Iterator[str]:

@@ -17,7 +17,6 @@ SMALL: dict[str, dict[str, int | float | str]] = {
     "lag": {"rates": "100,400", "seconds": 0.2},
     "get": {"documents": 1000, "reads": 300, "vbuckets": 4, "rounds": 2},
     "kv": {"documents": 300, "reads": 200, "vbuckets": 4, "rounds": 1},
-    "http": {"documents": 300, "requests": 100, "connections": 2, "rounds": 1},
     "sql": {"documents": 1000, "vbuckets": 4, "rounds": 1},
     "restart": {"documents": 800, "vbuckets": 8, "missed": 21, "workers": 1, "rounds": 1},
 }
