@@ -189,7 +189,7 @@ def source() -> Iterator[Source]:
         yield made
 
 
-@pytest.mark.parametrize("failovers", [3, pytest.param(8, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("failovers", [3, pytest.param(8, marks=pytest.mark.long)])
 def test_a_reader_never_sees_part_of_a_write_or_goes_back_in_time(
     source: Source, tmp_path: Path, failovers: int
 ) -> None:

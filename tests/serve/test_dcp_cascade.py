@@ -232,7 +232,7 @@ async def test_a_mirror_of_a_mirror_that_is_filling_waits_for_each_vbucket(tmp_p
     store.close()
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(6, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(6, marks=pytest.mark.long)])
 async def test_a_chain_of_three_follows_failovers_through_broken_links(
     cluster: SandboxCluster, tmp_path: Path, rounds: int
 ) -> None:

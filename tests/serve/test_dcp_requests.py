@@ -179,14 +179,6 @@ async def test_a_stream_ends_with_the_snapshot_that_reaches_its_end(store: Store
     assert await client.event() == ev.StreamEnd(vbid, 0, opaque=0x77)
 
 
-@pytest.mark.parametrize("flag", [StreamRequestFlag.TO_LATEST, StreamRequestFlag.DISK_ONLY])
-async def test_a_stream_to_the_latest_ends_there(store: Store, dcp: DcpEndpoint, flag: StreamRequestFlag) -> None:
-    vbid = store.put(b"a", b"1", 5)
-    client = await dcp.client()
-    assert (await client.stream(vbid, flags=int(flag))).status == 0
-    assert (await client.events(3))[2] == ev.StreamEnd(vbid, 0, opaque=0x77)
-
-
 @pytest.mark.usefixtures("all_settled")
 async def test_a_snapshot_end_without_a_row_is_sent_as_seqno_advanced(store: Store, dcp: DcpEndpoint) -> None:
     vbid = store.put(b"a", b"1", 5)

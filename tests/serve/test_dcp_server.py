@@ -198,11 +198,13 @@ async def test_a_client_that_reads_nothing_for_too_long_is_disconnected(
 async def test_a_client_is_idle_without_a_stream_and_not_without_noops(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mirror.server.endpoint.IDLE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("mirror.server.endpoint.IDLE_TIMEOUT_S", 1000)
     async with serving_dcp(store.path) as dcp:
         listener = await dcp.client(name="listener", noop=False, flags=1)
         assert (await listener.stream(0)).status == 0
         idler = await dcp.client(name="idler")
+        dcp.server.now_s += 1001
+        dcp.server.sweep()
         assert await idler.receive() is None
         store.put(b"a", b"1", 1)
         await listener.until_end(1)

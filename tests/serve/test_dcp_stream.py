@@ -84,7 +84,7 @@ SEEDS = [*range(6), 1169]
 """1169: a client of a history that the mirror never had must go back to where the mirror rolled back."""
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(each, marks=pytest.mark.ci) for each in range(6, 40))])
+@pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(each, marks=pytest.mark.long) for each in range(6, 40))])
 def test_a_client_equals_the_mirror_at_the_end_of_each_snapshot(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,14 +78,6 @@ def test_readers_get_only_the_collections_they_may_read(guarded: Site) -> None:
         site.get(path)
 
 
-def test_changes_of_other_collections_are_not_listed(guarded: Site) -> None:
-    found = guarded.changes(("shop", "secret"))
-    read = [(event["event"], event["data"].get("document", {}).get("collection_id")) for event in found]
-    assert sorted(read) == [("end", None), ("mutation", 9), *[("system_event", 9)] * VBUCKETS]
-    assert len(guarded.changes(("all", "secret"))) == VBUCKETS + 3
-    guarded.get("/v1/changes", 403, params={"collection": "_default"}, auth=("shop", "secret"))
-
-
 def within(lines: Iterator[str], seconds: float = 20.0) -> Iterator[str]:
     """The lines of a stream that has to end; one that does not has heartbeats."""
     ends_s = time.monotonic() + seconds

@@ -13,7 +13,6 @@ import pytest
 
 from mirror.server.turns import Budget
 from storage.errors import CorruptedError
-from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, events, request
 from tests.supervise.conftest import eventually_now
 
@@ -72,20 +71,6 @@ def test_a_stream_begins_with_stored_events_and_continues_with_new_ones(site: Si
         event = listener.event()
         assert (event["event"], event["data"]["document"]["deleted"]) == ("deletion", True)
         assert event["id"] == event["data"]["token"] == str(site.server.service.view.token(2, 1, 3))
-
-
-def test_a_stream_resumes_exactly_after_its_last_id(site: Site) -> None:
-    key = site.source.key_of(2)
-    for number in range(5):
-        site.source.put(key, b"%d" % number)
-    with listening(site, vbid=2) as listener:
-        listener.events(3)
-        last = listener.last_id
-    for more in ({"last_id": last}, {"since": last}):
-        with listening(site, vbid=2, **more) as listener:
-            assert [reported(event)[1] for event in listener.events(2)] == [3, 4]
-    since = str(site.server.service.view.token(2, 1, 5))
-    assert [event["event"] for event in site.changes(vbid=2, since=since)] == ["end"]
 
 
 def test_a_browser_that_reconnects_continues_after_its_last_event_not_at_the_position_of_its_url(site: Site) -> None:
@@ -166,15 +151,6 @@ def test_all_vbuckets_resume_by_one_id(site: Site) -> None:
     assert sorted(found) == [("end", None), *(("mutation", vbid + 100) for vbid in range(VBUCKETS))]
 
 
-def test_a_stream_since_now_sends_only_new_events(site: Site) -> None:
-    key = site.source.key_of(2)
-    site.source.put(key, b"1")
-    with listening(site, since="now") as listener:
-        eventually_now(lambda: site.server.service.requests.streams.total())
-        site.source.put(key, b"2")
-        assert reported(listener.event()) == ("mutation", 2)
-
-
 def test_a_resync_ends_the_stream_with_a_reset_and_refuses_its_position(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")
@@ -194,18 +170,6 @@ def test_a_resync_ends_the_stream_with_a_reset_and_refuses_its_position(site: Si
     assert problem["hint"] == "read it from the beginning"
     with listening(site, vbid=2) as listener:
         assert reported(listener.event()) == ("mutation", 9)
-
-
-def test_a_stream_of_one_collection_sends_only_its_events(site: Site) -> None:
-    site.source.collections(2, Collection(9, 8, "orders", Seqno(0)))
-    key = site.source.key_of(2)
-    site.source.put(key, b"1")
-    site.source.put(key, b"2", collection_id=9)
-    for collection in ("shop.orders", "9"):
-        found = site.changes(vbid=2, collection=collection)
-        assert [reported(each) for each in found] == [("system_event", None), ("mutation", 2), ("end", None)]
-    assert [each["event"] for each in site.changes(vbid=2, collection="_default")] == ["mutation", "end"]
-    assert [each["event"] for each in site.changes(vbid=2)] == ["system_event", "mutation", "mutation", "end"]
 
 
 def test_an_idle_stream_sends_heartbeats_and_ends_at_a_stop(site: Site) -> None:
@@ -235,15 +199,6 @@ def test_invalid_positions_are_refused(site: Site) -> None:
     problem = site.get("/v1/changes", 400, params={"since": "1:1:1", "vbid": 1}).json()
     assert "of an earlier version" in problem["detail"]
     assert site.client.head("/v1/changes").status_code == 200
-
-
-def test_a_stream_beyond_the_limit_is_refused(site: Site) -> None:
-    site.server.service.streams.all_max = 1
-    with listening(site, since="now"):
-        eventually_now(lambda: site.server.service.requests.streams.total() == 1)
-        problem = site.get("/v1/changes", 503).json()
-        assert problem["type"] == "urn:dcp-mirror:too-busy"
-    eventually_now(lambda: site.server.service.requests.streams.total() == 0)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def damaged(good: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.long)])
 async def test_damaged_frames_do_not_affect_other_clients(store: Store, count: int) -> None:
     rng = random.Random(20_261)
     good = samples()

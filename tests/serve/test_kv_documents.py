@@ -348,12 +348,3 @@ async def test_a_path_of_a_deleted_document_is_found_only_on_request(store: Stor
     assert found.status == Status.SUBDOC_MULTI_PATH_FAILURE_DELETED
     one = at(endpoint, b"a", Opcode.SUBDOC_GET, extras=b"\0\x11\x04\x04", value=b"$document.deleted")
     assert (await client.ask(one)).status == Status.SUBDOC_SUCCESS_DELETED
-
-
-async def test_a_malformed_document_affects_only_its_own_readers(store: Store, endpoint: Endpoint) -> None:
-    store.put(b"a", b"\xff\xff\xff\xff not snappy", 2, datatype=2)
-    store.put(b"b", b"\0\0\xff\xff", 3, datatype=4)
-    client = await endpoint.connect()
-    assert (await client.get(b"a")).status == Status.EINTERNAL
-    assert (await client.get(b"b")).status == Status.EINTERNAL
-    assert await client.alive()

@@ -93,23 +93,6 @@ async def keys(client: Client, body: object) -> list[bytes]:
     return [item.key for item in (await read(client, await begin(client, body)))[0]]
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ({"start": b"", "end": b"\xf4\x8f\xfb\xfb"}, KEYS),
-        ({"start": b"k05", "end": b"k07"}, [b"k05", b"k06", b"k07"]),
-        ({"excl_start": b"k05", "end": b"k07"}, [b"k06", b"k07"]),
-        ({"start": b"k05", "excl_end": b"k07"}, [b"k05", b"k06"]),
-        ({"excl_start": b"k05", "excl_end": b"k07"}, [b"k06"]),
-        ({"start": b"k3", "end": b"k3\xff"}, [key for key in KEYS if key >= b"k3"]),
-    ],
-)
-async def test_a_range_scan_keeps_its_bounds(client: Client, limits: dict[str, bytes], expected: list[bytes]) -> None:
-    range_ = {name: b64(key) for name, key in limits.items()}
-    assert await keys(client, {"range": range_}) == expected
-    assert await keys(client, {"range": range_, "key_only": True, "name": "mine"}) == expected
-
-
 async def test_documents_come_complete_and_in_pages_of_the_requested_size(client: Client) -> None:
     found, answers = await read(client, await begin(client, between()), items=7)
     assert answers == 6
@@ -242,11 +225,6 @@ async def test_a_scan_that_requires_a_seqno_is_refused_without_it(store: Store, 
         assert (await client.ask(create(between(snapshot_requirements=required)))).status == status
 
 
-async def test_an_empty_range_has_no_documents(client: Client) -> None:
-    for body in (between(b"z"), {"range": {"excl_start": b64(b"k05"), "excl_end": b64(b"k06")}}):
-        assert await read(client, await begin(client, body)) == ([], 1)
-
-
 async def test_samples_have_about_the_requested_size_and_repeat_with_their_seed(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,11 +295,6 @@ async def test_values_are_sent_in_the_form_that_the_client_negotiated(
     assert refused.status == Status.NOT_SUPPORTED
 
 
-async def test_expired_documents_are_not_scanned(store: Store, client: Client) -> None:
-    store.put(b"old", b"x", 70, expiry=1)
-    assert await keys(client, between(b"old", b"old")) == []
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -371,10 +344,3 @@ def test_a_range_with_every_field_is_parsed() -> None:
     required = Requirements(16627788222, 1000, True)
     expected = ScanBounds(0xF2, True, False, b"a\0", b"b\xff\0", None, 0, required)
     assert parse(as_bytes(body), takes_xattrs=False) == expected
-
-
-def test_a_sample_and_the_shortest_range_are_parsed() -> None:
-    sample = parse(b'{"sampling":{"samples":512,"seed":18111}}', takes_xattrs=False)
-    assert sample == ScanBounds(0, False, False, b"", None, 512, 18111, None)
-    shortest = parse(b'{"range":{"start":"","excl_end":"YQ=="}}', takes_xattrs=False)
-    assert shortest == ScanBounds(0, False, False, b"", b"a", None, 0, None)

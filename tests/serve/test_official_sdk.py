@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -42,11 +40,9 @@ from mirror import MutationToken, open_view
 from mirror import client as control
 from mirror.messages import GetStatus
 from mirror.sandbox import SandboxCluster, SandboxThread
-from tests.crash.service import Service, until
 from tests.serve.kv_rig import MirrorThread, Store, serving
 
 RAW = RawBinaryTranscoder()
-CLIENTS = 64
 VBUCKETS = 16
 
 
@@ -201,9 +197,6 @@ def test_own_writes_are_read_with_their_tokens(source: SandboxThread, mirror: Mi
     writer.close()
 
 
-# Many clients, and a source that is written, fails over, and goes away: the service as people run it.
-
-
 def listener(data: Path, kind: str = "kv") -> str | None:
     """The first address of a kind, once all servers run."""
     document = (control.ask(data, GetStatus()) or {}).get("status")
@@ -211,59 +204,6 @@ def listener(data: Path, kind: str = "kv") -> str | None:
     if not document or not servers or any(row["phase"] != "running" for row in servers):
         return None
     return next(iter(document["listeners"].get(kind, ())), None)
-
-
-@pytest.mark.ci
-def test_many_clients_read_through_writes_a_rollback_and_the_end_of_the_source(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    names = [f"doc-{number}" for number in range(200)]
-    with SandboxThread(SandboxCluster(vbuckets=VBUCKETS, bucket="orders")) as source:
-        bucket = source.cluster.bucket
-        for name in names:
-            source.call(bucket.set, name, {"n": 0})
-        service = Service(
-            source.connection_string, data, "--workers", "2", "--groups", "2", "--kv", "0", "--set", "kv_processes=2"
-        )
-        with service:
-            service.start()
-            string = until("the KV port", lambda: listener(data))
-            with open_view(str(data), partial=True) as view:
-                until("all documents", lambda: len(view.get_many(names)) == len(names))
-            stop = threading.Event()
-            reads = [0] * CLIENTS
-
-            def read(number: int) -> None:
-                cluster = connect(string)
-                default = cluster.bucket("orders").default_collection()
-                while not stop.is_set():
-                    for name in names[number % 10 :: 20]:
-                        assert default.get(name).content_as[dict]["n"] >= 0
-                        reads[number] += 1
-                cluster.close()
-
-            def all_clients_go_on(what: str) -> None:
-                before = list(reads)
-                until(what, lambda: all(now > then for now, then in zip(reads, before, strict=True)) or failed())
-
-            def failed() -> bool:
-                return any(each.done() for each in reading)
-
-            with ThreadPoolExecutor(CLIENTS) as pool:
-                reading = [pool.submit(read, number) for number in range(CLIENTS)]
-                try:
-                    all_clients_go_on("reads before anything happens")
-                    for number in range(1, 400):
-                        source.call(bucket.set, names[number % len(names)], {"n": number})
-                    all_clients_go_on("reads while the source is written")
-                    for vbid in range(VBUCKETS):
-                        source.call(source.cluster.failover, vbid, lose=3)
-                    all_clients_go_on("reads during the rollbacks")
-                    source.run(source.cluster.stop())
-                    all_clients_go_on("reads without a source")
-                finally:
-                    stop.set()
-                for each in reading:
-                    each.result()
 
 
 # What is read of a vbucket in each state: never an absent document if the mirror cannot know it.
@@ -284,8 +224,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.close()
 
 
-def write(store: Store, *, publish: bool = True) -> None:
-    store.put(b"key", b'{"n":1}', 5, datatype=1, publish=publish)
+def write(store: Store) -> None:
+    store.put(b"key", b'{"n":1}', 5, datatype=1)
 
 
 @asynccontextmanager
@@ -298,32 +238,8 @@ async def reading(store: Store) -> AsyncIterator[Any]:
         await asyncio.to_thread(cluster.close)
 
 
-def accept(store: Store) -> None:
-    """A stream was accepted, and has brought nothing."""
-    store.log(0, (77, 0))
-
-
-def backfill(store: Store) -> None:
-    """The first snapshot comes in."""
-    store.logs()
-    write(store, publish=False)
-
-
-def resync(store: Store) -> None:
-    """Begin a resync next to the old copy."""
-    store.logs()
-    write(store)
-    store.writer.vbuckets[0].begin_resync()
-    store.writer.commit()
-
-
-@pytest.mark.parametrize("happen", [None, accept, backfill, resync])
-async def test_a_read_of_a_vbucket_that_is_not_filled_is_a_temporary_failure(
-    store: Store, happen: Callable[[Store], None] | None
-) -> None:
+async def test_a_read_of_a_vbucket_that_is_not_filled_is_a_temporary_failure(store: Store) -> None:
     """Once its timeout is over: the SDK tries again until then."""
-    if happen is not None:
-        happen(store)
     async with reading(store) as collection:
         for read in READS.values():
             with pytest.raises(TemporaryFailException):
@@ -345,5 +261,8 @@ async def test_the_refusal_of_a_read_names_the_reason(store: Store) -> None:
     async with serving(store.path) as endpoint:
         client = await endpoint.sdk()
         assert b"not filled yet" in (await client.get(b"\0key")).value
-        resync(store)
+        store.logs()
+        write(store)
+        store.writer.vbuckets[0].begin_resync()
+        store.writer.commit()
         assert b"being resynced" in (await client.get(b"\0key")).value

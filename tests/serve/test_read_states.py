@@ -527,21 +527,3 @@ def test_every_way_to_read_answers_in_every_state_as_documented(
     except (ConnectionRefusedError, httpx.ConnectError):
         found = "connection refused"
     assert found == table().get((door, state)), f"{door}, {state}: {found}"
-
-
-@pytest.mark.parametrize(
-    ("name", "exit_code", "status", "problem"),
-    [
-        ("Unavailable", 1, 503, "unavailable"),
-        ("CorruptedError", 3, 500, "damaged"),
-        ("NotHeld", 1, 421, "not-held"),
-        ("UnknownCollection", 2, 404, "no-collection"),
-        ("NoSuchBoundary", 1, 410, "history-gone"),
-        ("SeveralVbuckets", 2, 400, "bad-request"),
-        ("ViewInvalidated", 1, 410, "view-invalidated"),
-    ],
-)
-def test_an_error_has_one_exit_code_and_one_problem(name: str, exit_code: int, status: int, problem: str) -> None:
-    error = getattr(errors, name)("x")
-    found = problems.of_storage(error)
-    assert (error.exit_code, found.status, found.name) == (exit_code, status, problem)
