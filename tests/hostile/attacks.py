@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import DcpOpenFlag, Opcode
 from storage.format.keys import vbid_of
 from storage.model import SEQNO_MAX
-from tests.hostile.site import LARGE_BYTES, Http, Kv, Site
+from tests.hostile.site import Http, Kv, Site
 from tests.oracle import kv_client
 
 XATTR_PATH = 4
@@ -76,13 +76,6 @@ def over_kv(site: Site, *frames: fr.Frame, login: bool = True, count: int = 8) -
                 client.receive()
 
     at_once(count, repeat)
-
-
-def begun(site: Site, path: str) -> Http:
-    """A client that has sent a GET, and has not read."""
-    client = Http(site.http)
-    client.send(path)
-    return client
 
 
 def lookup(key: bytes, path: bytes, flags: int) -> fr.Frame:
@@ -173,16 +166,6 @@ def silence_before_login(site: Site) -> None:
 
 
 @attack("http")
-def streams_that_are_not_read(site: Site) -> None:
-    clients = []
-    while True:
-        clients.append(begun(site, "/v1/changes"))
-        if len(clients) > 200:
-            clients.pop(0).close()
-            time.sleep(0.01)
-
-
-@attack("http")
 def large_documents_over_http(site: Site) -> None:
     """Others once waited 1.8 s."""
     over_http(site, lambda client: client.get("/v1/collections/_default/documents/large"), (200, 503), 16)
@@ -192,56 +175,6 @@ def large_documents_over_http(site: Site) -> None:
 def pages_with_large_documents(site: Site) -> None:
     """The server once checked 20 MiB of JSON in one step of 0.9 s."""
     over_http(site, lambda client: client.get("/v1/collections/_default/documents?limit=1000"), (200, 503))
-
-
-@attack("http")
-def multi_gets_of_large_documents(site: Site) -> None:
-    body = b'{"keys": ["large", "middle"]}'
-    over_http(site, lambda client: client.post("/v1/collections/_default/multi-get", body), (200, 503))
-
-
-@attack("http")
-def changes_with_large_documents(site: Site) -> None:
-    def read() -> None:
-        client = begun(site, "/v1/changes?follow=false")
-        while True:
-            client.more()
-
-    at_once(8, read)
-
-
-@attack("kv")
-def large_documents_over_kv(site: Site) -> None:
-    over_kv(site, fr.request(Opcode.GET, key=b"large"))
-
-
-@attack("kv")
-def scans_of_large_documents(site: Site) -> None:
-    expected = b'{"range":{"start":"bGFyZ2U=","end":"bGFyZ2U="}}'
-
-    def read() -> None:
-        client = Kv(site.kv)
-        vbid = vbid_of(b"large", 16)
-        while True:
-            made = client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=expected, datatype=1))
-            assert made.status == 0, made
-            extras = kv_client.encode_scan_continue(codec_kv.ScanLimits(made.value))
-            answer = client.ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))
-            assert len(answer.value) > LARGE_BYTES
-
-    at_once(8, read)
-
-
-@attack("kv")
-def scans_that_are_not_continued(site: Site) -> None:
-    body = b'{"range":{"start":"bGFyZ2U=","end":"bGFyZ2U="}}'
-    frame = fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid_of(b"large", 16), value=body, datatype=1)
-    clients = [Kv(site.kv) for _ in range(200)]
-    while True:
-        for client in clients:
-            client.send(*[frame] * 64)
-            for _ in range(64):
-                client.receive()
 
 
 @attack("kv")

@@ -219,15 +219,6 @@ async def test_a_request_that_comes_in_single_bytes_is_answered(port: Port) -> N
     assert (await streamed.whole()).status == 200
 
 
-@ONLY_A_CLUSTER
-async def test_hundreds_of_open_streams_get_a_new_map(port: Port) -> None:
-    streams = [await port.open(f"/pools/default/bs/{port.bucket}", LOGIN) for _ in range(300)]
-    revisions = [(await each.next_map())["rev"] for each in streams]
-    port.change_map()
-    for each, revision in zip(streams, revisions, strict=True):
-        assert (await each.next_map())["rev"] > revision
-
-
 async def test_a_removed_user_gets_no_further_maps(tmp_path: Any) -> None:
     file = with_users(tmp_path / "users.json", {USER: {**entry_of(PASSWORD), "read": ["sales.*"]}})
     store = Store(tmp_path)
