@@ -22,7 +22,7 @@ ENDLESS = 2**64 - 1
 DATA = (ev.Mutation, ev.Deletion, ev.Expiration)
 PLAIN_FEATURES = (0x06, 0x07, 0x08, 0x0B, 0x04)
 FEATURES = (*PLAIN_FEATURES, 0x12)
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 60.0
 
 
 class Client:

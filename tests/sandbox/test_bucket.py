@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mirror.sandbox import DocumentError, SandboxCluster, vbucket_of
+from mirror.sandbox import DocumentError, SandboxCluster
 from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.manifest import ManifestError
 from mirror.wire.constants import VbucketRole
@@ -16,12 +16,6 @@ from tests.sandbox.past import expire
 @pytest.fixture
 def bucket() -> Bucket:
     return SandboxCluster(nodes=2, vbuckets=16, replicas=1).bucket
-
-
-def test_a_key_is_in_the_vbucket_that_clients_ask() -> None:
-    """The vbuckets that the official SDK was recorded asking (sdk_72_conn2)."""
-    found = {key: vbucket_of(key, 16) for key in (b"a", b"exp", b"bin", b"big", b"nope", b"cnt", b"i1")}
-    assert found == {b"a": 7, b"exp": 14, b"bin": 7, b"big": 11, b"nope": 1, b"cnt": 6, b"i1": 8}
 
 
 def test_values_of_every_kind_are_stored_with_their_datatype(bucket: Bucket) -> None:
@@ -52,14 +46,6 @@ def test_collections_are_written_by_name(bucket: Bucket) -> None:
     bucket.drop_scope("s")
     assert all(vbucket.high_seqno >= 4 for vbucket in bucket.vbuckets)
     assert bucket.document_count == 0
-
-
-def test_a_load_is_spread_by_key_or_goes_to_one_vbucket(bucket: Bucket) -> None:
-    assert bucket.load((b"k%d" % i, b"{}") for i in range(500)) == 500
-    assert bucket.document_count == 500
-    assert bucket.get("k77") is not None
-    assert bucket.load([(b"only", b"{}")], vbid=2) == 1
-    assert b"\0only" in bucket.vbuckets[2].newest[0]
 
 
 def test_the_state_of_a_vbucket_depends_on_the_node(bucket: Bucket) -> None:

@@ -42,7 +42,7 @@ async def test_a_silenced_connection_sends_nothing_and_stays_open(cluster: Sandb
 
 async def test_slow_is_slow_and_complete(cluster: SandboxCluster) -> None:
     first, second = await two(cluster)
-    cluster.faults.slow(5000, name="first")
+    cluster.faults.slow(50, name="first")
     for index in range(40):
         cluster.set(f"k{index}", {})
     await second.until_seqno(0, 40)

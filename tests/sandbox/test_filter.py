@@ -8,7 +8,6 @@ from mirror.sandbox.data.item import Item, mutation_frame
 from mirror.sandbox.data.manifest import BucketManifest
 from mirror.sandbox.data.sandbox_vbucket import system_key
 from mirror.sandbox.dcp.filter import parse
-from mirror.server.errors import Refused
 from mirror.wire import codec_dcp
 from mirror.wire.events import CollectionCreated, CollectionDropped, ScopeCreated, ScopeDropped, SystemEventContent
 from mirror.wire.system_events import encode_system_event
@@ -22,24 +21,6 @@ def manifest() -> BucketManifest:
     made.create_collection("s", "d")
     made.create_collection("_default", "e")
     return made
-
-
-def test_a_client_without_collections_gets_the_default_one_and_no_filter(manifest: BucketManifest) -> None:
-    legacy = parse(b"", manifest, has_collections=False, has_stream_ids=False)
-    assert legacy.passes(document(0))
-    assert not legacy.passes(document(8))
-    assert not legacy.passes(event(CollectionDropped(1, 0, 0)))
-    with pytest.raises(Refused):
-        parse(b'{"uid":"0"}', manifest, has_collections=False, has_stream_ids=False)
-
-
-def test_a_request_without_a_filter_passes_everything(manifest: BucketManifest) -> None:
-    for value in (b"", b'{"uid":"ff"}', b'{"purge_seqno":"12"}'):
-        whole = parse(value, manifest, has_collections=True, has_stream_ids=False)
-        assert whole.all
-        assert whole.passes(document(77))
-        assert whole.passes(event(ScopeDropped(1, 9)))
-    assert whole.purge_seqno == 12
 
 
 def test_a_filter_by_scope_takes_in_new_collections_and_ends_with_the_scope(manifest: BucketManifest) -> None:
