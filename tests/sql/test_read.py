@@ -90,13 +90,6 @@ def test_a_schema_types_documents_as_spark_does(mirror: SmallMirror, view: View)
         view.arrow(columns=("nothing",))
 
 
-def test_a_view_gives_the_same_frames_to_pandas_and_polars(mirror: SmallMirror, view: View) -> None:
-    mirror.put(orders(0, 9))
-    assert view.to_pandas(schema="total double")["total"].sum() == pytest.approx(13.32)
-    assert view.to_polars(schema="total double")["total"].sum() == pytest.approx(13.32)
-    assert view.sql("SELECT sum(total) AS t FROM documents").to_pylist() == [{"t": pytest.approx(13.32)}]
-
-
 def test_integers_stay_exact_in_pandas(mirror: SmallMirror, view: View) -> None:
     """pandas makes a column with a null a float: 9007199254740993 became ...992."""
     number = 2**53 + 1

@@ -134,52 +134,6 @@ def test_columns_of_maps_mix_with_columns_that_arrow_reads(monkeypatch: pytest.M
     assert whole == [50]
 
 
-TIMES = (
-    *("2026-01-31", "2026-07-01T12:00:00", "2026-07-01 12:00:00.123456", "2026-07-01T12:00", "1969-12-31T23:59:59.5"),
-    *("2026-07-01T12:00:00Z", "2026-07-01T12:00:00+05:30", "2026-07-01T12:00:00+0530", "2026-07-01T12:00:00+05"),
-    *("2026-07-01T12", "2026-07-01T12Z", "20260701", "2026-07-01T120000", "2026-07-01T1200Z", "2026-07-01T24:00:00"),
-    *("2026-03-29 02:30:00", "2026-10-25 02:30:00", "1883-01-01T00:00:00", "0002-01-01", "9999-12-31"),
-    *("2026-07-01 12:00:00.1234567", "", " 2026-07-01"),
-)
-NUMBERS = (
-    *("1", "0.1", "1.005", "-1.005", "1e3", "1E-7", "1e999", "NaN", "0.1e1", '"1.25"', "9007199254740993"),
-    *("12345678901234567890123456789012345678", "1" * 60, "1e60", "0." + "0" * 40 + "1"),
-    *("99999999.995", "99999999.994", "999999999999999999.9999999999999999999", "42949672.957", "4294967295.7", "1e-7"),
-    *("1e-999999999", '"1e-2000000"', '"1\\u0065-999999999"', '"1e\\u002d999999999"', "1e20000", '"1e10001"'),
-    *("1e" + "9" * 20, "9" * 20 + "." + "9" * 18, "-0", "-0.0"),
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "texts"),
-    [
-        *((kind, TIMES) for kind in (pa.timestamp("us", "UTC"), pa.timestamp("us"), pa.date32())),
-        *((kind, NUMBERS) for kind in (pa.float64(), pa.int64())),
-    ],
-)
-def test_arrow_reads_values_as_the_reader_of_single_documents_does(kind: Any, texts: Sequence[str]) -> None:
-    schema = pa.schema([("a", kind), ("b", pa.list_(pa.field("element", pa.struct([("c", kind)]))))])
-    reading = Reading(mode="permissive", time_zone="Europe/Berlin")
-    by_arrow = 0
-    for value in texts:
-        text = value if value in NUMBERS else f'"{value}"'
-        body = pa.array([f'{{"a":{text},"b":[{{"c":{text}}},null,{{}}]}}'.encode()])
-        given = (body, b"\1", pa.array([b"key"]))
-        reader = Bodies(schema, reading)
-        try:
-            assert reader._arrow is not None
-            fast = reader._arrow.parse(body)
-        except pa.ArrowInvalid:
-            fast = None
-        else:
-            by_arrow += 1
-        reader._arrow = None
-        slow = reader.columns(*given).columns
-        if fast is not None:
-            assert repr([each.to_pylist() for each in fast]) == repr([each.to_pylist() for each in slow]), value
-    assert by_arrow
-
-
 @pytest.mark.parametrize(
     "body", [b'{"a":"x"}', b'{"a":1.5}', b'{"a":9223372036854775808}', b'{"a":1}{"a":2}', b'{"a":1', b'{"a":{}}']
 )

@@ -11,7 +11,6 @@ from mirror.errors import ConfigError
 from mirror.typed.times import arrow_name, check_zone, day_of, machine_zone, micros_of, micros_of_number, zone_of
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-BERLIN = zone_of("Europe/Berlin")
 
 
 def time(text: str, zone: str | None = "UTC") -> datetime:
