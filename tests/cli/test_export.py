@@ -20,7 +20,6 @@ from mirror.document import values
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.model import Branch, Document, Kind, Seqno
-from storage.read.view import open_view
 from tests.cli.conftest import LIMIT_S, background, call, copy_of, succeed
 from tests.processes import without_rootly_powers
 
@@ -196,17 +195,6 @@ def test_changes_since_the_positions_of_an_export_complete_it(
         if event["kind"] == "mutation":
             known["k3"] = event["document"]["value"]
     assert known == {line["key"]: line["value"] for line in call("export", "--data", data).lines}
-
-
-def test_an_export_shows_one_moment_while_others_publish(moving: tuple[SandboxThread, Path]) -> None:
-    source, data = moving
-    with open_view(str(data)) as view:
-        reading = view.reading()
-        first = list(export.lines(reading, 0, None, xattrs=False))
-        source.call(source.cluster.set, "published later", {}, vbid=0)
-        assert call("run", "--source", source.connection_string, "--data", data, "--until-caught-up").code == 0
-        assert list(export.lines(reading, 0, None, xattrs=False)) == first
-        assert len(list(export.lines(view.reading(), 0, None, xattrs=False))) == len(first) + 1
 
 
 def document(value: bytes, datatype: int) -> Any:

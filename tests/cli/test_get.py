@@ -7,18 +7,10 @@ import pytest
 
 from cli.get import as_of_from
 from mirror.errors import ConfigError
-from mirror.sandbox.thread import SandboxThread
 from storage.read.view import Time
 from tests.bench import stores
 from tests.cli.conftest import call
-from tests.sandbox.past import state_at
 from tests.terminal import Terminal, plain
-
-
-def test_the_value_comes_byte_for_byte(mirrored: Path) -> None:
-    assert call("get", "--data", mirrored, "order::001").raw == b'{"number": 1}'
-    assert call("get", "--data", mirrored, "text").raw == b"plain text"
-    assert call("get", "--data", mirrored, "schlüssel").raw == '{"straße": "Ü"}'.encode()
 
 
 def test_a_terminal_gets_no_control_characters_of_the_value(mirrored: Path) -> None:
@@ -32,21 +24,6 @@ def test_a_binary_key_is_found_and_printed_in_base64(mirrored: Path) -> None:
     found = call("get", "--data", mirrored, b"\xff\xfekey".decode(errors="surrogateescape"), "--json")
     assert base64.b64decode(found.json["key_b64"]) == b"\xff\xfekey"
     assert base64.b64decode(found.json["value_b64"]) == b"\x00\x01binary"
-
-
-def test_every_field_equals_that_of_the_source(mirrored: Path, source: SandboxThread) -> None:
-    found = call("get", "--data", mirrored, "order::007", "--json").json
-    assert found["key"] == "order::007"
-    assert (found["value"], found["deleted"], found["collection_id"]) == ({"number": 7}, False, 0)
-    wire_key = b"\x00order::007"
-
-    def at_source() -> dict[str, int]:
-        vbucket = source.cluster.vbucket(found["vbid"])
-        item = state_at(vbucket, vbucket.high_seqno)[wire_key]
-        return {name: getattr(item, name) for name in ("seqno", "rev_seqno", "cas", "flags", "expiry")}
-
-    expected = source.call(at_source)
-    assert {name: found[name] for name in expected} == expected
 
 
 ODD = {
@@ -117,11 +94,3 @@ def test_the_option_as_of_is_a_seqno_or_a_time() -> None:
         as_of_from("yesterday")
     with pytest.raises(ConfigError, match="neither a seqno nor a time"):
         as_of_from("\xb2")
-
-
-@pytest.mark.parametrize(
-    ("collection", "code"), [("_default._default", 0), ("_default", 0), ("0", 0), ("no.such", 2), ("12345", 2)]
-)
-def test_a_collection_is_given_by_name_or_number(mirrored: Path, collection: str, code: int) -> None:
-    result = call("get", "--data", mirrored, "order::001", "--collection", collection)
-    assert result.code == code, result.err

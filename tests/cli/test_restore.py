@@ -5,12 +5,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import COMMAND, call, copy_of, environment, succeed
 
 
@@ -34,23 +32,6 @@ def test_a_directory_and_a_tar_on_stdin_give_the_same_mirror(mirrored: Path, mad
     for name in ("a", "b"):
         assert call("scan", "--data", tmp_path / name, "--json", "--deletions").out == contents
         assert call("check", "--data", tmp_path / name).code == 0
-
-
-def test_a_backup_of_an_older_moment_is_served_and_caught_up_from_there(
-    mirrored: Path, source: SandboxThread, tmp_path: Path
-) -> None:
-    boundaries = call("state", "--data", mirrored, "--json").json["vbuckets"]
-    before = max(each["boundaries"][1]["time_ms"] for each in boundaries if len(each["boundaries"]) > 1)
-    moment = datetime.fromtimestamp(before / 1000, UTC).isoformat()
-    succeed("backup", "--data", mirrored, "--to", tmp_path / "copy", "--as-of", moment)
-    assert call("restore", "--from", tmp_path / "copy", "--data", tmp_path / "target").code == 0
-    assert call("check", "--data", tmp_path / "target").code == 0
-    older = call("scan", "--data", tmp_path / "target", "--json").lines
-    assert len(older) == 203  # before some were deleted
-    arguments = ["--data", tmp_path / "target", "--source", source.connection_string]
-    assert call("run", *arguments, "--until-caught-up").code == 0
-    assert call("verify", *arguments).code == 0
-    assert len(call("scan", "--data", tmp_path / "target", "--json").lines) == 183
 
 
 def flip(file: Path) -> None:

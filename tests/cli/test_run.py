@@ -193,17 +193,6 @@ def test_damaged_data_is_named(mirrored: Path, source: SandboxThread, tmp_path: 
     assert call(*arguments).code == 3
 
 
-def test_a_damaged_group_that_is_set_aside_is_filled_again(
-    mirrored: Path, source: SandboxThread, tmp_path: Path
-) -> None:
-    data = copy_of(mirrored, tmp_path / "data")
-    (data / "group-0001").rename(tmp_path / "aside")
-    result = succeed("run", "--source", source.connection_string, "--data", data, "--until-caught-up")
-    assert "group-folder-missing" in result.err
-    assert call("check", "--data", data).code == 0
-    assert call("scan", "--data", data, "--json").out == call("scan", "--data", mirrored, "--json").out
-
-
 def test_a_bucket_that_was_recreated_is_mirrored_next_to_its_old_data(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with SandboxThread(SandboxCluster(vbuckets=4)) as source:

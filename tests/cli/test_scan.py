@@ -5,26 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import call, succeed
-from tests.serve.test_objects import FIELDS
 from tests.spark.mirrors import VBUCKETS, SmallMirror, orders
-
-
-def test_a_scan_prints_every_document_on_its_line(mirrored: Path) -> None:
-    result = call("scan", "--data", mirrored, "--json")
-    assert result.code == 0
-    assert len(result.lines) == 183
-    assert all(list(line)[:2] == FIELDS[:2] for line in result.lines)
-    orders = {line["key"]: line["value"]["number"] for line in result.lines if line.get("key", "").startswith("order")}
-    assert orders == {f"order::{number:03}": number for number in range(200) if number % 10}
-    assert not any(line["deleted"] for line in result.lines)
-
-
-def test_tombstones_are_printed_only_on_request(mirrored: Path, source: SandboxThread) -> None:
-    lines = call("scan", "--data", mirrored, "--json", "--deletions").lines
-    assert {line["key"] for line in lines if line["deleted"]} == {f"order::{number:03}" for number in range(0, 200, 10)}
-    assert all(line["value"] is None for line in lines if line["deleted"])
 
 
 def test_a_scan_is_limited_by_prefix_count_or_vbucket(mirrored: Path) -> None:
