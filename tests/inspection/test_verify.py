@@ -133,39 +133,6 @@ async def test_an_empty_mirror_is_equal_and_after_writes_unsure(cluster: Sandbox
     assert not any(result.equal for result in results)
 
 
-async def test_a_mirror_under_load_is_equal(cluster: SandboxCluster, tmp_path: Path) -> None:
-    write(cluster, 300)
-    cluster.bucket.create_scope("s")
-    cluster.bucket.create_collection("s", "dropped")
-    write(cluster, 40, "dropped", collection="s.dropped")
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string)
-    await caught_up(mirror, cluster)
-    stop = asyncio.Event()
-
-    async def load() -> None:
-        turn = 0
-        while not stop.is_set():
-            turn += 1
-            for number in range(5):
-                cluster.set(f"doc-{(turn * 7 + number) % 300}", {"turn": turn})
-            cluster.delete(f"doc-{(turn * 13) % 300}")
-            if turn == 10:
-                cluster.bucket.drop_collection("s.dropped")
-            await asyncio.sleep(0.002)
-
-    loading = asyncio.create_task(load())
-    try:
-        results = await verified(mirror, cluster, service=True)
-    finally:
-        stop.set()
-        await loading
-        await mirror.stop()
-    assert states(results) == ["equal"] * VBUCKETS, [(each.state, each.detail, each.differences) for each in results]
-    assert sum(result.documents for result in results) > 0
-    assert not any(result.behind_seqnos for result in results), "a running mirror is waited for"
-
-
 async def test_a_failover_during_the_comparison_is_followed(
     cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,20 +335,3 @@ async def test_an_unreadable_row_affects_only_its_own_vbucket(cluster: SandboxCl
     results = await verified(mirror, cluster, service=False)
     assert states(results) == ["equal", "unreadable", "equal", "equal"]
     assert "lengths" in results[1].detail
-
-
-async def test_a_fault_in_a_running_mirror_is_found_under_load(cluster: SandboxCluster, tmp_path: Path) -> None:
-    write(cluster, 120)
-    mirror = await filled(cluster, tmp_path)
-
-    def work(txn: Any, tree: Callable[[bytes], Any]) -> None:
-        key, frame = rows_of(txn, tree(keys.rows_db(1)))[0]
-        txn.put(key, sealed(frame[:-1] + bytes([frame[-1] ^ 1])), db=tree(keys.rows_db(1)))
-
-    alter(mirror, work)
-    mirror.start(cluster.connection_string)
-    write(cluster, 50, "more")
-    results = await verified(mirror, cluster, service=True)
-    assert states(results) == ["equal", "different", "equal", "equal"]
-    assert results[1].different == 1
-    await mirror.stop()

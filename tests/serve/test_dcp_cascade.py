@@ -1,21 +1,19 @@
-"""A mirror of a mirror equals it and the source: through failovers, collections, durable writes, and restarts."""
+"""A mirror of a mirror: collections, lags, first fills, sources behind. tests/whole/test_cascade.py kills the links."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.config_reader import validated
 from mirror.errors import NotSupported, SourceTimeout
-from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
+from mirror.feed.read.reader import Position, Snapshot, SourceReader
 from mirror.ingest.selection import Selection
-from mirror.inspection.verify import Verifier
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.serve.bucket.mirror_session import MirrorSession
 from mirror.serve.dcp.dcp_session import SourceContact
@@ -135,26 +133,6 @@ async def test_a_mirror_of_a_mirror_follows_created_and_dropped_collections(
         assert_equal(cluster, first, second)
 
 
-async def test_a_mirror_can_be_verified_against_another_mirror(cluster: SandboxCluster, tmp_path: Path) -> None:
-    write(cluster, 300)
-    cluster.bucket.to_disk()
-    async with cascade(cluster, tmp_path) as (first, endpoint, second):
-        await level(cluster, first, second)
-        for number in range(0, 300, 2):
-            cluster.delete(f"doc-{number}")
-        await level(cluster, first, second)
-
-        def compared() -> list[bool]:
-            settings = validated(SETTINGS)
-            with (
-                open_view(second.path) as view,
-                SourceReader(endpoint.url, settings=settings, password="demo") as reader,
-            ):
-                return [result.equal for result in Verifier(second.path, view, reader, service=False).run(view.vbids)]
-
-        assert await asyncio.to_thread(compared) == [True] * VBUCKETS
-
-
 @pytest.fixture
 def seqno_queries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The states of all requests for the seqnos of all vbuckets."""
@@ -230,74 +208,6 @@ async def test_a_mirror_of_a_mirror_that_is_filling_waits_for_each_vbucket(tmp_p
         await second.until(lambda: second.row(vbid)["lag_seqnos"] == 0, "the lag to be known")
         await second.stop()
     store.close()
-
-
-@pytest.mark.parametrize("rounds", [2, pytest.param(6, marks=pytest.mark.long)])
-async def test_a_chain_of_three_follows_failovers_through_broken_links(
-    cluster: SandboxCluster, tmp_path: Path, rounds: int
-) -> None:
-    """Each link goes back no further than the one before it: nothing is read again from 0."""
-    write(cluster, 200)
-    mirrors = [made(cluster, tmp_path / name) for name in ("first", "second", "third")]
-    async with AsyncExitStack() as stack:
-        endpoints: list[DcpEndpoint] = []
-        for each in mirrors:
-            each.start(endpoints[-1].url if endpoints else cluster.connection_string)
-            if each is not mirrors[-1]:
-                endpoints.append(await stack.enter_async_context(serving_dcp(each.path)))
-        try:
-            await level(cluster, *mirrors)
-            for round_ in range(rounds):
-                for vbid in range(VBUCKETS):
-                    for number in range(4):
-                        cluster.set(f"round-{round_}-{number}", {"round": round_}, vbid=vbid)
-                    cluster.delete(f"round-{round_ - 1}-1", vbid=vbid) if round_ else None
-                await level(cluster, *mirrors)
-                await mirrors[-1].stop()
-                for vbid in range(round_ % 2, VBUCKETS, 2):
-                    cluster.failover(vbid, lose=2 + round_ % 2)
-                    cluster.set(f"instead-{round_}", {"new": "history"}, vbid=vbid)
-                for connection in [each for endpoint in endpoints for each in endpoint.server.connections]:
-                    connection.abort()
-                mirrors[-1].start(endpoints[-1].url)
-                await level(cluster, *mirrors)
-                for other in mirrors[1:]:
-                    assert_equal(cluster, mirrors[0], other)
-            for each in mirrors:
-                with open_view(each.path) as view:
-                    assert sum(len(view.rollbacks(vbid)) for vbid in range(VBUCKETS)) >= rounds * VBUCKETS // 2
-                    assert not any(view.history(vbid).resyncs_ms for vbid in range(VBUCKETS))
-        finally:
-            for each in reversed(mirrors):
-                await each.stop()
-
-
-async def test_a_client_that_changes_between_source_and_mirror_keeps_its_position(
-    cluster: SandboxCluster, tmp_path: Path
-) -> None:
-    async with cascade(cluster, tmp_path) as (first, endpoint, second):
-        positions = {vbid: Position() for vbid in range(VBUCKETS)}
-
-        def read(url: str) -> list[bytes]:
-            """The keys of what is new; the positions are moved on."""
-            found = []
-            with SourceReader(url, password="demo") as reader:
-                until = reader.high_seqnos()
-                for item in reader.read(positions, until):
-                    assert not isinstance(item, SourceRolledBack), item
-                    if isinstance(item, Snapshot):
-                        found += [document.key for document in item.documents()]
-                        positions[item.vbid] = item.position
-            return sorted(found)
-
-        for round_ in range(4):
-            write(cluster, 20, f"round-{round_}")
-            if round_ == 2:  # a new history that lost nothing
-                for vbid in range(VBUCKETS):
-                    cluster.failover(vbid)
-            await level(cluster, first, second)
-            url = endpoint.url if round_ % 2 else cluster.connection_string
-            assert await asyncio.to_thread(read, url) == sorted(f"round-{round_}-{n}".encode() for n in range(20))
 
 
 async def test_a_mirror_without_contact_to_its_source_counts_as_no_contact_downstream(

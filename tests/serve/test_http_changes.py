@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -232,33 +232,6 @@ def test_an_error_in_the_middle_is_reported_as_an_event_and_the_stream_can_be_re
         view.changes = whole  # type: ignore[method-assign]
     with listening(site, last_id=last, vbid=2) as listener:
         assert reported(listener.event()) == ("mutation", 2)
-
-
-def test_an_unreadable_group_ends_only_its_own_streams(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound, lost = 0, 1
-    groups = site.server.service.view.groups
-    assert sound % groups.count != lost % groups.count
-
-    def missing(read: Callable[[int], Any]) -> Callable[[int], Any]:
-        def read_if_sound(vbid: int) -> Any:
-            if vbid % groups.count == lost % groups.count:
-                raise CorruptedError("the group's data file is missing")
-            return read(vbid)
-
-        return read_if_sound
-
-    with listening(site, vbid=sound, since="now") as listener, listening(site, vbid=lost, since="now") as other:
-        eventually_now(lambda: site.server.service.requests.streams.total() == 2)
-        view = site.server.service.view
-        for owner, name in ((groups, "environment"), (groups, "reader"), (view, "reader")):
-            monkeypatch.setattr(owner, name, missing(getattr(owner, name)))
-        event = other.event()
-        assert (event["event"], event["data"]["detail"]) == ("problem", "the group's data file is missing")
-        site.source.put(site.source.key_of(sound), b"1")
-        assert reported(listener.event()) == ("mutation", 1)
-    site.get("/v1/collections")
-    site.get("/v1/changes", params={"vbid": sound, "follow": "false"})
-    site.get("/v1/changes", 500, params={"vbid": lost, "since": "now", "follow": "false"})
 
 
 def test_events_of_a_rollback_wait_for_the_budget_like_others(site: Site) -> None:

@@ -14,13 +14,11 @@ from mirror.server.admission import IDLE_TIMEOUT_S
 from mirror.server.connection import Connection
 from mirror.server.endpoint import CROWDED_SEND_TIMEOUT_S
 from mirror.server.turns import LARGE_BYTES
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
 from storage.format import records
-from storage.format.keys import vbid_of
 from storage.model import Document
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
@@ -267,33 +265,3 @@ async def test_a_client_that_leaves_frees_its_memory_and_its_place(store: Store)
         connection.abort()
         await until(lambda: budget.out_bytes == 0)
         assert client
-
-
-@pytest.mark.parametrize(("value", "datatype", "body"), [VALUES[each] for each in JSON_VALUES], ids=JSON_VALUES)
-async def test_a_large_document_is_a_page_of_its_own_in_a_scan(
-    endpoint: Endpoint, store: Store, value: bytes, datatype: int, body: bytes
-) -> None:
-    """Each was once read, and read again where it did not fit, in one step."""
-    vbid = 3
-    keys = sorted([key for number in range(1000) if vbid_of(key := b"a%d" % number, 16) == vbid][:4])
-    for number, key in enumerate(keys):
-        large = number in (1, 3)
-        store.put(key, value if large else b"{}", 2 + number, datatype=datatype if large else 1, flags=7)
-    client = await endpoint.connect()
-    await client.hello(Feature.JSON)
-    for keys_only in (False, True):
-        expected = b'{"range":{"start":"YQ==","end":"Yg=="},"key_only":%s}' % (b"true" if keys_only else b"false")
-        made = await client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=expected, datatype=1))
-        found, status = [], Status.RANGE_SCAN_MORE
-        while status == Status.RANGE_SCAN_MORE:
-            extras = kv_client.encode_scan_continue(codec_kv.ScanLimits(made.value))
-            answer = await client.ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))
-            status = Status(answer.status)
-            found += kv_client.decode_scan_items(answer.value, keys_only=keys_only)
-        assert status == Status.RANGE_SCAN_COMPLETE
-        assert [each.key for each in found] == keys
-        if not keys_only:
-            assert [each.value for each in found] == [b"{}", body, b"{}", body]
-            assert {each.datatype for each in found} == {1}
-            assert [each.flags for each in found] == [7] * 4
-    assert endpoint.server.worker.budget.out_bytes == 0

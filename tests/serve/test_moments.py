@@ -80,20 +80,7 @@ def by_spark(site: Site, view: QueryView, as_of: AsOf) -> Found:
     return [row["key"].encode() for batch in batches for row in batch.to_pylist()]
 
 
-def at(as_of: AsOf) -> dict[str, str]:
-    return {} if as_of is None else {"as_of": text_of(as_of).replace(" ", "T")}
-
-
-def by_http(site: Site, view: QueryView, as_of: AsOf) -> Found:
-    for key in KEYS:
-        if site.client.get(site.document(key.decode()), params=at(as_of)).status_code == 200:
-            yield key
-
-
 DOORS: dict[str, Door] = {
-    "get": lambda site, view, as_of: [key for key in KEYS if view.get(key, as_of=as_of)],
-    "get_many": lambda site, view, as_of: view.get_many(KEYS, as_of=as_of),
-    "scan": lambda site, view, as_of: [each.key for each in view.scan(as_of=as_of)],
     "page": by_page,
     "export": by_export,
     "get at the command line": by_command,
@@ -104,13 +91,6 @@ DOORS: dict[str, Door] = {
         each["key"].encode() for each in view.arrow(as_of=as_of).read_all().to_pylist()
     ],
     "Spark": by_spark,
-    "HTTP document": by_http,
-    "HTTP multi-get": lambda site, view, as_of: [
-        each["key"].encode() for each in site.multi_get(KEYS, params=at(as_of))["documents"]
-    ],
-    "HTTP pages": lambda site, view, as_of: [
-        each["key"].encode() for page in site.pages(limit=3, **at(as_of)) for each in page["documents"]
-    ],
 }
 
 

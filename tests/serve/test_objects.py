@@ -23,10 +23,6 @@ def document(key: bytes = b"k", value: bytes = b"{}", datatype: int = 1, kind: K
     return Document(1, 0, key, Seqno(2), 1, 3, 4, 0, datatype, value, kind, Branch(1))
 
 
-def value_json(document: Document) -> bytes:
-    return b"".join(objects.value_parts(document))
-
-
 TEXT = 'aé\n"\\' + "\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # all that `str.splitlines` splits at
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(TEXT),
