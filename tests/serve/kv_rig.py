@@ -41,7 +41,7 @@ from tests.storage.frames import encode_deletion
 T = TypeVar("T")
 S = TypeVar("S", bound=KvServer | DcpServer)
 C = TypeVar("C", bound="Client")
-WAIT_S = 20.0
+WAIT_S = 60.0
 USER = PASSWORD = "demo"
 ALL_FEATURES = (0x03, 0x04, 0x06, 0x07, 0x08, 0x0A, 0x0B, 0x0C, 0x0E, 0x0F, 0x10, 0x11, 0x12, 0x14, 0x15, 0x1D)
 DEFAULT = Collection(0, 0, "_default", Seqno(0))
