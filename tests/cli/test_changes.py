@@ -54,7 +54,6 @@ def test_a_token_of_an_unknown_branch_is_refused(mirrored: Path) -> None:
 def test_a_token_of_another_vbucket_is_refused(mirrored: Path) -> None:
     assert set(tokens_from([f"1:2:3:{ID}", f"4:5:6:{ID}"])) == {1, 4}
     assert "another vbucket" in call("changes", "--data", mirrored, "--since", f"1:1:1:{ID}", "--vbid", "2").complaint
-    assert "no collection 'shop.none'" in call("changes", "--data", mirrored, "--collection", "shop.none").complaint
 
 
 def test_a_follower_sees_each_write_and_each_retraction_once(tmp_path: Path) -> None:
@@ -202,6 +201,18 @@ def test_the_cursor_moves_after_all_output_was_read(mirrored: Path, tmp_path: Pa
         assert file.exists() == reads_all
     with open_view(str(mirrored)) as view:
         assert load_cursor(file) == {vbid: view.token(vbid) for vbid in view.vbids}
+
+
+def test_changes_of_a_collection_hold_no_other_events(moving: tuple[SandboxThread, Path]) -> None:
+    _, data = moving
+    lines = call("changes", "--data", data, "--collection", "shop.orders", "--json").lines
+    created = [line["document"]["event"] for line in lines if line["kind"] == "system_event"]
+    assert created == ["collection_created"] * 4
+    written = [key for kind, key in keys(lines) if kind == "mutation"]
+    assert written[0] == "first order"
+    assert all(key.endswith(" order") for key in written)
+    assert call("changes", "--data", data, "--collection", str(lines[0]["document"]["collection_id"])).out
+    assert "no collection 'shop.none'" in call("changes", "--data", data, "--collection", "shop.none").complaint
 
 
 TOKENS = {vbid: Token(vbid, Branch(2), Seqno(7 + vbid), 0xFF) for vbid in (3, 1)}

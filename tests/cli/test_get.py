@@ -64,6 +64,11 @@ def test_an_absent_document_is_exit_5(mirrored: Path, key: str) -> None:
     assert "no document" in result.complaint
 
 
+def test_a_collection_is_given_by_name_or_number(mirrored: Path) -> None:
+    for collection, code in (("_default", 0), ("0", 0), ("12345", 2)):
+        assert call("get", "--data", mirrored, "order::001", "--collection", collection).code == code, collection
+
+
 def test_meta_shows_all_but_the_value(mirrored: Path) -> None:
     result = call("get", "--data", mirrored, "order::001", "--meta")
     assert "datatype" in result.out

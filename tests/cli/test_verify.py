@@ -11,11 +11,13 @@ import pytest
 import cli
 from cli import verify
 from mirror import client
-from mirror.messages import GetSource
+from mirror.messages import GetSource, GrantLease, ReleaseLease
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.env import directory
 from storage.format import keys, seal
+from storage.history.leases import LEASES_MAX
+from storage.read.view import open_view
 from tests.cli.conftest import LIMIT_S, background, call, call_here, copy_of, succeed
 from tests.processes import caught_up
 from tests.storage.frames import sealed
@@ -134,6 +136,32 @@ def test_an_altered_row_is_named(source: SandboxThread, altered: Path) -> None:
     assert plain.code == 3
     assert difference["key"] in plain.out
     assert "NOT equal: 1 vbuckets" in plain.out
+
+
+def test_a_healthy_mirror_without_free_leases_is_not_fetched_again(
+    source: SandboxThread, mirrored: Path, tmp_path: Path
+) -> None:
+    data = copy_of(mirrored, tmp_path / "data")
+    verified = ("verify", "--data", data, "--source", source.connection_string, "--repair")
+    with background("run", "--data", data, "--source", source.connection_string) as service:
+        assert call("status", "--data", data, "--wait-ready", "--timeout", str(LIMIT_S)).code == 0
+        with open_view(data) as view:
+            positions = [[token.vbid, token.branch, token.seqno] for token in map(view.token, view.vbids)]
+        for number in range(LEASES_MAX):
+            client.ask(data, GrantLease(str(number), "dashboard", 600, positions))
+        result = call(*verified)
+        assert result.code == 1, result.out
+        assert "no lease: " in result.out
+        assert "too many leases are held (release some, or wait)" in result.out
+        assert "fetched again" not in result.out
+        exported = call("export", "--data", data, "--to", tmp_path / "all.jsonl")
+        exported.assert_complains(1, "too many leases are held (release some, or wait)")
+        assert "history" not in exported.complaint
+        for number in range(LEASES_MAX):
+            client.ask(data, ReleaseLease(str(number)))
+        assert succeed(*verified, "--json").json["repaired"] == []
+        service.terminate()
+        service.communicate(timeout=LIMIT_S)
 
 
 def test_every_mistake_is_one_line(source: SandboxThread, mirrored: Path, tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_streams_that_are_not_read_hold_at_most_the_budget(site: Site) -> None:
 
 
 def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) -> None:
-    file = with_users(tmp_path / "users.json", {"ann": "x", "bob": "x"})
+    file = with_users(tmp_path / "users.json", {"ann": "x", "bob": "x", "carl": "x"})
     with running(tmp_path / "data", source, users_file=file, reader_connections_max=64) as site:
         assert site.server.service.streams.all_max == 8
         with contextlib.ExitStack() as stack:
@@ -259,6 +259,7 @@ def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) ->
 
             assert [opened("ann") for _ in range(6)] == [200] * 4 + [503] * 2
             assert [opened("bob") for _ in range(5)] == [200] * 4 + [503]
+            assert opened("carl") == 503, "none is left"
             assert site.server.service.requests.streams == {"user ann": 4, "user bob": 4}
         eventually_now(lambda: not site.server.service.requests.streams)
 
