@@ -221,7 +221,7 @@ def test_an_unreachable_source_is_in_the_headline_and_its_vbuckets_wait(page: An
 
 
 def test_the_headline_begins_with_the_state_and_bad_states_stand_out(page: Any, site: Site) -> None:
-    """The page in the table of docs/operations.md; tests/supervise/test_status_channels.py has the other channels."""
+    """The page; tests/supervise/test_status_channels.py has the other channels."""
     opened(page, site, report())
     for state in STATES:
         site.stands(report() | {"state": state, "message": f"why {state}"})

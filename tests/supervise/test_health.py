@@ -1,4 +1,4 @@
-"""The one judgement for every channel; each situation of the table in docs/operations.md is a row here."""
+"""The one judgement for every channel; each state in docs/troubleshooting.md has a row here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/operations.md, "One judgement": in each situation every channel says the same.
+"""The states of the service (docs/troubleshooting.md): in each situation every channel says the same.
 
 A supervisor with its control socket and the notifier of systemd, an HTTP server over the same directory, and the
 commands; only the workers' reports are made up. How the page words each state: tests/serve/test_page.py.
