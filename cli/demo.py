@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -17,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output, render
-from cli.exits import CommandEnded, end_by_sigterm
+from cli.exits import CommandEnded
 from cli.stage import Stage
 from cli.status import count_documents
 from mirror.errors import ConfigError, ExitCode, SupervisionError
@@ -228,7 +229,8 @@ def demo(
     """Show a mirror at work: live writes, a killed worker, a failover with rollback."""
     if data is not None and directory.exists(str(data)):
         raise ConfigError(f"{data} holds a mirror already", hint="the demo makes a new one: give it an empty directory")
-    end_by_sigterm()
+    # SIGTERM ends this command as Ctrl-C does, also in the background of a script, where Ctrl-C is ignored.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcp-mirror-demo-")))
         place = data if data is not None else folder / "data"

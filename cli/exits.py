@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -40,11 +39,6 @@ class CommandEnded(Exception):
 
 def complain(text: str) -> None:
     typer.echo(f"dcp-mirror: {printable(' '.join(text.split()))}", err=True)
-
-
-def end_by_sigterm() -> None:
-    """Let SIGTERM end this command as Ctrl-C does, also in the background of a script, where Ctrl-C is ignored."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def code_of(error: BaseException) -> tuple[int, str]:
@@ -88,7 +82,9 @@ def guarded(command: Callable[[], Any]) -> int:
     except BaseException as error:
         cause = error.__context__ if isinstance(error, SystemExit) else error  # typer turns a broken pipe into an exit
         if isinstance(cause, OSError) and cause.errno == errno.EPIPE:
-            return _reader_left()
+            # A success: the reader of stdout closed it early, as `head` does.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ExitCode.DONE
         if isinstance(error, SystemExit):
             return error.code if isinstance(error.code, int) else ExitCode.FAILED if error.code else ExitCode.DONE
         code, line = code_of(error)
@@ -98,9 +94,3 @@ def guarded(command: Callable[[], Any]) -> int:
             complain(line)
         return int(code)
     return result if isinstance(result, int) else ExitCode.DONE
-
-
-def _reader_left() -> int:
-    """End with success: the reader of stdout closed it early, as `head` does."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return ExitCode.DONE

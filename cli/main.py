@@ -88,8 +88,6 @@ MODULES = {
 
 
 class CommandGroup(TyperGroup):
-    """Lists the commands in the sections of `COMMANDS`."""
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title, lines in COMMANDS.items():
             with formatter.section(title):

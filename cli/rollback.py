@@ -90,10 +90,8 @@ def rollback(
         "from_seqno": int(before.published_seqno),
         "branch": int(before.branch),
     }
-    service = None
+    answer = client.ask(path, RollBack(vbid, to_seqno)) if done else None
     if done:
-        answer = client.ask(path, RollBack(vbid, to_seqno))
-        service = "down" if answer is None else "up"
         settings = options.settings_from({"data": data}, config=config).settings
         result = answer["result"] if answer is not None else roll_back_offline(settings, path, vbid, to_seqno)
         with open_view(str(path), stale_reads=True) as view:
@@ -108,7 +106,7 @@ def rollback(
         "vbid": vbid,
         "dry_run": dry_run,
         "done": done,
-        "service": service,
+        "service": ("down" if answer is None else "up") if done else None,
         "from_branch": result["from_branch"],
         "from_seqno": result["from_seqno"],
         "branch": result["branch"],

@@ -90,7 +90,6 @@ def cell_text(cell: Any) -> str:
 
 
 def print_table(found: Iterator[Any]) -> int:
-    """Print the first rows as a table and return their number."""
     from mirror.sql.answers import numeric, rows, up_to
 
     schema = next(found)
@@ -295,7 +294,6 @@ def schema(
 
 
 def collections_of(view: View) -> list[str]:
-    """Return the names of all collections, the default one first."""
     from mirror.sql.read import DEFAULT_COLLECTION
 
     return sorted(view.reading().collections(), key=lambda name: (name != DEFAULT_COLLECTION, name))

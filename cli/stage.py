@@ -63,7 +63,12 @@ class Stage:
         try:
             flags = [f"--{name}={value}" for name, value in self._source_options.items()]
             self._source = self._start("source", "sandbox", *flags, stdout=subprocess.PIPE)
-            self.connection_string = self._first_line(self._source)
+            assert self._source.stdout is not None, "the source's stdout is a pipe"
+            ready, _, _ = select.select([self._source.stdout], [], [], START_TIMEOUT_S)
+            line = self._source.stdout.readline().decode().strip() if ready else ""
+            if not line:
+                raise SupervisionError("the sandbox did not start", hint=self._last_log_line("source"))
+            self.connection_string = line
             flags = [f"--source={self.connection_string}", f"--data={self.data}"]
             flags += [f"--workers={self.workers}", f"--http={self.http}"]
             self._service = self._start("service", "run", *flags, stdout=subprocess.DEVNULL)
@@ -87,14 +92,6 @@ class Stage:
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # safe, because the demo has one thread
             )
-
-    def _first_line(self, process: subprocess.Popen[bytes]) -> str:
-        assert process.stdout is not None, "the source's stdout is a pipe"
-        ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
-        line = process.stdout.readline().decode().strip() if ready else ""
-        if not line:
-            raise SupervisionError("the sandbox did not start", hint=self._last_log_line("source"))
-        return line
 
     def _last_log_line(self, name: str) -> str:
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()

@@ -104,7 +104,6 @@ def submitted() -> bool:
 
 @contextmanager
 def runner(name: str) -> Iterator[Runner]:
-    """Yield the runner of a command's tasks."""
     if not submitted():
         with contextlib.closing(LocalRunner(prepare=die_with_parent)) as local:
             yield local

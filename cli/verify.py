@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +27,7 @@ from mirror.inspection.repair import resync
 from mirror.inspection.verify import WAIT_S, VerifyTask, verify_task
 from mirror.messages import Ping, Reply
 from mirror.serve.objects import key_fields
+from mirror.spark.runner import Runner
 from storage.env import directory
 from storage.format import keys
 from storage.format.digest import Fingerprint
@@ -89,18 +91,12 @@ def verify(
         few = sum(view.history(each).versions for each in chosen) < FEW_ROWS
 
     with tasks.running("verify", quiet=as_json) as (runner, progress):
-
-        def look(vbids: list[int]) -> list[VbucketResult]:
-            count = 1 if few else min(len(vbids), runner.parallelism * TASKS_PER_CORE)
-            shares = [task._replace(vbids=vbids[at::count]) for at in range(count)]
-            found = [each for results in runner.run(verify_task, shares, progress) for each in results]
-            return sorted(found, key=lambda each: each.vbid)
-
-        results = look(chosen)
+        count_max = 1 if few else runner.parallelism * TASKS_PER_CORE
+        results = compared(task, chosen, count_max, runner, progress)
         broken = [result.vbid for result in results if result.state in REPAIRED] if repair else []
         if broken:
             resync(str(path), broken, progress=progress)
-            again = {result.vbid: result for result in look(broken)}
+            again = {each.vbid: each for each in compared(task, broken, count_max, runner, progress)}
             results = [again.get(result.vbid, result) for result in results]
     facts = {
         "data": str(path),
@@ -117,6 +113,15 @@ def verify(
         say(facts, results, limit)
     if not facts["ok"]:
         raise CommandEnded(ExitCode.DATA if any(result.wrong for result in results) else ExitCode.FAILED)
+
+
+def compared(
+    task: VerifyTask, vbids: list[int], count_max: int, runner: Runner, progress: Callable[[int, int], None]
+) -> list[VbucketResult]:
+    count = min(len(vbids), count_max)
+    shares = [task._replace(vbids=vbids[at::count]) for at in range(count)]
+    found = [each for results in runner.run(verify_task, shares, progress) for each in results]
+    return sorted(found, key=lambda each: each.vbid)
 
 
 def selected(path: Path, url: str, settings: Settings) -> list[str] | None:

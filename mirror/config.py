@@ -215,7 +215,6 @@ def vbucket_range(text: str, setting: str) -> tuple[int, int]:
 
 
 def from_wire(values: Mapping[str, Any]) -> Settings:
-    """Return the settings that another process sent as `to_wire(settings)`."""
     kinds = {each.name: str(each.type) for each in fields(Settings)}
     given = dict(values)
     for name, value in given.items():

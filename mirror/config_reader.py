@@ -130,18 +130,8 @@ class Description:
 def describe() -> list[Description]:
     section = ""
     found = []
-    meanings = _meanings()
-    for name, field in _CheckedSettings.model_fields.items():
-        section = SECTIONS.get(name, section)
-        extra = field.json_schema_extra
-        default = extra.get("default") if isinstance(extra, dict) else field.default
-        found.append(Description(name, section, meanings[name], _values(name, field), _written(default)))
-    return found
-
-
-def _meanings() -> dict[str, str]:
     body = cast(ast.ClassDef, ast.parse(inspect.getsource(Settings)).body[0]).body
-    return {
+    meanings = {
         statement.target.id: " ".join(str(below.value.value).split())
         for statement, below in pairwise(body)
         if isinstance(statement, ast.AnnAssign)
@@ -149,6 +139,12 @@ def _meanings() -> dict[str, str]:
         and isinstance(below, ast.Expr)
         and isinstance(below.value, ast.Constant)
     }
+    for name, field in _CheckedSettings.model_fields.items():
+        section = SECTIONS.get(name, section)
+        extra = field.json_schema_extra
+        default = extra.get("default") if isinstance(extra, dict) else field.default
+        found.append(Description(name, section, meanings[name], _values(name, field), _written(default)))
+    return found
 
 
 def _values(name: str, field: FieldInfo) -> str:

@@ -118,7 +118,6 @@ class OlderMap(ClusterError):
 
     @staticmethod
     def of(found: tuple[int, int], followed: tuple[int, int]) -> OlderMap:
-        """Return the error for two revisions, (epoch, revision) each."""
         return OlderMap(
             f"the newest cluster map of all nodes that answer is revision {found[1]} of epoch {found[0]}, but "
             f"the mirror followed revision {followed[1]} of epoch {followed[0]} before"

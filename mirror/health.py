@@ -78,12 +78,10 @@ class Trouble:
 
     @property
     def reason(self) -> str:
-        """The trouble in a sentence, with the error."""
         return f"{self.text} ({self.error})" if self.rows and self.error else self.text
 
     @property
     def procedure(self) -> str:
-        """The section in docs/ with the remedy."""
         if self.what == BROKEN["damaged"]:
             return "operations.md#a-corrupt-group"
         if self.what == HELD:
@@ -235,7 +233,6 @@ def _sorted(troubles: Sequence[Trouble]) -> tuple[Trouble, ...]:
 def _collected(
     rows: Sequence[Row], found: Iterable[tuple[Row, tuple[str, str] | None]], process_errors: Mapping[int, str]
 ) -> list[Trouble]:
-    """Join vbuckets with the same trouble."""
     together: dict[tuple[str, str], list[Row]] = {}
     for row, trouble in found:
         if trouble is not None:
@@ -249,7 +246,6 @@ def _collected(
 
 
 def _error_of(rows: Sequence[Row], process_errors: Mapping[int, str]) -> str | None:
-    """Return the error to show for vbuckets with the same trouble."""
     if _silent(rows[0]):
         return process_errors.get(rows[0]["worker"])
     with_error = (*BROKEN, "waiting", "starting")

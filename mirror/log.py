@@ -76,7 +76,6 @@ def set_up_logs(level: str, *, json: bool = False, process: str = "") -> None:
 
 
 def _readable(_logger: Any, _level: str, event: dict[str, Any]) -> dict[str, Any]:
-    """Leave out None, and replace control characters by dots."""
     return {
         name: printable(value) if isinstance(value, str) else value
         for name, value in event.items()

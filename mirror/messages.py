@@ -249,7 +249,6 @@ Reply = dict[str, Any]
 
 
 def encode(message: Message) -> Reply:
-    """Return a message as the object to send."""
     values = {each.name: _encoded(getattr(message, each.name)) for each in fields(message)}
     return {"op": message.op} | values
 

@@ -154,7 +154,6 @@ class Manifest:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """The id of each collection, by `scope.collection`."""
         return {name: collection_id for collection_id, name in self.names().items()}
 
     def collection(self, name: str | int) -> Collection | None:

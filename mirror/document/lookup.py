@@ -27,8 +27,6 @@ JUDGED_BYTES_MAX = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The fields of `$document`."""
-
     cas: int
     seqno: int
     rev_seqno: int

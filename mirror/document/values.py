@@ -35,7 +35,6 @@ def inflate(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def deflate(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """Compress a value if that makes it smaller."""
     if datatype & SNAPPY or not value:
         return value, datatype
     smaller = bytes(cramjam.snappy.compress_raw(value))

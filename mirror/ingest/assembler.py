@@ -172,7 +172,9 @@ class Assembler:
             raise Violation(f"a system event at {event.seqno} that cannot be read: {error.detail}") from None
         within = self._check_next(event.seqno)
         seqno = Seqno(event.seqno)
-        before = self._manifest_before()
+        # No event creates the default collection, so a filter that hides it has to be asked.
+        shown = self._filter is None or self._filter.shows_by_itself(DEFAULT_COLLECTION, collections.DEFAULT_SCOPE)
+        before = self.manifest if shown else collections.without_default(self.manifest)
         after = collections.apply(before, content, seqno, self._scope_names)
         count = len(after.scopes) + len(after.collections)
         if count > collections.NAMES_MAX:
@@ -183,11 +185,6 @@ class Assembler:
         row_value = encode(replace(event, stream_id=None), opaque=0)
         out.append(StageSystemEvent(seqno, row_value, after, within, change))
         self._moved_to(seqno, out)
-
-    def _manifest_before(self) -> Manifest:
-        """Return the manifest, without its initial default collection if the filter hides that collection."""
-        shown = self._filter is None or self._filter.shows_by_itself(DEFAULT_COLLECTION, collections.DEFAULT_SCOPE)
-        return self.manifest if shown else collections.without_default(self.manifest)
 
     def sync_write(self, event: Prepare | Commit | Abort, out: list[Instruction]) -> None:
         """Move the position to the seqno of a prepare or an abort. A COMMIT message is a violation.

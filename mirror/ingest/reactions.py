@@ -138,10 +138,6 @@ class Schedule:
     first_s: float
     cap_s: float
 
-    def full_delay_s(self, attempt: int) -> float:
-        doublings = min(max(attempt, 0), 32)  # bounds the power: 2**32 times any `first_s` exceeds every cap
-        return min(self.first_s * 2.0**doublings, self.cap_s)
-
 
 SCHEDULES: dict[RetryReason, Schedule] = {
     RetryReason.STREAM_ENDED: Schedule(0.05, 10.0),  # short, for low lag: a failover takes less than a second
@@ -155,5 +151,7 @@ SCHEDULES: dict[RetryReason, Schedule] = {
 
 def delay_s(reason: RetryReason, attempt: int, jitter: float) -> float:
     """Return the delay before retry number `attempt` (0 is the first); `jitter` is clamped to 0..1."""
-    full_s = SCHEDULES[reason].full_delay_s(attempt)
+    schedule = SCHEDULES[reason]
+    doublings = min(max(attempt, 0), 32)  # bounds the power: 2**32 times any `first_s` exceeds every cap
+    full_s = min(schedule.first_s * 2.0**doublings, schedule.cap_s)
     return full_s * (0.5 + 0.5 * min(max(jitter, 0.0), 1.0))

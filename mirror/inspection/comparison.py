@@ -64,7 +64,6 @@ class Side:
     """Tombstones up to here may be missing because the source did not send them."""
 
     def has_collection(self, version: Fingerprint) -> bool:
-        """True if the version's collection exists and began before the version."""
         collection = self.manifest.collections.get(keys.split_key(version.key)[0])
         return collection is not None and version.seqno > collection.begin_seqno
 
@@ -77,7 +76,6 @@ class Difference:
 
     @property
     def key(self) -> bytes:
-        """The key with its collection id."""
         version = self.here or self.there
         assert version is not None, "a difference is of something"
         return version.key

@@ -430,8 +430,6 @@ Answers = dict[int, StreamAnswer | ClusterError]
 
 
 class ServedPosition(NamedTuple):
-    """The served position of a vbucket."""
-
     seqno: Seqno = Seqno(0)
     vbuuid: Vbuuid = NO_VBUUID
     stream_filter: str | None = None

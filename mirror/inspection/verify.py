@@ -229,28 +229,25 @@ class Verifier:
     def _scan_once(self, vbucket: _Vbucket, vbid: int) -> dict[bytes, Fingerprint | None] | None:
         with self._view.reading((vbid,), lease=lease.of_reading(self._path, "verify")) as reading:
             reading.hold()
-            return self._compare_with(reading, vbucket, vbid)
-
-    def _compare_with(
-        self, reading: BoundaryRead, vbucket: _Vbucket, vbid: int
-    ) -> dict[bytes, Fingerprint | None] | None:
-        mirror = self._side(reading, vbid)
-        source = Side(vbucket.position.seqno, vbucket.manifest)
-        branch = int(reading.pin(vbid).branch)
-        result = VbucketResult(vbid, branch=branch, published_seqno=mirror.seqno, source_seqno=vbucket.position.seqno)
-        filtered = self._view.state(vbid).stream_filter is not None
-        there = (
-            each
-            for each in vbucket.runs.newest()
-            if source.has_collection(each)
-            and (not filtered or keys.split_key(each.key)[0] in mirror.manifest.collections)
-        )
-        here = self._fingerprints(reading, vbid)
-        moved = compare(result, here, there, mirror, source, remember=self._service)
-        result.behind_seqnos = max(0, source.seqno - mirror.seqno)
-        vbucket.result = result
-        vbucket.here = self._position(reading, vbid)
-        return moved
+            mirror = self._side(reading, vbid)
+            source = Side(vbucket.position.seqno, vbucket.manifest)
+            branch = int(reading.pin(vbid).branch)
+            result = VbucketResult(
+                vbid, branch=branch, published_seqno=mirror.seqno, source_seqno=vbucket.position.seqno
+            )
+            filtered = self._view.state(vbid).stream_filter is not None
+            there = (
+                each
+                for each in vbucket.runs.newest()
+                if source.has_collection(each)
+                and (not filtered or keys.split_key(each.key)[0] in mirror.manifest.collections)
+            )
+            here = self._fingerprints(reading, vbid)
+            moved = compare(result, here, there, mirror, source, remember=self._service)
+            result.behind_seqnos = max(0, source.seqno - mirror.seqno)
+            vbucket.result = result
+            vbucket.here = self._position(reading, vbid)
+            return moved
 
     # -- reads of the mirror --------------------------------------------------------------------------------------
 
@@ -294,25 +291,24 @@ class Verifier:
             for item in self._reader.read({vbid: vbucket.position for vbid, vbucket in todo.items()}, until):
                 vbucket = todo[item.vbid]
                 if isinstance(item, Snapshot):
-                    self._take_moved(vbucket, item)
+                    for frame, document in zip(item.frames(), item.documents(raw=True), strict=True):
+                        if document.kind is Kind.SYSTEM_EVENT:
+                            event = decode(decode_frame(frame)[0])
+                            assert isinstance(event, SystemEvent), "the row says so"
+                            vbucket.manifest = collections.apply(
+                                vbucket.manifest, decode_system_event(event), document.seqno
+                            )
+                            continue
+                        key = keys.encode_collection_id(document.collection_id) + document.key
+                        if key in vbucket.moved:
+                            vbucket.moved[key] = fingerprint(document)
+                    vbucket.position = item.position
                 elif isinstance(item, ReadEnded):
                     self._look_again(vbucket)
                 else:
                     vbucket.again, vbucket.moved = True, {}
         for vbucket in looked_at.values():
             vbucket.result.not_compared += len(vbucket.moved)
-
-    def _take_moved(self, vbucket: _Vbucket, snapshot: Snapshot) -> None:
-        for frame, document in zip(snapshot.frames(), snapshot.documents(raw=True), strict=True):
-            if document.kind is Kind.SYSTEM_EVENT:
-                event = decode(decode_frame(frame)[0])
-                assert isinstance(event, SystemEvent), "the row says so"
-                vbucket.manifest = collections.apply(vbucket.manifest, decode_system_event(event), document.seqno)
-                continue
-            key = keys.encode_collection_id(document.collection_id) + document.key
-            if key in vbucket.moved:
-                vbucket.moved[key] = fingerprint(document)
-        vbucket.position = snapshot.position
 
     def _look_again(self, vbucket: _Vbucket) -> None:
         result = vbucket.result

@@ -229,7 +229,6 @@ class SandboxCluster:
         return moved
 
     async def recreate_bucket(self) -> None:
-        """Break all connections, empty the bucket, and give it another uuid."""
         for node in self.nodes:
             for connection in list(node.connections):
                 connection.link.cut()

@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from mirror import health
-from mirror.server.latency import Figures, Latencies
+from mirror.server.latency import Latencies
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = (
@@ -161,17 +161,13 @@ def _latencies(servers: Iterable[Report]) -> Metric:
     )
     for row in servers:
         if (figures := row.get("request_seconds")) is not None:
-            _add_histogram(family, [_name("server", row)], figures)
+            below, buckets = 0, []
+            for bound_s, count in zip(figures["bounds_s"], figures["counts"], strict=False):
+                below += count
+                buckets.append((f"{bound_s:g}", below))
+            buckets.append(("+Inf", sum(figures["counts"])))
+            family.add_metric([_name("server", row)], buckets, figures["sum_s"])
     return family
-
-
-def _add_histogram(family: HistogramMetricFamily, labels: list[str], figures: Figures) -> None:
-    below, buckets = 0, []
-    for bound_s, count in zip(figures["bounds_s"], figures["counts"], strict=False):
-        below += count
-        buckets.append((f"{bound_s:g}", below))
-    buckets.append(("+Inf", sum(figures["counts"])))
-    family.add_metric(labels, buckets, figures["sum_s"])
 
 
 def _disk_and_history(report: Report) -> Iterator[Metric]:

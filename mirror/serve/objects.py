@@ -162,7 +162,6 @@ def rollback_object(rollback: Rollback) -> dict[str, object]:
 
 
 def _event(change: Change) -> dict[str, Any]:
-    """Return a change without its document."""
     event: dict[str, Any] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
     return event if change.rollback is None else event | {"rollback": rollback_object(change.rollback)}
 

@@ -56,7 +56,6 @@ class Watch:
             self._task = None
 
     def wake(self) -> None:
-        """Notify all followers."""
         for vbid in self._followers:
             self._notify(vbid)
 

@@ -82,8 +82,6 @@ class Periodic:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One accepted connection, for `Admission`."""
-
     _admission: Admission
     peer: str
     pending: bool = True
@@ -266,7 +264,12 @@ class Acceptor:
     async def _connect(self, connected: socket.socket, slot: Slot) -> None:
         try:
             if self._tls is not None:
-                await self._spoken(connected)
+                spoken = asyncio.Event()
+                self._loop.add_reader(connected.fileno(), spoken.set)
+                try:
+                    await spoken.wait()
+                finally:
+                    self._loop.remove_reader(connected.fileno())
                 await self._admission.turns.turn()
             await self._loop.connect_accepted_socket(
                 lambda: self._factory(slot),
@@ -280,14 +283,6 @@ class Acceptor:
             if not isinstance(error, OSError):
                 raise
             log.debug("client-not-connected", peer=slot.peer, error=str(error))
-
-    async def _spoken(self, connected: socket.socket) -> None:
-        spoken = asyncio.Event()
-        self._loop.add_reader(connected.fileno(), spoken.set)
-        try:
-            await spoken.wait()
-        finally:
-            self._loop.remove_reader(connected.fileno())
 
 
 def raise_descriptor_limit(settings: Settings, group_count: int) -> None:

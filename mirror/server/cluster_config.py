@@ -72,7 +72,7 @@ def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: Con
     capabilities: dict[str, object] = {"clusterCapabilitiesVer": [1, 0], "clusterCapabilities": {}}
     if bucket is None:
         return json.dumps(config | {"nodesExt": nodes_ext} | capabilities).encode()
-    hosts = ["$HOST" if node.host is None else _in_url(node.host) for node in nodes]
+    hosts = ["$HOST" if node.host is None else f"[{node.host}]" if ":" in node.host else node.host for node in nodes]
     config |= {
         "bucketType": "ephemeral" if bucket.ephemeral else "membase",
         "name": bucket.name,
@@ -129,7 +129,3 @@ def _node(node: ConfigNode) -> dict[str, object]:
     if node.answers:
         entry["thisNode"] = True
     return entry
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

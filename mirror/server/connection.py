@@ -431,16 +431,13 @@ class Connection(asyncio.Protocol):
                     continue
                 await self.outgoing.writable.wait()
                 if session.reader != reader:
-                    reply = self._rights_changed()
+                    reply = self.session.refuse(Status.EACCESS, RIGHTS_CHANGED)
                     answer = self._encode(frame, reply, began)
                 self._tally(reply)
                 self._answered_later(answer)
                 reply = None  # its value was copied
                 await self.outgoing.writable.wait()
                 return
-
-    def _rights_changed(self) -> Reply:
-        return self.session.refuse(Status.EACCESS, RIGHTS_CHANGED)
 
     def _answered_later(self, answer: bytes) -> None:
         if not self.ended:

@@ -128,7 +128,9 @@ def _lookup_one(session: DocumentSession, frame: Frame) -> Reply:
 
 def _lookup_many(session: DocumentSession, frame: Frame) -> Reply:
     specs = codec_kv.decode_lookup_specs(frame.value)
-    check_path_order([spec.flags for spec in specs])
+    attributes = [bool(spec.flags & XATTR_PATH) for spec in specs]
+    if attributes != sorted(attributes, reverse=True):  # a path in the body comes before a path in xattrs
+        raise Refused(Status.SUBDOC_INVALID_XATTR_ORDER)
     if any(spec.opcode not in LOOKUPS for spec in specs):
         raise Refused(Status.SUBDOC_INVALID_COMBO)
     document = _find_for_lookup(session, frame, frame.extras[-1] if frame.extras else 0)
@@ -156,13 +158,6 @@ def _find_for_lookup(session: DocumentSession, frame: Frame, flags: int) -> Docu
     if flags & ~session.lookup_flags:
         raise Refused(Status.EINVAL, "flags of a change on a lookup")
     return _find(session, frame, deletions=bool(flags & ACCESS_DELETED))
-
-
-def check_path_order(flags: list[int]) -> None:
-    """Raise Refused if a path in the body comes before a path in xattrs."""
-    attributes = [bool(flag & XATTR_PATH) for flag in flags]
-    if attributes != sorted(attributes, reverse=True):
-        raise Refused(Status.SUBDOC_INVALID_XATTR_ORDER)
 
 
 def path_text(path: bytes) -> str:

@@ -50,8 +50,6 @@ def is_http(data: bytes) -> bool:
 
 
 class Management:
-    """The HTTP request of one connection."""
-
     def __init__(
         self,
         session: Session,
@@ -84,7 +82,6 @@ class Management:
             self._answering = asyncio.get_running_loop().create_task(self._answer())
 
     def map_changed(self) -> None:
-        """Send the new map to a client that streams maps."""
         if self._streams:
             self._send_map()
 

@@ -48,12 +48,10 @@ class Outgoing:
             self._transport.close()
 
     def pause(self, now_s: float) -> None:
-        """Note that the client takes no data."""
         self.writable.clear()
         self.paused_s, self._unsent_seen = now_s, self.unsent_bytes
 
     def resume(self) -> None:
-        """Note that the client takes data again."""
         self.paused_s = None
         self._go_on()
 

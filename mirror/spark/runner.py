@@ -144,7 +144,6 @@ class SparkRunner:
 
     @contextmanager
     def _watched(self, name: str, count: int, progress: Progress) -> Iterator[None]:
-        """Report progress, and cancel the job after Ctrl-C."""
         over = threading.Event()
         group = f"dcp-mirror-{id(over)}"
         self._context.setJobGroup(group, f"dcp-mirror: {name}", interruptOnCancel=True)

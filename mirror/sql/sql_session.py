@@ -123,7 +123,6 @@ class SqlSession:
         self._connection.interrupt()
 
     def tables(self) -> dict[str, list[Column]]:
-        """Sample each collection, and return every table with its columns."""
         names = sorted(self._collections(), key=lambda name: (name != DEFAULT_COLLECTION, name))
         return {DEFAULT_TABLE if name == DEFAULT_COLLECTION else name: self.columns(name) for name in names}
 
@@ -206,7 +205,6 @@ class SqlSession:
         return found["statements"][0]["node"]
 
     def _prepare(self, tree: Any) -> None:
-        """Make the tables that the query names."""
         nodes = list(_nodes(tree))
         own = {entry["key"].lower() for node in nodes for entry in node.get("cte_map", {}).get("map", ())}
         meant: dict[tuple[str, ...], str] = {}
@@ -283,7 +281,6 @@ class Result:
             self.close()
 
     def close(self) -> None:
-        """End the answer, and the query's read."""
         with suppress(Exception):
             self._reader.close()
         if self._session.reading is self._reading:

@@ -78,7 +78,6 @@ class MapBook:
         return True
 
     def retry(self) -> None:
-        """Write the record if it is not yet on disk."""
         if not self._unsaved or self._maps.floor is None:
             return
         try:

@@ -68,7 +68,6 @@ class LeaseBook:
         return [order for order in found if order is not None]
 
     def expire(self, now_ms: int) -> list[LeaseRecord]:
-        """Remove the expired leases and return them."""
         found = [record for record in self._records.values() if record.until_ms <= now_ms]
         for record in found:
             del self._records[record.id]

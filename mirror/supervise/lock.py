@@ -32,7 +32,8 @@ class ServiceLock:
         self._descriptor = -1
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            refuse_foreign(directory)
+            refuse_others(directory, "the data directory")
+            check_foreign(directory)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(directory / LOCK_NAME, flags, 0o600)
         except FileExistsError:
@@ -94,12 +95,6 @@ def is_served(data: Path) -> bool:
     except OSError:
         return False
     return holder.isdigit() and psutil.pid_exists(int(holder))
-
-
-def refuse_foreign(data: Path) -> None:
-    """Raise ConfigError if `data` holds foreign files and no mirror, or if another user owns or may write it."""
-    refuse_others(data, "the data directory")
-    check_foreign(data)
 
 
 def check_foreign(data: Path) -> None:

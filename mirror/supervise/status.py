@@ -74,18 +74,6 @@ class ProcessFigures(TypedDict):
     open_files: int | None
 
 
-def bucket_fields(identity: Identity | None) -> dict[str, int | str | None]:
-    return {
-        "bucket": identity.bucket_name if identity else None,
-        "bucket_uuid": identity.bucket_uuid if identity else None,
-        "cluster_uuid": identity.cluster_uuid if identity else None,
-        "vbucket_count": identity.vbucket_count if identity else None,
-        "vbuckets_held": len(identity.vbids) if identity else None,
-        "group_count": identity.group_count if identity else None,
-        "selection": str(Selection.parse(identity.selection)) if identity else None,
-    }
-
-
 def stored_row(state: VbucketState, group: int, history: History | None = None) -> VbucketRow:
     return reported_row({"state": "stored"} | state_fields(state, history), group)
 
@@ -163,7 +151,13 @@ def status_document(
         "data": str(data),
         "source": None,
         "source_error": None,
-        **bucket_fields(identity),
+        "bucket": identity.bucket_name if identity else None,
+        "bucket_uuid": identity.bucket_uuid if identity else None,
+        "cluster_uuid": identity.cluster_uuid if identity else None,
+        "vbucket_count": identity.vbucket_count if identity else None,
+        "vbuckets_held": len(identity.vbids) if identity else None,
+        "group_count": identity.group_count if identity else None,
+        "selection": str(Selection.parse(identity.selection)) if identity else None,
         "sync": None,
         "warnings": [],
         "supervisor": dict.fromkeys(ProcessFigures.__annotations__),

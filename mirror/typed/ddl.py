@@ -111,7 +111,15 @@ class _Reader:
         if word in WORDS:
             return WORDS[word]
         if word in ("decimal", "dec", "numeric"):
-            return self._decimal()
+            precision, scale = 10, 0
+            if self._skip("("):
+                precision = int(self._take("a number", r"\d"))
+                if self._skip(","):
+                    scale = int(self._take("a number", r"\d"))
+                self._expect(")")
+            if not 1 <= precision <= 38 or scale > precision:
+                raise self._wrong("a decimal of at most 38 digits", f"{precision},{scale}")
+            return pa.decimal128(precision, scale)
         if word not in ("array", "map", "struct"):
             raise self._wrong(f"a type ({', '.join(sorted(WORDS))}, decimal, array, map or struct)", token)
         self._expect("<")
@@ -124,14 +132,3 @@ class _Reader:
             found = pa.list_(found) if word == "array" else pa.map_(found, self._type(depth + 1))
         self._expect(">")
         return found
-
-    def _decimal(self) -> pa.DataType:
-        precision, scale = 10, 0
-        if self._skip("("):
-            precision = int(self._take("a number", r"\d"))
-            if self._skip(","):
-                scale = int(self._take("a number", r"\d"))
-            self._expect(")")
-        if not 1 <= precision <= 38 or scale > precision:
-            raise self._wrong("a decimal of at most 38 digits", f"{precision},{scale}")
-        return pa.decimal128(precision, scale)

@@ -96,7 +96,9 @@ class Documents:
         offsets[0::3] = array("i", (0,)) + _array(pc.subtract(ends, pa.scalar(self._checksum_size, pa.int32())))
         offsets[1::3] = _array(pc.add(key_starts, self._repeated(2, pa.int32())))
         offsets[2::3] = _array(pc.add(key_starts, self._key_lengths))
-        return _binary(offsets, pa.py_buffer(b"".join(self._frames)))
+        return pa.Array.from_buffers(
+            pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(self._frames))]
+        )
 
     def _every_third(self, first: Any) -> Any:
         return self._parts.take(pc.add(pc.cumulative_sum(pa.repeat(_THREE, len(self))), first))
@@ -123,7 +125,6 @@ class Documents:
 
     @property
     def datatypes(self) -> bytes:
-        """One byte for each row."""
         return self._bodies[1]
 
     def _common(self, heads: bytes) -> bool:
@@ -194,10 +195,6 @@ _COLUMNS: dict[str, Callable[[Documents], Any]] = {
 }
 
 
-def _binary(offsets: array[int], text: Any) -> Any:
-    return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), text])
-
-
 def _numbers(numbers: array[int] | bytes, kind: Any) -> Any:
     return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers)])
 
@@ -219,8 +216,6 @@ class Shape:
 
 @dataclass(slots=True)
 class Counts:
-    """The documents and misfits (typed/bodies.py) that a task has read."""
-
     documents: int = 0
     misfits: int = 0
 

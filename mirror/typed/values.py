@@ -28,8 +28,6 @@ from mirror.typed.times import EPOCH_UNITS, day_of, micros_of, micros_of_number,
 
 
 class Problems(list[str]):
-    """The misfits of one document."""
-
     lost_number = False
     """True if a misfit is a number that its column of numbers cannot hold: sums would lack it."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from mirror.wire.constants import SUBDOC_CHANGES, Datatype, Magic, Opcode, ServerOpcode, Status
 from mirror.wire.errors import RemoteProtocolError
@@ -38,7 +37,6 @@ SUBDOC_PATHS_MAX = 16
 _DURATION_POWER = 1.74
 _DURATION_MAX = 0xFFFF
 
-_Spec = TypeVar("_Spec")
 
 # Shapes.
 
@@ -167,7 +165,6 @@ def decode_store(extras: bytes) -> Store:
 
 
 def encode_mutation_token(vbuuid: int, seqno: int) -> bytes:
-    """Return the extras of the answer to a write (feature MUTATION_SEQNO)."""
     return _TOKEN.pack(vbuuid, seqno)
 
 
@@ -237,7 +234,13 @@ def decode_lookup_specs(value: bytes) -> list[LookupSpec]:
     while cutter:
         opcode, flags, length = cutter.fields(_LOOKUP)
         specs.append(LookupSpec(opcode, cutter.bytes(length), flags))
-    return _bounded(specs, Opcode.SUBDOC_MULTI_LOOKUP)
+    if not 0 < len(specs) <= SUBDOC_PATHS_MAX:
+        raise RemoteProtocolError(
+            f"{len(specs)} paths, 1 to {SUBDOC_PATHS_MAX} are allowed",
+            op=Opcode.SUBDOC_MULTI_LOOKUP,
+            status=Status.SUBDOC_INVALID_COMBO,
+        )
+    return specs
 
 
 def encode_lookup_head(status: int, value_bytes: int) -> bytes:
@@ -328,11 +331,3 @@ class _Cutter:
 
     def fields(self, layout: struct.Struct) -> tuple[int, ...]:
         return layout.unpack(self.bytes(layout.size))
-
-
-def _bounded(specs: list[_Spec], op: int) -> list[_Spec]:
-    if not 0 < len(specs) <= SUBDOC_PATHS_MAX:
-        raise RemoteProtocolError(
-            f"{len(specs)} paths, 1 to {SUBDOC_PATHS_MAX} are allowed", op=op, status=Status.SUBDOC_INVALID_COMBO
-        )
-    return specs

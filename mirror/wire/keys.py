@@ -30,7 +30,6 @@ def encode_leb128(number: int) -> bytes:
 
 
 def decode_leb128(buf: bytes | bytearray | memoryview, pos: int = 0) -> tuple[int, int]:
-    """Return the number at `pos` and the position after it."""
     number = 0
     for index, byte in enumerate(buf[pos : pos + COLLECTION_ID_BYTES_MAX]):
         number |= (byte & 0x7F) << 7 * index

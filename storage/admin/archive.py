@@ -20,8 +20,6 @@ from storage.errors import CorruptedError, StorageError
 
 
 class FolderSink:
-    """Makes a folder and writes parts as files there."""
-
     def __init__(self, path: str) -> None:
         """Make the folder. Raises OSError, or StorageError if the folder is not empty."""
         self._path = path
@@ -31,7 +29,6 @@ class FolderSink:
             raise StorageError(f"is not empty: it holds {names[0]}", path=path, hint=hint)
 
     def discard(self) -> None:
-        """Remove the parts of a backup that failed."""
         for name in contents(self._path):
             shutil.rmtree(os.path.join(self._path, name), ignore_errors=True)
 

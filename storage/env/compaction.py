@@ -140,20 +140,17 @@ class Compaction:
             if kind != _CONTINUES:
                 _NUMBER.pack_into(page, 0, numbers[number])
             if kind in (_BRANCHES, _REFERS):
-                self._renumber(page, self._nodes(number, page), numbers, is_branch=kind == _BRANCHES)
+                for at in self._nodes(number, page):
+                    _, _, flags, key_size = _NODE.unpack_from(page, at)
+                    if kind == _BRANCHES:
+                        child = numbers[_child(page, at)]
+                        _NODE.pack_into(page, at, child & 0xFFFF, child >> 16 & 0xFFFF, child >> 32, key_size)
+                    elif flags & (_BIG | _SUBTREE):
+                        reference_at = at + _NODE.size + key_size + (0 if flags & _BIG else _ROOT_AT)
+                        target = _NUMBER.unpack_from(page, reference_at)[0]
+                        if target != _NO_ROOT:
+                            _NUMBER.pack_into(page, reference_at, numbers[target])
             yield bytes(page)
-
-    def _renumber(self, page: bytearray, nodes: list[int], numbers: array[int], *, is_branch: bool) -> None:
-        for at in nodes:
-            _, _, flags, key_size = _NODE.unpack_from(page, at)
-            if is_branch:
-                child = numbers[_child(page, at)]
-                _NODE.pack_into(page, at, child & 0xFFFF, child >> 16 & 0xFFFF, child >> 32, key_size)
-            elif flags & (_BIG | _SUBTREE):
-                reference_at = at + _NODE.size + key_size + (0 if flags & _BIG else _ROOT_AT)
-                target = _NUMBER.unpack_from(page, reference_at)[0]
-                if target != _NO_ROOT:
-                    _NUMBER.pack_into(page, reference_at, numbers[target])
 
     def _meta_pages(self, numbers: array[int]) -> Iterator[bytes]:
         """Yield the two meta pages: of transaction 0 (an empty file) and of transaction 1 (all pages)."""

@@ -320,7 +320,6 @@ class Environment:
             raise storage_error(error, self.path) from error
 
     def look_now(self) -> bool:
-        """Like `look`, without the pause."""
         self.look_at = 0.0
         return self.look()
 
@@ -476,7 +475,6 @@ class Environment:
             self.end(txn)
 
     def error(self, error: Exception) -> StorageError:
-        """Return what to raise for an error in a read."""
         is_closed = isinstance(error, lmdb.Error) and self.replaced  # `retire` in another thread
         return self._moved() if is_closed else storage_error(error, self.path)
 

@@ -342,8 +342,6 @@ def history_id_at(history_ids: HistoryIds, seqno: int) -> int:
 
 
 class Pub(NamedTuple):
-    """A row of `pub`: the served state of a vbucket."""
-
     branch: Branch
     seqno: Seqno
     """The published seqno: the seqno of a boundary, or 0."""
@@ -355,7 +353,6 @@ class Pub(NamedTuple):
 
     @property
     def is_stale(self) -> bool:
-        """True while a resync is under way."""
         return bool(self.flags & keys.PUB_STALE)
 
     @property

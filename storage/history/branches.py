@@ -125,7 +125,6 @@ def load(
 
 
 def counters_at_end(txn: Transaction, state: VbucketState) -> BoundaryCounters:
-    """Return the counters at the published end of the staging branch."""
     boundary = chain.boundary_at(txn, state.vbid, state.staging_branch, state.staging_published_seqno)
     return BoundaryCounters() if boundary is None else BoundaryCounters(boundary.ordinal, boundary.row_bytes)
 
@@ -246,7 +245,6 @@ def put_published(
 
 
 def _put_boundary(txn: Transaction, vbid: int, branch: int, seqno: int, *fields: int) -> None:
-    """Write a boundary row from the fields of `keys.BOUNDARY`."""
     key = keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX
     txn.put(keys.rows_db(vbid), key, keys.BOUNDARY.pack(*fields))
 
@@ -390,7 +388,6 @@ def _published_boundary(txn: Transaction, state: VbucketState, seqno: int) -> Bo
 
 
 def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> None:
-    """Refuse or admit readers of a vbucket during its resync."""
     pub = txn.pub(vbid)
     if pub.is_stale and pub.is_unavailable != unavailable:
         txn.put_pub(vbid, pub._replace(flags=pub.flags ^ keys.PUB_UNAVAILABLE))

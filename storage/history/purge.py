@@ -384,8 +384,6 @@ class Purger:
 
 
 class _Victims:
-    """Versions that one step removes."""
-
     def __init__(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int) -> None:
         self.found: list[tuple[bytes, bytes]] = []
         """Wire key and reference of each version; duplicates occur."""

@@ -89,8 +89,6 @@ class RemovalPhase(Enum):
 
 
 class Removal:
-    """Removes one dead range of a vbucket, run by run."""
-
     def __init__(self, vbid: int, dead: Dead) -> None:
         self.dead = dead
         self.vbid = vbid

@@ -255,8 +255,8 @@ class PointReads:
         vbucket_count, reader_of = self._vbucket_count, self.reader
         found: dict[bytes, Document] = {}
         byte_count = 0
+        # By vbucket: reader, transaction, a cursor over the keys, and served state.
         found_in: dict[int, tuple[VbucketReader, Any, Any, Visible]] = {}
-        """By vbucket: reader, transaction, a cursor over the keys, and served state."""
         with ReadRun() as run:
             for key in requested:
                 vbid = ((crc32(key) >> 16) & 0x7FFF) % vbucket_count
@@ -269,28 +269,24 @@ class PointReads:
                         known = found_in[vbid] = reader, txn, txn.cursor(reader.keys), visible
                     _, txn, cursor, visible = known
                     _, branch, above, up_to, _, _, _ = visible
-                    stored: bytes | None = _OTHER
-                    if is_plain and above:
-                        stored = _row(reader, txn, txn, cursor, b"\0" + key, above, up_to)
-                    if stored is None:
-                        continue
+                    fast = is_plain and above
+                    stored = _row(reader, txn, txn, cursor, b"\0" + key, above, up_to) if fast else _OTHER
                     if stored is _OTHER:
                         document = self._look(reader, Transaction(reader.environment, txn), key, options)
-                    else:
+                    elif stored is not None:
                         document = decode_row(vbid, branch, stored, raw, True, SEAL_BYTES)
                         if has_expired(document.expiry, now):
                             continue
-                    if document is None:
+                    if stored is None or document is None:
                         continue
                 except (struct.error, IndexError, lmdb.Error) as error:
                     raise reader.damaged(error) from error
                 found[key] = document
-                if bytes_max is not None:
-                    byte_count += len(document.value)
-                    if byte_count > bytes_max:
-                        raise AnswerTooLarge(
-                            f"the requested documents are more than {bytes_max} bytes", hint="ask for fewer at once"
-                        )
+                byte_count += len(document.value)
+                if bytes_max is not None and byte_count > bytes_max:
+                    raise AnswerTooLarge(
+                        f"the requested documents are more than {bytes_max} bytes", hint="ask for fewer at once"
+                    )
         return found
 
     def _look(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Document | None:

@@ -88,7 +88,6 @@ class BoundaryRead:
         self.close()
 
     def close(self) -> None:
-        """End the lease."""
         if not self._groups.inherited:
             with self._lock:
                 self._held.close()
@@ -147,7 +146,6 @@ class BoundaryRead:
     # -- collections ----------------------------------------------------------------------------------------------
 
     def manifest(self, vbid: int) -> Manifest:
-        """Return the scopes and collections of a vbucket at its boundary."""
         pin, reader = self.pin(vbid), self._groups.reader(vbid)
         with self._translated(), reader.environment.read() as txn:
             return reader.manifest(txn, validity.served_at(reader, txn, pin).pub.manifest_key)

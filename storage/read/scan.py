@@ -39,7 +39,6 @@ class KeySelection(NamedTuple):
     raw: bool = False
 
     def within(self, collection: Collection) -> WireRange:
-        """Return the selection's wire keys in one collection."""
         head = keys.encode_collection_id(collection.collection_id)
         end = None if self.end is None else head + self.end
         return WireRange(

@@ -123,29 +123,22 @@ def _check_kept(
 ) -> None:
     """Raise ViewInvalidated if a document of `pinned` is gone, even if the served chain does not see the document."""
     if common_seqno is None:
-        _check_replaced_copy(reader, txn, pinned)
+        # Did the purger remove rows of `pinned` before a resync replaced their copy? The copy's last floor is no longer
+        # stored. But the purger removed each boundary before the first document visible at that boundary, or with that
+        # document. So one boundary must be kept: the last of `pinned` that was on the copy's last served chain.
+        vbid, seqno = reader.vbid, int(pinned.pub.seqno)
+        shared = {link.branch for link in pinned.links}
+        for branch, row in branches.all_branches(txn, vbid).items():
+            if branch > pinned.links[0].branch and row.parent in shared:  # a later rollback left the chain at its base
+                seqno = min(seqno, row.base_seqno)
+        owner = next(link.branch for link in pinned.links if link.base_seqno < seqno)
+        if txn.raw.get(keys.ROW.pack(owner, seqno) + keys.BOUNDARY_SUFFIX, db=reader.rows) is None:
+            raise _gone(f"history at seqno {seqno}", reader)
         common_seqno = -1
     elif floor_seqno > common_seqno:
         raise _gone(f"history before seqno {floor_seqno}", reader)
     if chain.has_gap(txn, reader.vbid, pinned.links, common_seqno):
         raise _gone("the history that a rollback left", reader)
-
-
-def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
-    """Raise ViewInvalidated if the purger removed rows of `pinned` before a resync replaced their copy.
-
-    The copy's last floor is no longer stored. But the purger removed each boundary before the first document visible at
-    that boundary, or with that document. So check that one boundary is kept: the last boundary of `pinned` that was on
-    the copy's last served chain.
-    """
-    vbid, seqno = reader.vbid, int(pinned.pub.seqno)
-    shared = {link.branch for link in pinned.links}
-    for branch, row in branches.all_branches(txn, vbid).items():
-        if branch > pinned.links[0].branch and row.parent in shared:  # a later rollback left the chain at its base
-            seqno = min(seqno, row.base_seqno)
-    owner = next(link.branch for link in pinned.links if link.base_seqno < seqno)
-    if txn.raw.get(keys.ROW.pack(owner, seqno) + keys.BOUNDARY_SUFFIX, db=reader.rows) is None:
-        raise _gone(f"history at seqno {seqno}", reader)
 
 
 def _gone(what: str, reader: VbucketReader) -> ViewInvalidated:

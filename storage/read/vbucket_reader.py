@@ -53,8 +53,6 @@ def end_of_references(branch: int, seqno: int) -> bytes:
 
 
 class ReadOptions(NamedTuple):
-    """The options of a view (`open_view`)."""
-
     path: str
     stale: bool = False
     verify_reads: bool = True
@@ -275,7 +273,6 @@ class VbucketReader:
         return self.cut_at(txn, served, boundary.seqno), now_ms if isinstance(as_of, Time) else boundary.time_ms
 
     def cut_at(self, txn: Transaction, served: Served, seqno: Seqno) -> Served:
-        """Return the state at a boundary of the served chain."""
         links = chain.recut(served.links, seqno)
         key = manifests.key_on(txn, self.vbid, links)
         return Served(served.pub._replace(seqno=seqno, manifest_key=key), links)

@@ -43,7 +43,6 @@ class Background:
         return Purger(self.owner.environment, self.owner.vbids, self.window, self.leases)
 
     def step(self) -> bool:
-        """See `GroupWriter.step`."""
         if self.jobs:
             self.index_step(self.jobs[0])
             return bool(self.jobs)
@@ -79,10 +78,6 @@ class Background:
         job.next_slice()
         if not self.owner.write(job.write_slice):
             vbucket.end_job()
-
-    def cancel_jobs(self) -> None:
-        for vbucket in list(self.jobs):
-            vbucket.cancel_job()
 
     # -- history --------------------------------------------------------------------------------------------------
 

@@ -187,7 +187,10 @@ class GroupOwner:
         )
         try:
             self.environment.open_all()
-            self._check_file()
+            with self.environment.read() as txn:
+                directory.check_identity(
+                    txn.get(keys.DB_META, b"identity"), self.options.identity, self.options.group, self.path
+                )
             if claim:
                 self.write_while_opening(self._claim)
             if self._load():  # a failed sync lost a published commit
@@ -201,12 +204,6 @@ class GroupOwner:
         except BaseException:
             self.environment.close()
             raise
-
-    def _check_file(self) -> None:
-        with self.environment.read() as txn:
-            directory.check_identity(
-                txn.get(keys.DB_META, b"identity"), self.options.identity, self.options.group, self.path
-            )
 
     def _claim(self, txn: Transaction) -> None:
         self.fence = int.from_bytes(txn.get(keys.DB_META, b"fence") or b"", "big") + 1
@@ -314,7 +311,6 @@ class GroupOwner:
     # -- care -----------------------------------------------------------------------------------------------------
 
     def free_bytes(self) -> int:
-        """Return the free space of the group's file system."""
         try:
             return shutil.disk_usage(self.path).free
         except OSError as error:

@@ -32,8 +32,6 @@ INLINE_INDEX_ROWS = 20_000
 
 
 class Plan(NamedTuple):
-    """The result of `commit.put`, for `settle`."""
-
     row_count: int
     published: VbucketState | None
     """The state that the commit published; None: readers see nothing new."""
@@ -95,7 +93,6 @@ class PendingVbucket:
         return self.base._replace(staged_seqno=Seqno(self.staged_seqno), open_snapshot=self.open_snapshot)
 
     def change(self, **fields: Any) -> None:
-        """Replace fields of the state that change rarely."""
         self.base = self.base._replace(**fields)
 
     @property

@@ -89,7 +89,8 @@ class GroupWriter:
             branches.set_unavailable(txn, vbid, self.options.resync_reads == "unavailable")
 
     def _forget(self) -> None:
-        self.background.cancel_jobs()
+        for vbucket in list(self.background.jobs):
+            vbucket.cancel_job()
         self._pending.byte_count = 0
 
     @contained
@@ -112,7 +113,6 @@ class GroupWriter:
             self.give_up()
 
     def give_up(self) -> None:
-        """Close a damaged group, without another write."""
         if not self.owner.closed:
             self._forget()
             self.owner.release()

@@ -24,7 +24,7 @@ from mirror.config_reader import validated
 from mirror.health import FOLLOWING
 from mirror.log import set_up_logs
 from mirror.messages import GetStatus
-from mirror.serve.dcp.server import DcpServer
+from mirror.serve.dcp.dcp_session import DcpServer
 from mirror.supervise.setup import look_up_with
 from mirror.supervise.supervisor import Supervisor
 from storage.format.keys import vbid_of

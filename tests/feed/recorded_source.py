@@ -26,12 +26,11 @@ from mirror.server import dcp_requests, dispatch, requests
 from mirror.server.errors import Refused
 from mirror.server.session import LoginAttempt, Operation, Reply, Revision, Session, VbucketHistory
 from mirror.wire import events as ev
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.codec_dcp import decode, decode_failover_log, encode_all_vb_seqnos, encode_failover_log, to_frame
 from mirror.wire.constants import BODY_LENGTH_MAX, ControlKey, Datatype, Feature, Opcode, Status, StreamEndReason
 from mirror.wire.errors import ProtocolError
 from mirror.wire.flow_control import ProducerWindow, counted_size
-from mirror.wire.frame import Frame, encode
+from mirror.wire.frame import Frame, FrameBuffer, encode
 from mirror.wire.sasl import ScramServer
 from storage.model import SEQNO_MAX, FailoverLog
 from tests.feed.harness import Mirror

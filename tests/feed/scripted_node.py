@@ -7,9 +7,8 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import BODY_LENGTH_MAX, Feature, Opcode, Status
-from mirror.wire.frame import Frame, encode, response
+from mirror.wire.frame import Frame, FrameBuffer, encode, response
 from mirror.wire.sasl import SaslError, ScramServer, plain_decode
 
 USER, PASSWORD = "demo", "hunter2"

@@ -17,9 +17,8 @@ import psutil
 
 from mirror.serve.access.auth import entry_of, new_salt_key
 from mirror.wire import frame as fr
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Opcode
-from mirror.wire.frame import Frame
+from mirror.wire.frame import Frame, FrameBuffer
 from storage.model import Collection, Seqno
 from tests.cli.conftest import environment
 from tests.crash.service import LIMIT_S, Service, until

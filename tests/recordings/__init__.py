@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mirror.wire.buffer import FrameBuffer
-from mirror.wire.frame import Frame
+from mirror.wire.frame import Frame, FrameBuffer
 
 ARCHIVE = Path(__file__).with_name("recordings.tar.xz")
 

@@ -12,10 +12,9 @@ from mirror.sandbox.control import SandboxControl, ask
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Magic, Opcode, Status
 from mirror.wire.errors import ProtocolError
-from mirror.wire.frame import Frame
+from mirror.wire.frame import Frame, FrameBuffer
 from tests.oracle import kv_client
 
 ENDLESS = 2**64 - 1

@@ -14,9 +14,8 @@ from mirror.sandbox.dcp.filter import SandboxFilter
 from mirror.sandbox.dcp.producer_stream import ProducerStream
 from mirror.server.controls import Controls
 from mirror.wire import events as ev
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import MarkerVersion, Opcode, StreamEndReason
-from mirror.wire.frame import Frame
+from mirror.wire.frame import Frame, FrameBuffer
 from mirror.wire.scan import Run, scan
 from mirror.wire.system_events import decode_system_event
 from tests.recordings import frames

@@ -19,7 +19,6 @@ from mirror.server.controls import Controls
 from mirror.server.errors import Refused
 from mirror.server.rollback import judge
 from mirror.wire import codec_dcp
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import DcpOpenFlag, MarkerVersion, StreamEndReason
 from mirror.wire.events import (
     CollectionCreated,
@@ -32,6 +31,7 @@ from mirror.wire.events import (
     StreamRequest,
     SystemEvent,
 )
+from mirror.wire.frame import FrameBuffer
 from mirror.wire.system_events import decode_system_event, encode_system_event
 from storage.env import directory
 from storage.format import keys, records

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from mirror.serve.dcp.server import DcpServer
+from mirror.serve.dcp.dcp_session import DcpServer
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire import frame as fr

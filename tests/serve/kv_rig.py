@@ -19,16 +19,15 @@ from mirror.serve.access.auth import Reader, SourceUser, Users, entry_of
 from mirror.serve.bucket.bucket import ServedBucket
 from mirror.serve.bucket.map import ServedMap, own_node
 from mirror.serve.bucket.mirror_session import MirrorClients
-from mirror.serve.dcp.server import DcpServer
+from mirror.serve.dcp.dcp_session import DcpServer
 from mirror.serve.kv.server import KvServer, KvSession
 from mirror.server.admission import LOCAL
 from mirror.server.listener import Address, Reserved, listening_socket, reserve
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Feature, Opcode
 from mirror.wire.events import CollectionCreated
-from mirror.wire.frame import Frame
+from mirror.wire.frame import Frame, FrameBuffer
 from mirror.wire.system_events import encode_system_event
 from storage.env import directory
 from storage.format import keys, records

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import HEADER_SIZE, Opcode
 from mirror.wire.errors import RemoteProtocolError
-from mirror.wire.frame import Frame, encode, request
+from mirror.wire.frame import Frame, FrameBuffer, encode, request
 from tests.wire.shapes import frames
 
 

@@ -57,7 +57,6 @@ class Connections:
     # -- nodes ----------------------------------------------------------------------------------------------------
 
     def keep(self, address: NodeAddress) -> NodeKeeper:
-        """Return the node's keeper; create one if there is none."""
         keeper = self.keepers.get(address)
         if keeper is None:
             keeper = self.keepers[address] = NodeKeeper(address, self)

@@ -70,8 +70,6 @@ CERTIFICATE_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The login to a source: user, encryption and time limits."""
-
     source: ConnectionString
     password: PasswordSource
     settings: Settings

@@ -127,7 +127,10 @@ def _address(text: str, default_port: int) -> tuple[NodeAddress, bool]:
         raise _wrong(f"{text[:60]!r} is ambiguous", "write IPv6 in brackets: [::1]:11210")
     host, port = found["ip6"] or found["name"] or "", found["port"]
     if found["ip6"] is not None:
-        _check_ip6(host)
+        try:
+            ipaddress.IPv6Address(host.partition("%")[0])
+        except ValueError:
+            raise _wrong(f"{host[:60]!r} is not an IPv6 address", "write IPv6 as [::1]:11210") from None
     elif not _NAME.match(host):
         raise _wrong(f"{host[:60]!r} cannot be a host", f"write {_EXAMPLE}")
     if port is None:
@@ -135,13 +138,6 @@ def _address(text: str, default_port: int) -> tuple[NodeAddress, bool]:
     if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65_536):
         raise _wrong(f"{port[:20]!r} cannot be a port", "a port is the KV port, usually 11210 (11207 with TLS)")
     return NodeAddress(host, int(port)), True
-
-
-def _check_ip6(host: str) -> None:
-    try:
-        ipaddress.IPv6Address(host.partition("%")[0])
-    except ValueError:
-        raise _wrong(f"{host[:60]!r} is not an IPv6 address", "write IPv6 as [::1]:11210") from None
 
 
 def _wrong(what: str, hint: str) -> ConfigError:

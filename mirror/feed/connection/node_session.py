@@ -193,7 +193,6 @@ class NodeSession:
 
     @property
     def sends_purge_seqno(self) -> bool:
-        """True if markers carry the source's purge seqno."""
         return self.controls.get(ControlKey.MAX_MARKER_VERSION.decode(), False)
 
     def request_stream(

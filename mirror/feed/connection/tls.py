@@ -86,7 +86,9 @@ class Tls:
                 hint="allow TLS 1.2 or 1.3 at the cluster; tls_minimum_version must not be above the cluster's version",
             )
         if "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER" in reason or "PACKET_LENGTH" in reason:
-            return not_tls(where)
+            return TlsFailed(
+                f"{where} does not speak TLS", hint="use its TLS port (usually 11207), or couchbase:// without TLS"
+            )
         for part, words in _OUR_CERTIFICATE.items():
             if part in reason and "ALERT" in reason:
                 return _refused_by_node(words, where, self.settings)
@@ -134,10 +136,4 @@ def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
         hint=f"it is starting, or speaks no TLS (use its TLS port, usually 11207, or couchbase://), or {ours} "
         f"(tls_client_cert_file), or allows {version}; its log says which",
         retryable=True,
-    )
-
-
-def not_tls(where: str) -> TlsFailed:
-    return TlsFailed(
-        f"{where} does not speak TLS", hint="use its TLS port (usually 11207), or couchbase:// without TLS"
     )

@@ -66,7 +66,6 @@ def _roll_back(consumer: Consumer, command: RollBack) -> dict[str, int]:
 
 
 def _resync(consumer: Consumer, command: Resync) -> dict[str, int]:
-    """Begin to fetch a vbucket again, next to the old copy."""
     vbid = command.vbid
     vbucket = _vbucket_of(consumer, vbid)
     if vbucket is None:

@@ -34,7 +34,6 @@ FREE_BYTES_TO_RESUME = 2
 
 
 def unusable(error: StorageError) -> VbucketStatus:
-    """Return the state of vbuckets whose store cannot be used."""
     return VbucketStatus.DAMAGED if isinstance(error, CorruptedError) else VbucketStatus.REFUSED
 
 

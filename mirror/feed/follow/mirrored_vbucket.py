@@ -111,7 +111,6 @@ class MirroredVbucket:
         self._guarded(partial(self.host.detach, event))
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Run `work`; if the store fails, stop the group."""
         try:
             work()
         except StorageError as error:

@@ -94,30 +94,24 @@ class PersistenceGate:
         return ready[-1]
 
     def wait_for(self, copy: str, now: float) -> None:
-        """Note the copy that holds the snapshots up."""
         if not self.held_by:
             self.held_at = now
         self.held_by = copy
 
     def drop(self) -> None:
-        """Forget the held snapshots, because their rows are dropped."""
         self._held = []
         self.held_by = ""
         self.persisted_seqno = 0
 
 
 class GroupCommit(Protocol):
-    """The commits of the vbucket's group."""
-
-    def commit(self) -> None:
-        """Commit now, and hand Published to the machines."""
-        ...
+    def commit(self) -> None: ...
 
     def schedule(self) -> None: ...
 
 
 class StoreSink:
-    def __init__(self, writer: VbucketWriter, commits: GroupCommit, gate: PersistenceGate | None = None) -> None:
+    def __init__(self, writer: VbucketWriter, group: GroupCommit, gate: PersistenceGate | None = None) -> None:
         """`gate` holds complete snapshots until the source has persisted them; None: publish them at once."""
         self.writer = writer
         self.gate = gate
@@ -127,7 +121,7 @@ class StoreSink:
         """The seqnos before and after the last rollback since the worker began."""
         self.resyncs_begun = 0
         self.resync_why: str | None = None
-        self._commits = commits
+        self._group = group
         self._held_seqno: int = writer.base.published_seqno
         """Rows up to this seqno count in `requested_again_bytes`."""
 
@@ -178,7 +172,7 @@ class StoreSink:
         """Go back to the newest kept boundary at or below a seqno. With `publish=persisted`, defer the rollback, unless
         readers have seen none of the lost rows.
         """
-        self._commits.commit()  # so that the machines learn of published snapshots
+        self._group.commit()  # so that the machines learn of published snapshots
         held = self.gate is not None and self.gate.waiting
         state = self.state()
         if state.staging_branch != state.branch and not state.rollback_deferred:
@@ -204,16 +198,16 @@ class StoreSink:
         """Schedule a commit. Rows above the position do not count as requested again. Return the new state."""
         state = self.state()
         self._held_seqno = min(self._held_seqno, state.staged_seqno)
-        self._commits.schedule()
+        self._group.schedule()
         return state
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
         """Drop open and held snapshots. Return None if a complete snapshot waits for its key rows."""
-        self._commits.commit()
+        self._group.commit()
         self.forget()
         if not self.writer.abandon():
             return None
-        self._commits.schedule()
+        self._group.schedule()
         return Abandoned(self.state())
 
     def begin_resync(self, cause: str) -> ResyncOpened | ResyncRefused:
@@ -226,7 +220,7 @@ class StoreSink:
                     f"a resync needs about {(share_bytes + FREE_BYTES_MIN) >> 20} MiB next to the old copy, "
                     f"{free_bytes >> 20} MiB are free"
                 )
-        self._commits.commit()
+        self._group.commit()
         self.forget()
         self.writer.begin_resync()
         self.resyncs_begun += 1

@@ -32,8 +32,6 @@ COLLECTIONS_PER_S = 50
 
 
 class SourceWatch:
-    """Polls the nodes and finds stalled vbuckets, until cancelled."""
-
     def __init__(
         self,
         connections: Connections,
@@ -115,7 +113,6 @@ class SourceWatch:
                 vbucket.on_high_seqno(seqnos[vbucket.vbid])
 
     def judge(self) -> None:
-        """Request the streams of stalled vbuckets again, or close their connections."""
         for address in list(self._connections.keepers):
             for vbucket in self._vbuckets_at(address):
                 self._judge(vbucket)

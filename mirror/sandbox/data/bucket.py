@@ -103,7 +103,7 @@ class Bucket:
             f"{rng.getrandbits(128):032x}",
             [NOWHERE] * vbuckets,
             [[NOWHERE] * replicas for _ in range(vbuckets)],
-            sends_epoch=profile.map_epochs,
+            sends_epoch=profile.since(7, 0),  # before, maps were ordered by revision alone
             capabilities=[name for name in CAPABILITIES if profile.has_capability(name)],
         )
         self.states: dict[int, VbucketRole] = {}

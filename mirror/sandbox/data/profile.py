@@ -158,21 +158,6 @@ class Profile:
         return self.since(7, 0)
 
     @property
-    def map_epochs(self) -> bool:
-        """True if cluster maps are ordered by epoch, then by revision."""
-        return self.since(7, 0)
-
-    @property
-    def checkpoint_in_disk_markers(self) -> bool:
-        """True if markers of disk snapshots have the checkpoint flag, which the recordings of 6.0.5 lack."""
-        return self.since(6, 5)
-
-    @property
-    def needs_dcp_stream(self) -> bool:
-        """True if streams need a privilege of their own (docs/protocol.md 2.2)."""
-        return self.since(7, 0)
-
-    @property
     def system_collections(self) -> bool:
         """True if the system's collections (`_...`) are hidden from users who lack the privilege for them."""
         return self.since(7, 6)

@@ -99,7 +99,6 @@ class Vbucket:
         return sum(not item.deleted for items in self.newest.values() for item in items.values())
 
     def keeps(self, item: Item) -> bool:
-        """True if the version stays on disk after it was superseded."""
         if not 0 < self.history_start_seqno <= item.seqno:
             return False
         return item.kind == SYSTEM_EVENT or item.collection_id not in self.without_history
@@ -178,7 +177,6 @@ class Vbucket:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Put all writes inside the context into one snapshot."""
         first = self._open_group = self.high_seqno + 1
         yield
         self._open_group = None
@@ -224,7 +222,6 @@ class Vbucket:
         return self.purge_seqno
 
     def discard_history(self, below_seqno: int) -> None:
-        """Compact: drop superseded versions below `below_seqno`."""
         if self.history_start_seqno:
             self.history_start_seqno = max(self.history_start_seqno, min(below_seqno, self.high_seqno + 1))
 

@@ -19,8 +19,6 @@ class AcceptedStream:
 
 @dataclass(slots=True)
 class Sent:
-    """Counters of a vbucket over all connections."""
-
     frames: int = 0
     bytes: int = 0
     stream_requests: list[AcceptedStream] = field(default_factory=list)

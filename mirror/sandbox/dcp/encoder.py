@@ -38,7 +38,6 @@ class ItemEncoder:
         return kind not in (PREPARE, ABORT)
 
     def encode(self, item: Item, *, from_disk: bool, stream_id: int | None = None) -> bytes:
-        """Return the message of an item that `shows`."""
         kind = item.kind
         if self.plain and kind == MUTATION and stream_id is None and not item.datatype & self.unwanted_datatype:
             return item.frame
@@ -61,16 +60,11 @@ class ItemEncoder:
         extras = item.frame[24 : 24 + item.frame[4]]
         if kind in (DELETION, EXPIRATION):
             kind, extras = self._shape.tombstone(kind, extras[:16], extras[16:20] if from_disk else TIME_UNKNOWN)
-        return _build(item.frame, kind, extras, self._shape.key(item.key), value, datatype)
+        key = self._shape.key(item.key)
+        length = len(extras) + len(key) + len(value)
+        head = (item.frame[0], kind, len(key), len(extras), datatype, _vbid(item), length, 0, item.cas)
+        return b"".join((HEADER.pack(*head), extras, key, value))
 
 
 def _vbid(item: Item) -> int:
     return int.from_bytes(item.frame[6:8])
-
-
-def _build(frame: bytes, kind: int, extras: bytes, key: bytes, value: bytes, datatype: int) -> bytes:
-    length = len(extras) + len(key) + len(value)
-    vbid, cas = int.from_bytes(frame[6:8]), int.from_bytes(frame[16:24])
-    return b"".join(
-        (HEADER.pack(frame[0], kind, len(key), len(extras), datatype, vbid, length, 0, cas), extras, key, value)
-    )

@@ -164,7 +164,8 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             replace(self.controls),
             self._rng,
             bucket.tuning,
-            disk_flags=DISK if bucket.profile.checkpoint_in_disk_markers else int(SnapshotFlag.DISK),
+            # In the recordings of 6.0.5 markers of disk snapshots lack the checkpoint flag.
+            disk_flags=DISK if bucket.profile.since(6, 5) else int(SnapshotFlag.DISK),
             ephemeral=bucket.map.ephemeral,
             announced_ends=None if vbucket.bounded else bucket.sent[request.vbid].snapshot_ends,
         )
@@ -214,7 +215,6 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
         return busy
 
     def _one_piece(self) -> Iterator[bytes]:
-        """Yield at most one piece: messages of the streams in turn."""
         if not self.window.is_open:
             return
         free_bytes = TURNS_BYTES

@@ -73,7 +73,6 @@ class Faults:
     def end_streams(
         self, reason: StreamEndReason, vbids: Iterable[int] | None = None, *, node: int | None = None
     ) -> int:
-        """End open streams; return their number."""
         selected = None if vbids is None else set(vbids)
         count = 0
         for connection in self.connections(node=node):

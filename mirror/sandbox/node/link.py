@@ -36,7 +36,11 @@ class NetworkLink:
         if self.silent or self._transport.is_closing():
             return
         if self._garble:
-            data = self._garbled(data)
+            self._garble -= 1
+            damaged = bytearray(data)
+            for _ in range(max(1, len(damaged) // 200)):
+                damaged[self._rng.randrange(len(damaged))] ^= self._rng.randint(1, 255)
+            data = bytes(damaged)
         if self._truncate:
             self._transport.write(data[: max(1, len(data) * 2 // 3)])
             self._transport.close()
@@ -87,13 +91,6 @@ class NetworkLink:
 
     def truncate(self) -> None:
         self._truncate = True
-
-    def _garbled(self, data: bytes) -> bytes:
-        self._garble -= 1
-        damaged = bytearray(data)
-        for _ in range(max(1, len(damaged) // 200)):
-            damaged[self._rng.randrange(len(damaged))] ^= self._rng.randint(1, 255)
-        return bytes(damaged)
 
     def _schedule(self) -> None:
         if self._timer is None:

@@ -30,10 +30,9 @@ from mirror.server.management import Management, is_http
 from mirror.server.producer import IDLE_TIMEOUT_S
 from mirror.server.session import DCP_STREAM, Operation
 from mirror.wire import frame as fr
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Magic, Opcode, StreamEndReason
 from mirror.wire.errors import RemoteProtocolError
-from mirror.wire.frame import Frame
+from mirror.wire.frame import Frame, FrameBuffer
 
 OPERATIONS: dict[int, Operation[SandboxSession]] = {
     **requests.OPERATIONS,
@@ -121,7 +120,13 @@ class NodeConnection(asyncio.Protocol):
         if self.node.stopped:
             self.link.cut()  # accepted while the node was stopping
             return
-        self._log_in_by_certificate()
+        certificate = self._transport.get_extra_info("peercert")
+        if certificate:
+            self.session.user = self.bucket.users.of_certificate(certificate)
+            self.session.certified = self.session.user is not None
+        secure = self._transport.get_extra_info("ssl_object") is not None
+        if secure and self.node.certificates_needed and not self.session.certified:
+            self._transport.close()
         for rule in self.node.on_connect:
             rule(self)
 
@@ -156,16 +161,6 @@ class NodeConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.link.resume()
-
-    def _log_in_by_certificate(self) -> None:
-        """Log in the user of a certificate. If certificates are required, close a TLS connection without this login."""
-        certificate = self._transport.get_extra_info("peercert")
-        if certificate:
-            self.session.user = self.bucket.users.of_certificate(certificate)
-            self.session.certified = self.session.user is not None
-        secure = self._transport.get_extra_info("ssl_object") is not None
-        if secure and self.node.certificates_needed and not self.session.certified:
-            self._transport.close()
 
     # --- for operations and the producer
 
@@ -218,7 +213,8 @@ class NodeConnection(asyncio.Protocol):
 
     @property
     def rights(self) -> StreamRights:
-        may_stream = not self.bucket.profile.needs_dcp_stream or self.session.may(DCP_STREAM)
+        # From 7.0 on streams need a privilege of their own (docs/protocol.md 2.2).
+        may_stream = not self.bucket.profile.since(7, 0) or self.session.may(DCP_STREAM)
         return StreamRights(may_stream, self.session.sees_system)
 
     @property

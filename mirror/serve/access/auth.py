@@ -49,7 +49,6 @@ class Reader:
         return "*" in self.patterns
 
     def may_read(self, collection: str) -> bool:
-        """Return True if the patterns match `scope.collection`."""
         return not self.patterns.isdisjoint(("*", f"{collection.partition('.')[0]}.*", collection))
 
 

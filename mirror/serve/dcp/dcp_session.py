@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from functools import partial
 
 from mirror.clock import Clock
+from mirror.config import Settings
 from mirror.log import get_logger
+from mirror.serve.access.auth import Users
 from mirror.serve.bucket import mirror_session
 from mirror.serve.bucket.bucket import ServedBucket
+from mirror.serve.bucket.map import ServedMap
 from mirror.serve.bucket.mirror_session import MirrorClients, MirrorSession
 from mirror.serve.dcp.producer import DcpCounters, DcpProducer
 from mirror.serve.watch import Watch
 from mirror.server import dcp_requests
 from mirror.server.controls import ALL_CONTROLS, ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION, Abilities, Controls
+from mirror.server.endpoint import Endpoint
 from mirror.server.errors import Refused
 from mirror.server.listener import Address
 from mirror.server.session import VbucketHistory
@@ -72,8 +78,6 @@ class SourceContact:
 
 
 class Producers:
-    """Parts that all DCP connections of a process share."""
-
     def __init__(self, bucket: ServedBucket) -> None:
         self.watch = Watch(lambda: bucket.view)
         self.counters = DcpCounters()
@@ -81,12 +85,6 @@ class Producers:
         self.warnings: list[str] = []
         self.named: dict[tuple[str, str], DcpSession] = {}
         """By the names of user and connection."""
-
-    def persistence_refused(self, agent: str) -> None:
-        """Warn once: such a client gets nothing, asks again every few seconds, and may not say why."""
-        if not self.warnings:
-            log.warning("persistence-unknown", agent=agent[:80], message=PERSISTENCE_UNKNOWN)
-            self.warnings.append(PERSISTENCE_UNKNOWN)
 
 
 class DcpSession(MirrorSession):
@@ -132,7 +130,9 @@ class DcpSession(MirrorSession):
         return VbucketHistory(served.failover_log, served.pub.seqno, persisted_seqno)
 
     def persistence_unknown(self) -> Refused:
-        self._producers.persistence_refused(self.agent)
+        if not self._producers.warnings:  # such a client gets nothing, and may not say why
+            log.warning("persistence-unknown", agent=self.agent[:80], message=PERSISTENCE_UNKNOWN)
+            self._producers.warnings.append(PERSISTENCE_UNKNOWN)
         return super().persistence_unknown()
 
     def open_producer(self, name: str, flags: int) -> None:
@@ -154,3 +154,16 @@ class DcpSession(MirrorSession):
     def _sending_failed(self, error: BaseException) -> None:
         log.error("sending-failed", name=self.producer.name if self.producer else "", error=repr(error))
         self.connection.abort()
+
+
+class DcpServer(Endpoint):
+    def __init__(
+        self, bucket: ServedBucket, users: Users, cluster_map: ServedMap, clock: Clock, settings: Settings
+    ) -> None:
+        self.producers = Producers(bucket)
+        new_session = partial(DcpSession, self.producers)
+        super().__init__("dcp", MirrorClients(bucket, users, cluster_map, clock, new_session), clock, settings)
+
+    def status(self) -> dict[str, int]:
+        own = asdict(self.producers.counters)
+        return super().status() | {f"dcp_{name}": number for name, number in own.items()}

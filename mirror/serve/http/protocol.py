@@ -34,8 +34,6 @@ logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """State that the connections of a process share."""
-
     app: ASGIApp
     has_lost_rights: Callable[[dict[str, Any]], object] = lambda _: None
     """True if the reader of a request, by the request's state, has other rights than when it began."""
@@ -145,7 +143,6 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.transport.close()
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the application answer a request that the server has parsed."""
         gate, task = self._gate, asyncio.current_task()
         assert task is not None
         gate.answering.add(task)

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mirror.serve.access.auth import Reader
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.query_pool import Queries
 from mirror.serve.http.requests import Parameters, accepts, json_of, moment
@@ -84,13 +83,6 @@ def parse(body: bytes, rows_max: int) -> dict[str, Any]:
     return {"sql": found["sql"], "as_of_ms": as_of_ms, "rows_max": rows_max if limit is None else limit}
 
 
-def refuse_who_reads_nothing(service: Service, reader: Reader) -> None:
-    """Raise Problem if the reader may read no collection: its queries would only take places."""
-    manifests = () if reader.reads_all else map(service.view.manifest, service.mirror.manifest_vbids())
-    if not reader.reads_all and not any(reader.may_read(name) for each in manifests for name in each.ids):
-        raise Problem("forbidden", f"{reader.name or 'anonymous'} may not read any collection")
-
-
 async def post_query(request: Request) -> Response:
     service: Service = request.state.service
     reader = await service.reader(request)
@@ -98,7 +90,10 @@ async def post_query(request: Request) -> Response:
     queries = service.queries
     if queries is None:
         raise Problem("not-found", "this service answers no SQL", hint="set sql = true")
-    refuse_who_reads_nothing(service, reader)
+    # Queries of a reader who may read no collection would only take places.
+    manifests = () if reader.reads_all else map(service.view.manifest, service.mirror.manifest_vbids())
+    if not reader.reads_all and not any(reader.may_read(name) for each in manifests for name in each.ids):
+        raise Problem("forbidden", f"{reader.name or 'anonymous'} may not read any collection")
     settings = queries.settings
     async with service.body(request) as body:
         query = await service.read_in_bulk(request, partial(parse, body, settings.sql_rows_max))

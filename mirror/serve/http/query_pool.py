@@ -73,14 +73,8 @@ class QueryChild:
         hint = "a query that needs too much memory ends so"
         raise Problem("unavailable", "the process of this query ended", hint=hint)
 
-    def displace(self) -> None:
-        """End the process, so that another user gets its place. Its query gets a problem."""
-        self.displaced = True
-        self.process.kill()
-
     @property
     def answers(self) -> bool:
-        """True once the answer is complete."""
         return self._unread is not None
 
     async def pieces(self) -> AsyncGenerator[bytes]:
@@ -157,7 +151,9 @@ class Queries:
             seconds = (child for child, other in self._running.items() if self._held[other] > 1)
             ended = next((child for child in reversed([*seconds]) if not (child.answers or child.displaced)), None)
             if ended is not None:
-                ended.displace()
+                # Another user gets its place; its query gets a problem.
+                ended.displaced = True
+                ended.process.kill()
         try:
             await waiting.placed
         except asyncio.CancelledError:

@@ -65,7 +65,6 @@ def path_key(request: Request, encoding: str) -> bytes:
 
 
 def _url_key(found: bytes, encoding: str, name: str, *, bytes_min: int = 0) -> bytes:
-    """Return a key of a URL, which can have any bytes."""
     if encoding == "utf8":
         return bounded_key(found, name, bytes_min=bytes_min)
     return key_bytes(found.decode("latin-1"), encoding, name, bytes_min=bytes_min)
@@ -156,7 +155,6 @@ class Parameters:
 
 
 def moment(text: str) -> Time:
-    """Parse a time in ISO 8601 with its zone."""
     try:
         return Time(units.moment_ms(text, needs_zone=True))
     except ValueError:

@@ -41,7 +41,6 @@ class HttpServer:
         stored: Callable[[Path], Report],
         clock: Clock,
     ) -> None:
-        """`stored`: as for `Service`."""
         self.service = Service(settings, stored, clock)
         self.gate = Gate(make_app(self.service), self.service.has_lost_rights, self.service.turns)
         self.admission = Admission(settings, self.service.turns)

@@ -33,7 +33,6 @@ Report = dict[str, Any]
 
 
 async def ask_service(data: Path) -> Report | None:
-    """Return the service's status; None if no service answers."""
     try:
         answer = await asyncio.to_thread(ask, data, GetStatus(), timeout_s=ASK_TIMEOUT_S)
     except MirrorError:

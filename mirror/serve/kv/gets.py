@@ -41,17 +41,13 @@ def answer_gets(
     count_max: int,
     turn_ends: float,
 ) -> tuple[int, int, int]:
-    """Do `ServedSession.answer_gets`. Each group is read in one transaction, which ends before the return, so later
-    answers show no older state.
-    """
+    """Do `ServedSession.answer_gets`. A transaction ends before the return, so later answers show no older state."""
     reader = session.reader
     if reader is None or not reader.reads_all:
         return pos, 0, 0
-    view = session.bucket.view
-    reader_of, vbucket_count = view.reader, view.identity.vbucket_count
-    collections, selected, snappy, tracing = (
-        session.collections, session.bucket_selected, session.snappy, session.tracing
-    )  # fmt: skip
+    reader_of, vbucket_count = session.bucket.view.reader, session.bucket.view.identity.vbucket_count
+    collections, selected = session.collections, session.bucket_selected
+    snappy, tracing = session.snappy, session.tracing
     datatypes = _ALL_BITS if session.json else _ALL_BITS & ~_JSON
     head_bytes = HEADER_SIZE + (7 if tracing else 4)
     end, count, byte_count = len(data), 0, 0
@@ -67,13 +63,11 @@ def answer_gets(
                 if not 2 <= key_length <= 251 or data[key_at] >= 0x80:
                     break
                 wire_key = data[key_at:stop]
-                vbid = ((crc32(data[key_at + 1 : stop]) >> 16) & 0x7FFF) % vbucket_count
             elif 1 <= key_length <= 250:
-                key = data[key_at:stop]
-                wire_key = b"\0" + key
-                vbid = ((crc32(key) >> 16) & 0x7FFF) % vbucket_count
+                wire_key = b"\0" + data[key_at:stop]
             else:
                 break
+            vbid = ((crc32(wire_key[1:]) >> 16) & 0x7FFF) % vbucket_count
             if selected and vbucket != vbid:
                 break
             stored = run.row(reader_of(vbid), wire_key, LARGE_BYTES)

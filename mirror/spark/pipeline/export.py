@@ -161,7 +161,6 @@ def export(
 def _write(
     runner: Runner, options: Options, shape: Shape, place: _Target, progress: Progress | None
 ) -> tuple[Job, list[Written]]:
-    """Write the files, while a lease holds the boundaries."""
     job, shares = plan(options)
     lease = hold(job)
     try:

@@ -111,7 +111,6 @@ class EventsTask(NamedTuple):
 
 
 def look_at(options: Mapping[str, str], settings: Settings) -> SourceSize:
-    """Check that the source can be read."""
     parsed = parse({**options, "table": "changes"})
     if parsed.path is not None:
         with open_view(parsed.path) as view:

@@ -26,7 +26,6 @@ def driver_of(options: Options) -> LocalChanges | RemoteChanges:
 
 
 def batches_of(options: Options, work: ChangesTask) -> Iterator[Any]:
-    """Yield the record batches of a task."""
     collections = options.collections
     if options.path is not None:
         rows = changes.read(options.path, work)

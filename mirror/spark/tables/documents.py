@@ -74,8 +74,6 @@ def is_column(field: pa.Field) -> bool:
 
 
 class Applied(NamedTuple):
-    """The rows that merges changed."""
-
     inserted: int = 0
     updated: int = 0
     deleted: int = 0
@@ -134,7 +132,6 @@ def batch_of(name: str) -> int | None:
 
 
 def prefix(batch_number: int) -> str:
-    """Return PartWriter's `prefix` for an attempt at a batch."""
     return f"part-{run_name()}-b{batch_number}"
 
 
@@ -202,7 +199,6 @@ class DocumentsTable:
 
     @property
     def batch(self) -> int | None:
-        """The newest batch in the table."""
         return self.table.transaction_version(BATCH_MARK)
 
     def vacuum(self, keep_hours: int) -> None:
@@ -271,7 +267,6 @@ class DocumentsTable:
         return MergeTask(self._layout, part, vbids, changes, names, self.folder.url, files, "", again)
 
     def _run(self, tasks: Sequence[MergeTask], number: int) -> dict[int, Merged]:
-        """Run tasks, and return the result of each part."""
         start = prefix(number)
         found = self._runner.run(merge_part, [task._replace(prefix=start) for task in tasks])
         return {task.part: merged for task, merged in zip(tasks, found, strict=True)}

@@ -250,7 +250,6 @@ def vbids_of(group: Any) -> tuple[int, int]:
 
 
 def _last(events: pa.Table) -> pa.Table:
-    """Return the last event of each key."""
     numbers = events.group_by(NAME, use_threads=False).aggregate([("number", "max")])["number_max"]
     return events.filter(pc.is_in(events["number"], numbers.combine_chunks()))
 

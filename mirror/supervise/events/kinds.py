@@ -211,6 +211,5 @@ def fields_of(event: Event) -> dict[str, object]:
 
 
 def to_json(event: Event, number: int, time_ms: int) -> ShownEvent:
-    """Return an event in the shape of cli/JSON.md."""
     head = {"number": number, "time_ms": time_ms, "event": event.name, "level": event.level, "text": event.text}
     return cast(ShownEvent, head | fields_of(event))

@@ -92,11 +92,6 @@ class Listeners:
         }
 
 
-def _place(address: Address) -> Address:
-    """The address without its TLS prefix."""
-    return replace(address, tls=False)
-
-
 def check_servers(settings: Settings) -> dict[str, list[Address]]:
     found: dict[str, list[Address]] = {}
     owner: dict[Address, str] = {}
@@ -106,7 +101,7 @@ def check_servers(settings: Settings) -> dict[str, list[Address]]:
             continue
         found[kind] = parse_addresses(text, kind)
         check_addresses(found[kind], settings, kind)
-        for place in (_place(address) for address in found[kind] if address.port or address.path):
+        for place in (replace(address, tls=False) for address in found[kind] if address.port or address.path):
             if owner.setdefault(place, kind) != kind:
                 raise ConfigError(f"{kind} and {owner[place]} have the same address {place}", hint="give each its own")
     if found:

@@ -22,8 +22,7 @@ from mirror.serve.access.auth import users_of
 from mirror.serve.access.tls import server_tls
 from mirror.serve.bucket.bucket import ServedBucket
 from mirror.serve.bucket.map import BUCKET_CAPABILITIES, KV_CAPABILITIES, ServedMap, named_nodes, own_node
-from mirror.serve.dcp.dcp_session import SourceContact
-from mirror.serve.dcp.server import DcpServer
+from mirror.serve.dcp.dcp_session import DcpServer, SourceContact
 from mirror.serve.kv.server import KvServer
 from mirror.server.listener import Address, listening_socket, parse_addresses
 from mirror.supervise.listeners.addresses import SLOTS_PER_KIND
@@ -53,9 +52,13 @@ class KvServing:
             verify_reads=settings.verify_reads,
             publishes_persisted=settings.publish == "persisted",
         )
-        self._addresses = [address for address, _ in sockets]
         kv_nodes = settings.kv_nodes if self.server_type is KvServer else None  # it has addresses of KV only
-        served = self._map(kv_nodes, revision)
+        identity = self._bucket.identity
+        own = own_node([address for address, _ in sockets], identity.held)
+        nodes = [own] if kv_nodes is None else named_nodes(kv_nodes)
+        served = ServedMap(identity, nodes, revision, self.capabilities)
+        if served.uncovered:
+            log.warning("vbuckets-without-mirror", vbuckets=served.uncovered)
         self._server = self.server_type(self._bucket, self._users, served, clock, settings)
         self._sockets = sockets
         self._ended = asyncio.Event()
@@ -79,14 +82,6 @@ class KvServing:
 
     async def request(self, command: ProcessCommand) -> Reply:
         raise ConfigError(f"a KV process knows no command {command.op!r}")
-
-    def _map(self, kv_nodes: str | None, revision: int) -> ServedMap:
-        identity = self._bucket.identity
-        nodes = [own_node(self._addresses, identity.held)] if kv_nodes is None else named_nodes(kv_nodes)
-        cluster_map = ServedMap(identity, nodes, revision, self.capabilities)
-        if cluster_map.uncovered:
-            log.warning("vbuckets-without-mirror", vbuckets=cluster_map.uncovered)
-        return cluster_map
 
 
 class DcpServing(KvServing):

@@ -88,7 +88,6 @@ class Processes:
         return [child for child in self.alive() if child.phase is ProcessPhase.RUNNING]
 
     def end_of(self, number: int) -> str:
-        """Return a sentence on the last end of a slot's process."""
         slot, name = self.slots[number], process_name(number)
         if slot.last_exit is None:
             return f"{name} {slot.last_error}"

@@ -113,7 +113,6 @@ class Reports:
             self._event_log.add(event)
 
     def worker_exited(self, child: Child) -> None:
-        """Mark the vbuckets of a dead worker, and forget their lag."""
         error = self._processes.end_of(child.slot)
         self.observer.forget(child.groups, self._rows.values())
         for row in self._rows.values():
