@@ -97,8 +97,6 @@ class Assembler:
         self._replaces_end = False
         self._resumed_end = Seqno(0)
 
-    # --- messages of the stream ---
-
     def marker(self, event: SnapshotMarker, out: list[Instruction]) -> None:
         # Never earlier than before the resume: the held part left out versions that come up to that end.
         end_seqno = Seqno(max(event.end_seqno, self._resumed_end))
@@ -204,8 +202,6 @@ class Assembler:
         """On a connection without collections, complete the open snapshot: perhaps no message has the end's seqno."""
         if self.open_snapshot is not None and not self._collections and not self._replaces_end:
             self._close(out)
-
-    # --- the rules ---
 
     def _check_next(self, seqno: int) -> SnapshotRange:
         """Return the open snapshot. Raises Violation if a message with this seqno may not come next in it."""

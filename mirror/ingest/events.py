@@ -17,9 +17,6 @@ Row = tuple[bytes, bytes]
 """Key: branch u32, seqno u64 (big endian). Value: the event's whole frame in stored form."""
 
 
-# --- from the feed: connections and time ---
-
-
 @dataclass(frozen=True, slots=True)
 class Start:
     """A connection to the vbucket's node is ready: streams may be requested.
@@ -71,9 +68,6 @@ class HighSeqno:
     seqno: int
 
 
-# --- from the feed: answers to requests ---
-
-
 @dataclass(frozen=True, slots=True)
 class StreamRequested:
     """RequestStream was sent with this opaque. The host hands in this event before any message with the opaque."""
@@ -110,9 +104,6 @@ class FailoverLogReceived:
 @dataclass(frozen=True, slots=True)
 class FailoverLogRefused:
     status: int
-
-
-# --- from the host: results of the sink ---
 
 
 @dataclass(frozen=True, slots=True)

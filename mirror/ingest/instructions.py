@@ -44,9 +44,6 @@ class RetryReason(StrEnum):
     REFUSED_FOR_NOW = "refused-for-now"
 
 
-# --- towards the source ---
-
-
 @dataclass(slots=True)
 class RequestStream:
     """Send STREAM_REQ with an unused opaque. Hand in StreamRequested (or ConnectionLost) at once, the answer later."""
@@ -93,9 +90,6 @@ class Reconnect:
     """Close the connection and log in again: the login or the selected bucket is no longer valid."""
 
     text: str
-
-
-# --- towards the store ---
 
 
 @dataclass(slots=True)
@@ -164,9 +158,6 @@ class BeginResync:
     """Open a branch without a parent next to the served branch. Answered by ResyncOpened or ResyncRefused."""
 
     text: str
-
-
-# --- towards people and clocks ---
 
 
 @dataclass(slots=True)

@@ -49,9 +49,6 @@ class VbucketMachine(MachineState):
         return out
 
 
-# --- connection and time ---
-
-
 def _start(machine: MachineState, event: ev.Start, out: list[Instruction]) -> Phase:
     if machine.opaque is not None or machine.phase is Phase.REQUESTING:
         machine.close_stream(out)
@@ -85,9 +82,6 @@ def _disconnected(
 
 def _retry_due(machine: MachineState, _event: ev.RetryDue, out: list[Instruction]) -> Phase:
     return handshake.begin(machine, out)
-
-
-# --- the table ---
 
 
 class Move(NamedTuple):

@@ -128,9 +128,6 @@ def on_refusal(status: int) -> Reaction:
     return known or Reaction(Action.RETRY, f"the source answered {status_name(status)}; asking again")
 
 
-# --- how long to wait ---
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The full delay doubles with each attempt, from `first_s` up to `cap_s`."""

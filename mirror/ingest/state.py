@@ -147,8 +147,6 @@ class MachineState:
         self.unsaved_marker = None
         self.assembler.end_stream()
 
-    # --- ends of the handling of an event ---
-
     def idle(self, out: list[Instruction]) -> Phase:
         status = VbucketStatus.NO_ACTIVE_NODE if self.no_node else VbucketStatus.WAITING
         self.report(status, self.idle_text, out)
@@ -190,8 +188,6 @@ class MachineState:
         elif action is Action.RECONNECT:
             out.append(Reconnect(reaction.text))
         return self.retry(reaction, out)
-
-    # --- properties ---
 
     @property
     def caught_up(self) -> bool:

@@ -12,7 +12,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.config import Settings
@@ -33,9 +33,6 @@ log = get_logger("port")
 
 class Clients(Protocol):
     """The users of an endpoint, and what they read."""
-
-    cluster_map: Any
-    """The map that clients get."""
 
     @property
     def failed_login_count(self) -> int: ...

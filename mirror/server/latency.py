@@ -22,16 +22,15 @@ class Figures(TypedDict):
 
 
 class Latencies:
-    __slots__ = ("_bounds_s", "_counts", "_sum_s")
+    __slots__ = ("_counts", "_sum_s")
 
-    def __init__(self, bounds_s: tuple[float, ...] = BOUNDS_S) -> None:
-        self._bounds_s = bounds_s
-        self._counts = [0] * (len(bounds_s) + 1)
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS_S) + 1)
         self._sum_s = 0.0
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        self._counts[bisect_left(self._bounds_s, seconds)] += count
+        self._counts[bisect_left(BOUNDS_S, seconds)] += count
         self._sum_s += seconds * count
 
     def figures(self) -> Figures:
-        return {"bounds_s": list(self._bounds_s), "counts": list(self._counts), "sum_s": round(self._sum_s, 6)}
+        return {"bounds_s": list(BOUNDS_S), "counts": list(self._counts), "sum_s": round(self._sum_s, 6)}

@@ -10,12 +10,12 @@ import asyncio
 from collections import deque
 
 HIGH_WATER_BYTES = 256 * 1024
-"""Unsent bytes above which a client's requests wait, unless the protocol sets another number."""
+"""Unsent bytes above which a client's requests wait."""
 SLICE_BYTES = 256 * 1024
 
 
 class Outgoing:
-    def __init__(self, transport: asyncio.Transport, high_water_bytes: int = HIGH_WATER_BYTES) -> None:
+    def __init__(self, transport: asyncio.Transport) -> None:
         self.writable = asyncio.Event()
         """Set while everything was written, and the client takes data."""
         self.writable.set()
@@ -26,7 +26,7 @@ class Outgoing:
         self._transport = transport
         self._waiting: deque[memoryview] = deque()
         self._closing = False
-        transport.set_write_buffer_limits(high=high_water_bytes)
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     @property
     def unsent_bytes(self) -> int:

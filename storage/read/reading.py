@@ -101,8 +101,6 @@ class BoundaryRead:
     def vbid_of(self, key: bytes) -> int:
         return keys.vbid_of(key, self._groups.vbucket_count)
 
-    # -- boundaries -----------------------------------------------------------------------------------------------
-
     def pin(self, vbid: int) -> Pin:
         """Return the boundary of a vbucket. Raises Unavailable, NoSuchBoundary."""
         with self._exclusively():
@@ -143,8 +141,6 @@ class BoundaryRead:
         except ViewInvalidated as error:
             raise lost(error.message, self._groups.path, error.vbid) from error
 
-    # -- collections ----------------------------------------------------------------------------------------------
-
     def manifest(self, vbid: int) -> Manifest:
         pin, reader = self.pin(vbid), self._groups.reader(vbid)
         with self._translated(), reader.environment.read() as txn:
@@ -166,8 +162,6 @@ class BoundaryRead:
                 return found.collection_id
             known |= manifest.ids.keys()
         raise unknown_collection(name, known, self._groups.path)
-
-    # -- documents ------------------------------------------------------------------------------------------------
 
     def rows(
         self,

@@ -115,9 +115,6 @@ def history_ids(reader: VbucketReader, branch: int) -> tuple[int, ...]:
     return tuple(history_id for history_id, _ in whole[0].history_ids)
 
 
-# -- boundaries -------------------------------------------------------------------------------------------------------
-
-
 def newest(reader: VbucketReader, to_seqno: int) -> Boundary | None:
     """Return the newest kept boundary at or below a seqno. Raises Unavailable."""
     with reader.environment.read() as txn:
@@ -165,9 +162,6 @@ def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundar
             except ViewInvalidated:
                 common = None
         return chain.newest_boundary(txn, reader.vbid, served.links, served.pub.seqno), common
-
-
-# -- collections ------------------------------------------------------------------------------------------------------
 
 
 def newest_of(

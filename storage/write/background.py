@@ -51,8 +51,6 @@ class Background:
         self.owner.sync_when_idle()
         return False
 
-    # -- key rows -------------------------------------------------------------------------------------------------
-
     def finish_complete(self) -> None:
         """Begin a job for each snapshot that is complete on disk but lacks key rows."""
         for vbucket in self._vbuckets.values():
@@ -79,8 +77,6 @@ class Background:
         if not self.owner.write(job.write_slice):
             vbucket.end_job()
 
-    # -- history --------------------------------------------------------------------------------------------------
-
     def purge_step(self) -> bool:
         """Do one step of the purger; return True if it had work."""
         now_ms = self.owner.clock.now_ms()
@@ -101,8 +97,6 @@ class Background:
         with self.owner.environment.read() as txn:
             floor_seqno, purged = txn.pub(vbid).floor_seqno, branches.purge_row(txn, vbid)
         self._vbuckets[vbid].purged(floor_seqno, purged.local_purge_seqno, purger.moved)
-
-    # -- leases ---------------------------------------------------------------------------------------------------
 
     @contained
     def lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> None:

@@ -61,8 +61,6 @@ class GroupWriter:
     def _new_vbucket(self, txn: Transaction, vbid: int) -> VbucketWriter:
         return VbucketWriter(txn, vbid, self.owner, self._pending, commit=self.commit)
 
-    # -- opening and closing --------------------------------------------------------------------------------------
-
     def _load(self) -> bool:
         """Read every vbucket's state from the newest commit. Return True if readers have seen a newer state."""
         before = {vbid: vbucket.base for vbid, vbucket in self.vbuckets.items()}
@@ -117,8 +115,6 @@ class GroupWriter:
             self._forget()
             self.owner.release()
 
-    # -- figures --------------------------------------------------------------------------------------------------
-
     @property
     def environment(self) -> Environment:
         """The open environment; another object after a failed commit."""
@@ -156,8 +152,6 @@ class GroupWriter:
         with self.environment.read() as txn:
             return {vbid: extent.of(txn, vbid) for vbid in self.vbids}
 
-    # -- committing -----------------------------------------------------------------------------------------------
-
     @contained
     def commit(self, *, flush_open: bool = False) -> CommitResult:
         """Commit all complete snapshots in one transaction. `flush_open` adds the rows of open snapshots.
@@ -182,8 +176,6 @@ class GroupWriter:
             if plan.published is not None:
                 published.append((vbucket.vbid, plan.published.published_seqno))
         return CommitResult(published)
-
-    # -- background -----------------------------------------------------------------------------------------------
 
     @property
     def is_indexing(self) -> bool:

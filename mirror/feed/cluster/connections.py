@@ -54,8 +54,6 @@ class Connections:
         self.name = name
         self._stopping: set[asyncio.Task[None]] = set()
 
-    # -- nodes ----------------------------------------------------------------------------------------------------
-
     def keep(self, address: NodeAddress) -> NodeKeeper:
         keeper = self.keepers.get(address)
         if keeper is None:
@@ -73,8 +71,6 @@ class Connections:
         await asyncio.gather(*(keeper.stop() for keeper in self.keepers.values()), *self._stopping)
         self.keepers.clear()
 
-    # -- ready sessions -------------------------------------------------------------------------------------------
-
     def session_at(self, address: NodeAddress | None) -> NodeSession | None:
         keeper = None if address is None else self.keepers.get(address)
         return keeper.session if keeper is not None and keeper.ready else None
@@ -86,8 +82,6 @@ class Connections:
         """Return the nodes' errors, to be appended to a message; empty if there are none."""
         found = {keeper.error.what for keeper in self.keepers.values() if keeper.error is not None}
         return "; " + "; ".join(sorted(found)) if found else ""
-
-    # -- backpressure ---------------------------------------------------------------------------------------------
 
     def hold_acks(self) -> None:
         """Hold back all acknowledgements: the source pauses once its flow-control windows are full."""

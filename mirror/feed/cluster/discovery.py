@@ -181,9 +181,6 @@ def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None
         )
 
 
-# -- DNS SRV: the hosts behind one name, as SDKs look for them (`_couchbase._tcp.NAME`, `_couchbases._tcp.NAME`) ------
-
-
 async def first_addresses(source: ConnectionString) -> tuple[NodeAddress, ...]:
     """Return the string's hosts, or the hosts in the SRV records of its only name."""
     name = source.srv_name

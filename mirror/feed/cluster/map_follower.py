@@ -94,8 +94,6 @@ class MapFollower:
         known = [address for address in found if address is not None]
         return known if len(known) == len(found) else []
 
-    # -- the first map --------------------------------------------------------------------------------------------
-
     async def find_first(self, on_error: Callable[[MirrorError], None] | None = None) -> None:
         """Search until a map is followed. Raises a retryable error after `bootstrap_timeout_s`; without `on_error`, a
         permanent error at once.
@@ -125,8 +123,6 @@ class MapFollower:
         """Offer a first map. Raises OlderMap, and the errors of `check_map`."""
         if self.offer(found) is MapVerdict.OLDER and self.maps.floor is not None:
             raise OlderMap.of(found.revision, self.maps.floor)
-
-    # -- received maps --------------------------------------------------------------------------------------------
 
     def offer(self, found: ClusterMap) -> MapVerdict:
         """Give a map to the user if it is newer. Raises the errors of `check_map`."""
@@ -158,8 +154,6 @@ class MapFollower:
         address = self.address_of(vbid)
         if not config or address is None or not self._on_sent(config, address):
             self.queries.wake()
-
-    # -- maps of nodes and sessions -------------------------------------------------------------------------------
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
         """Offer a node's map, which may be older than the followed map, or of another bucket."""

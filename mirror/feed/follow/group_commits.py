@@ -162,8 +162,6 @@ class GroupCommits:
         self._turn: asyncio.Handle | None = None
         self.has_work = asyncio.Event()
 
-    # -- commits --------------------------------------------------------------------------------------------------
-
     def enqueue(self, group: Group) -> None:
         self.queue.append(group)
         self._schedule_next()

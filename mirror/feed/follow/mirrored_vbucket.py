@@ -99,8 +99,6 @@ class MirroredVbucket:
         session, seqno = self.polled
         return seqno if session.answers else None
 
-    # -- the session and its messages -----------------------------------------------------------------------------
-
     def attach(self, session: NodeSession) -> None:
         self.progress.last_at = self._clock.monotonic()
         self._guarded(partial(self.host.attach, session))
@@ -156,8 +154,6 @@ class MirroredVbucket:
         if self.gate is not None and self.host.streaming:
             self.gate.polled(seqno, self.sink.state())
 
-    # -- calls of the host (`HostOwner`) --------------------------------------------------------------------------
-
     def start_event(self, session: NodeSession) -> events.Start:
         shown = self._collections.resolved
         self._filter = shown.filter
@@ -188,8 +184,6 @@ class MirroredVbucket:
 
     def refresh_collections(self) -> None:
         self._collections.look(self.vbid)
-
-    # -- publish=persisted ----------------------------------------------------------------------------------------
 
     @property
     def observed_vbuuid(self) -> int | None:

@@ -131,8 +131,6 @@ class StoreSink:
     def row_prefix(self) -> bytes:
         return self.writer.prefix
 
-    # -- staging --------------------------------------------------------------------------------------------------
-
     def stage(self, staging: Staging) -> StagingRefused | None:
         writer = self.writer
         try:
@@ -151,8 +149,6 @@ class StoreSink:
             return StagingRefused(self.state(), str(error))
         return None
 
-    # -- publishing -----------------------------------------------------------------------------------------------
-
     def publish(self, snapshot: ins.PublishSnapshot) -> None:
         if self.gate is not None:
             self.gate.hold(snapshot.seqno, snapshot.snap_start_seqno)
@@ -165,8 +161,6 @@ class StoreSink:
     def forget(self) -> None:
         if self.gate is not None:
             self.gate.drop()
-
-    # -- other branches -------------------------------------------------------------------------------------------
 
     def roll_back(self, target: ins.RollbackTo) -> RolledBack | NoBoundary:
         """Go back to the newest kept boundary at or below a seqno. With `publish=persisted`, defer the rollback, unless

@@ -155,8 +155,6 @@ class SpoolSink:
             self._spool = None
         self._manifest_open = self._manifest
 
-    # -- staging --------------------------------------------------------------------------------------------------
-
     def stage(self, staging: Staging) -> StagingRefused | None:
         match staging:
             case ins.StageRows(rows=rows):
@@ -170,8 +168,6 @@ class SpoolSink:
             case ins.Advance():
                 pass  # nothing to keep: no read starts inside a snapshot
         return None
-
-    # -- publishing -----------------------------------------------------------------------------------------------
 
     def publish(self, snapshot: ins.PublishSnapshot) -> Published:
         spool, self._spool = self._spool or self._spools.new(), None
@@ -189,8 +185,6 @@ class SpoolSink:
     def save(self, facts: SourceFacts) -> None:
         """Keep only the failover log. The filter need not be kept, because a read never changes it."""
         self._log = facts.get("failover_log", self._log)
-
-    # -- ends -----------------------------------------------------------------------------------------------------
 
     def roll_back(self, target: ins.RollbackTo) -> None:
         self._on_lost(int(target.seqno))

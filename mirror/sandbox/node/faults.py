@@ -68,8 +68,6 @@ class Faults:
 
         return self._apply(arm, **where)
 
-    # --- streams
-
     def end_streams(
         self, reason: StreamEndReason, vbids: Iterable[int] | None = None, *, node: int | None = None
     ) -> int:

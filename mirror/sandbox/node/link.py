@@ -30,8 +30,6 @@ class NetworkLink:
         self._room.set()
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
-    # --- sending
-
     def send(self, data: bytes) -> None:
         if self.silent or self._transport.is_closing():
             return
@@ -69,8 +67,6 @@ class NetworkLink:
         self._room.set()
         if self._timer is not None:
             self._timer.cancel()
-
-    # --- faults
 
     def cut(self) -> None:
         self._transport.abort()

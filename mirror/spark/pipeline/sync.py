@@ -158,7 +158,7 @@ def sync(
         closing(driver_of(options)) as driver,
     ):
         lake.remove_unfinished()
-        work = _Sync(lake, driver, options, runner, how, on_figures)
+        work = _Sync(lake, driver, options, runner, on_figures)
         work.merge()
         if how.available_now:
             driver.stop_at_published()
@@ -186,11 +186,10 @@ class _Sync:
         driver: Any,
         options: Options,
         runner: Runner,
-        how: How,
         on_figures: Callable[[BatchFigures | MergeFigures], None],
     ) -> None:
-        self._lake, self._driver, self._options, self._runner = lake, driver, options, runner
-        self._how, self._on_figures = how, on_figures
+        self._lake, self._driver, self._options = lake, driver, options
+        self._runner, self._on_figures = runner, on_figures
         self.batches = self.events = 0
         self.total = Applied()
 
