@@ -62,12 +62,13 @@ def answer_gets(
             if collections:
                 if not 2 <= key_length <= 251 or data[key_at] >= 0x80:
                     break
-                wire_key = data[key_at:stop]
+                wire_key, key = data[key_at:stop], data[key_at + 1 : stop]
             elif 1 <= key_length <= 250:
-                wire_key = b"\0" + data[key_at:stop]
+                key = data[key_at:stop]
+                wire_key = b"\0" + key
             else:
                 break
-            vbid = ((crc32(wire_key[1:]) >> 16) & 0x7FFF) % vbucket_count
+            vbid = ((crc32(key) >> 16) & 0x7FFF) % vbucket_count
             if selected and vbucket != vbid:
                 break
             stored = run.row(reader_of(vbid), wire_key, LARGE_BYTES)
