@@ -271,22 +271,22 @@ class PointReads:
                     _, branch, above, up_to, _, _, _ = visible
                     fast = is_plain and above
                     stored = _row(reader, txn, txn, cursor, b"\0" + key, above, up_to) if fast else _OTHER
-                    if stored is _OTHER:
-                        document = self._look(reader, Transaction(reader.environment, txn), key, options)
-                    elif stored is not None:
+                    if stored is None:
+                        continue
+                    if stored is not _OTHER:
                         document = decode_row(vbid, branch, stored, raw, True, SEAL_BYTES)
                         if has_expired(document.expiry, now):
                             continue
-                    if stored is None or document is None:
+                    elif (document := self._look(reader, Transaction(reader.environment, txn), key, options)) is None:
                         continue
                 except (struct.error, IndexError, lmdb.Error) as error:
                     raise reader.damaged(error) from error
                 found[key] = document
-                byte_count += len(document.value)
-                if bytes_max is not None and byte_count > bytes_max:
-                    raise AnswerTooLarge(
-                        f"the requested documents are more than {bytes_max} bytes", hint="ask for fewer at once"
-                    )
+                if bytes_max is not None:
+                    byte_count += len(document.value)
+                    if byte_count > bytes_max:
+                        what = f"the requested documents are more than {bytes_max} bytes"
+                        raise AnswerTooLarge(what, hint="ask for fewer at once")
         return found
 
     def _look(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Document | None:
