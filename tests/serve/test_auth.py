@@ -41,6 +41,15 @@ def file(tmp_path: Path) -> Path:
     return written(tmp_path / "users.json", {"users": users})
 
 
+@pytest.mark.parametrize("mechanism", HASHES)
+def test_users_of_a_file_log_in_by_each_mechanism(file: Path, mechanism: str) -> None:
+    users = FileUsers(file)
+    scram(users, mechanism, "ann", "one")
+    for name, password in (("ann", "two"), ("carl", "one"), ("", "")):
+        with pytest.raises(SaslError, match="wrong user or password"):
+            scram(users, mechanism, name, password)
+
+
 def test_users_of_a_file_log_in_by_password(file: Path) -> None:
     users = FileUsers(file)
     for _ in range(2):

@@ -45,6 +45,35 @@ async def test_a_stream_sends_a_backfill_and_then_each_publish(store: Store, dcp
     assert await client.silent()
 
 
+async def test_a_new_history_ends_the_streams_before_anything_of_it_is_sent(store: Store, dcp: DcpEndpoint) -> None:
+    """Or the client would call what comes by the old history's name."""
+    store.put(b"a", b"1", 1)
+    client = await dcp.client()
+    assert (await client.stream(0)).status == 0
+    await client.until_end(1)
+    store.log(0, (UUID + 1, 1), (UUID, 0))
+    store.put(b"b", b"2", 2)
+    assert await client.event() == ev.StreamEnd(0, int(StreamEndReason.STATE_CHANGED), opaque=0x77)
+    assert (await client.stream(0, 1, vbuuid=UUID)).failover_log == ((UUID + 1, 1), (UUID, 0))
+    await client.until_end(2)
+
+
+async def test_a_resync_ends_the_streams_and_its_copy_is_judged_by_its_own_history(
+    store: Store, dcp: DcpEndpoint
+) -> None:
+    store.put(b"a", b"1", 5)
+    client = await dcp.client()
+    assert (await client.stream(0)).status == 0
+    await client.until_end(5)
+    store.writer.vbuckets[0].begin_resync()
+    assert await client.event() == ev.StreamEnd(0, int(StreamEndReason.STATE_CHANGED), opaque=0x77)
+    store.log(0, (UUID + 9, 0))
+    store.put(b"z", b"1", 7)
+    assert (await client.stream(0, 5, vbuuid=UUID)).rollback_seqno == 0
+    assert (await client.stream(0)).status == 0
+    assert (await client.until_end(7))[-1].key == b"\0z"  # type: ignore[union-attr]
+
+
 @pytest.mark.usefixtures("all_settled")
 async def test_the_window_is_overshot_by_one_message_at_most(store: Store, dcp: DcpEndpoint) -> None:
     for seqno in range(1, 101):

@@ -13,6 +13,7 @@ import pytest
 
 from mirror.server.turns import Budget
 from storage.errors import CorruptedError
+from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, events, request
 from tests.supervise.conftest import eventually_now
 
@@ -170,6 +171,18 @@ def test_a_resync_ends_the_stream_with_a_reset_and_refuses_its_position(site: Si
     assert problem["hint"] == "read it from the beginning"
     with listening(site, vbid=2) as listener:
         assert reported(listener.event()) == ("mutation", 9)
+
+
+def test_a_stream_of_one_collection_sends_only_its_events(site: Site) -> None:
+    site.source.collections(2, Collection(9, 8, "orders", Seqno(0)))
+    key = site.source.key_of(2)
+    site.source.put(key, b"1")
+    site.source.put(key, b"2", collection_id=9)
+    for collection in ("shop.orders", "9"):
+        found = site.changes(vbid=2, collection=collection)
+        assert [reported(each) for each in found] == [("system_event", None), ("mutation", 2), ("end", None)]
+    assert [each["event"] for each in site.changes(vbid=2, collection="_default")] == ["mutation", "end"]
+    assert [each["event"] for each in site.changes(vbid=2)] == ["system_event", "mutation", "mutation", "end"]
 
 
 def test_an_idle_stream_sends_heartbeats_and_ends_at_a_stop(site: Site) -> None:

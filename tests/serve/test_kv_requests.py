@@ -13,7 +13,7 @@ from mirror.server.listener import Address
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
-from mirror.wire.sasl import ScramClient
+from mirror.wire.sasl import HASHES, ScramClient
 from storage.format.keys import vbid_of
 from storage.model import Collection, Seqno
 from tests.oracle import kv_client
@@ -43,6 +43,15 @@ async def test_features_are_granted_in_the_order_of_the_request(endpoint: Endpoi
     assert set(await client.hello(*ALL_FEATURES)) <= GRANTED
     odd = await client.ask(fr.request(Opcode.HELLO, key=b"x", value=b"\0"))
     assert odd.status == Status.EINVAL
+
+
+@pytest.mark.parametrize("mechanism", HASHES)
+async def test_a_login_succeeds_by_each_mechanism(endpoint: Endpoint, mechanism: str) -> None:
+    client = await endpoint.connect()
+    assert (await scram(client, mechanism, "demo", "demo"))[0] == Status.SUCCESS
+    assert (await client.get(b"a")).status == Status.KEY_ENOENT
+    assert (await scram(client, mechanism, "demo", "wrong"))[0] == Status.AUTH_ERROR
+    assert (await client.get(b"a")).status == Status.EACCESS
 
 
 async def test_repeated_wrong_passwords_end_the_connection(endpoint: Endpoint) -> None:
