@@ -45,7 +45,7 @@ def state_object(state: VbucketState, boundaries: list[Boundary], history: Histo
         "versions": history.versions,
         "row_bytes": history.row_bytes,
         "key_bytes": history.key_bytes,
-        "stale": state.staging_branch != state.branch and state.published_seqno > 0,
+        "stale": not state.has_served_log and state.published_seqno > 0,
         "manifest_uid": f"{state.manifest.uid:x}",
         "rollback_count": state.rollback_count,
         "last_rollback_ms": state.last_rollback_ms,

@@ -320,9 +320,14 @@ class VbucketState(NamedTuple):
         return purge_seqno_of(self.local_purge_seqno, self.missing_seqno, self.history_floor_seqno)
 
     @property
+    def has_served_log(self) -> bool:
+        """False during a resync or a deferred rollback: readers see a history that `failover_log` may not have."""
+        return self.staging_branch == self.branch
+
+    @property
     def rollback_deferred(self) -> bool:
         """True during a deferred rollback: rows go to a new branch, and readers see the old one."""
-        return self.staging_branch != self.branch and self.staging_published_seqno > 0
+        return not self.has_served_log and self.staging_published_seqno > 0
 
     @property
     def is_whole(self) -> bool:
@@ -332,7 +337,7 @@ class VbucketState(NamedTuple):
         if self.published_seqno:
             return True
         nothing_staged = self.staged_seqno == 0 and self.open_snapshot is None
-        return bool(self.failover_log) and nothing_staged and self.staging_branch == self.branch
+        return bool(self.failover_log) and nothing_staged and self.has_served_log
 
 
 class Document(NamedTuple):

@@ -105,7 +105,7 @@ class MachineState:
         self.assembler.load(state)
         self.stored = state
         """The loaded state, with the facts that were saved since."""
-        self.resyncing = state.staging_branch != state.branch and not self.assembler.boundary_seqno
+        self.resyncing = not state.has_served_log and not self.assembler.boundary_seqno
         self.empty_reported = bool(state.failover_log) and not self.resyncing  # used only before the first row
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 

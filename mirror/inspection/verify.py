@@ -254,7 +254,7 @@ class Verifier:
     def _side(self, reading: BoundaryRead, vbid: int) -> Side:
         manifest, state = reading.manifest(vbid), self._view.state(vbid)
         missing_seqno = int(state.history_floor_seqno)
-        if state.staging_branch == state.branch or state.rollback_deferred:  # a resync forgets it; it was no higher
+        if state.has_served_log or state.rollback_deferred:  # a resync forgets it; it was no higher
             missing_seqno = min(state.missing_seqno, missing_seqno)
         seqno = int(reading.pin(vbid).seqno)
         return Side(seqno, manifest, lambda: int(self._view.state(vbid).local_purge_seqno), missing_seqno)

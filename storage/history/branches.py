@@ -279,7 +279,7 @@ def _put_state(txn: Transaction, state: VbucketState, branch: Branch, seqno: Seq
 
 def check_settled(state: VbucketState, path: str) -> None:
     """Raise StorageError during a resync or a deferred rollback: readers see another branch than the writer writes."""
-    if state.staging_branch == state.branch:
+    if state.has_served_log:
         return
     if state.rollback_deferred:
         what = "readers still see the history before a failover, until all copies have persisted the new one"
@@ -313,7 +313,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     Then the branch gets a log with the boundary's vbuuid alone.
     """
     vbid, at, floor_seqno = state.vbid, boundary.seqno, state.history_floor_seqno
-    other_copy = state.staging_branch != state.branch and not state.rollback_deferred
+    other_copy = not state.has_served_log and not state.rollback_deferred
     own_log = FailoverLog() if other_copy else state.failover_log
     log = own_log.pruned(at, boundary.vbuuid)
     vbuuid = log.vbuuid_at(at)
@@ -370,7 +370,7 @@ def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
     if state.rollback_deferred:
         defer_rollback(txn, state, _published_boundary(txn, state, state.staging_published_seqno))
         return
-    if state.staging_branch != state.branch:
+    if not state.has_served_log:
         begin_resync(txn, state)
         return
     boundary = _published_boundary(txn, state, base) if base else None

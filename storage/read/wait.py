@@ -82,8 +82,8 @@ def write_status(reader: VbucketReader, token: MutationToken) -> WriteStatus:
 
 def status_in(seen: WriteState, token: MutationToken) -> WriteStatus:
     state, known = seen
-    resyncing = state.staging_branch != state.branch
-    here = WriteStatus.PUBLISHED if state.published_seqno >= token.seqno and not resyncing else WriteStatus.WAITING
+    reached = state.published_seqno >= token.seqno and state.has_served_log
+    here = WriteStatus.PUBLISHED if reached else WriteStatus.WAITING
     log = state.failover_log
     if not token.vbuuid:
         return here

@@ -155,7 +155,7 @@ MUTATIONS = (
     Mutation(_ASSEMBLER, "Seqno(max(event.end_seqno, self._resumed_end))", "Seqno(event.end_seqno)", _OF_ASSEMBLER),
     Mutation(_ASSEMBLER, "if end_seqno < self.position_seqno:", "if False:", _OF_ASSEMBLER),
     Mutation(_ASSEMBLER, "if end_seqno >= SEQNO_MAX:", "if end_seqno > SEQNO_MAX:", _OF_ASSEMBLER),
-    Mutation(_BRANCHES, "    if state.staging_branch != state.branch:", "    if False:", _OF_LEAVING),
+    Mutation(_BRANCHES, "    if not state.has_served_log:", "    if False:", _OF_LEAVING),
     Mutation(_ASSEMBLER, "if first_seqno <= self.position_seqno:", "if False:", _OF_ASSEMBLER),
     Mutation(_ASSEMBLER, "if last_seqno - first_seqno < len(rows) - 1:", "if False:", _OF_ASSEMBLER),
     Mutation(
@@ -237,7 +237,7 @@ MUTATIONS = (
     Mutation(_STORE_SINK, "deferred=self.gate is not None", "deferred=False", _OF_GATE),
     Mutation(
         _STORE_SINK,
-        "if state.staging_branch != state.branch and not state.rollback_deferred:",
+        "if not state.has_served_log and not state.rollback_deferred:",
         "if False:",
         _OF_STORE_SINK,
     ),

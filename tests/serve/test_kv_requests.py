@@ -214,6 +214,43 @@ async def test_a_vbucket_under_resync_has_no_seqnos_to_observe(store: Store, end
     assert (await client.ask(fr.request(Opcode.GET_FAILOVER_LOG, vbucket=vbid))).status == Status.ETMPFAIL
 
 
+@pytest.mark.parametrize("deferred", [True, False])
+async def test_a_seqno_of_the_served_history_is_never_given_with_the_history_that_is_staged(
+    tmp_path: Path, deferred: bool
+) -> None:
+    """A scan consistent with seqno 60 of the new history succeeded, with documents that the source had lost."""
+    store = Store(tmp_path, vbuckets=2, resync_reads="stale")
+    store.logs(77)
+    store.put(KEYS[1], b"kept", 5)
+    store.put(KEYS[1], b"lost", 100)
+    writer = store.writer.vbuckets[1]
+    if deferred:
+        writer.rollback(5, deferred=True)
+    else:
+        writer.begin_resync()
+    store.log(1, (99, 5), (77, 0))
+    async with serving(store.path) as endpoint:
+        client = await endpoint.sdk()
+        for vbuuid in (77, 99):
+            required = {"vb_uuid": str(vbuuid), "seqno": 60}
+            body = {"range": {"start": "", "end": "/w=="}, "snapshot_requirements": required}
+            scan = fr.request(Opcode.RANGE_SCAN_CREATE, value=json.dumps(body).encode(), datatype=1, vbucket=1)
+            assert (await client.ask(scan)).status == Status.ETMPFAIL
+            assert (await client.ask(codec_kv.observe_seqno(1, vbuuid))).status == Status.ETMPFAIL
+        assert (await client.ask(fr.request(Opcode.GET_FAILOVER_LOG, vbucket=1))).status == Status.ETMPFAIL
+        for group in (b"vbucket-seqno", b"failovers"):
+            found = await stats(client, group)
+            assert isinstance(found, dict)
+            assert found.keys() == {name for name in found if name.startswith("vb_0:")}
+            assert await stats(client, group + b" 1") == {}
+        key = b"\0" + KEYS[1]
+        about = await client.ask(
+            fr.request(Opcode.SUBDOC_GET, key=key, extras=b"\0\x09\x04", value=b"$document", vbucket=1)
+        )
+        assert json.loads(about.value)["vbucket_uuid"] == f"0x{77:016x}"
+    store.close()
+
+
 async def test_vbuckets_without_a_complete_snapshot_are_left_out_of_the_seqnos(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

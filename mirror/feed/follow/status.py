@@ -136,7 +136,7 @@ def state_fields(state: VbucketState, history: History | None) -> dict[str, Any]
         "staged_seqno": int(state.staged_seqno),
         "rollback_count": state.rollback_count,
         "last_rollback_ms": state.last_rollback_ms,
-        "stale": state.staging_branch != state.branch and state.published_seqno > 0,
+        "stale": not state.has_served_log and state.published_seqno > 0,
         "history_floor_seqno": int(state.history_floor_seqno),
         "history_floor_ms": history and history.floor_ms,
         "local_purge_seqno": int(state.local_purge_seqno),

@@ -169,7 +169,7 @@ class StoreSink:
         self._group.commit()  # so that the machines learn of published snapshots
         held = self.gate is not None and self.gate.waiting
         state = self.state()
-        if state.staging_branch != state.branch and not state.rollback_deferred:
+        if not state.has_served_log and not state.rollback_deferred:
             # The new copy of a resync has no boundary yet, and the old copy's boundaries are of another history.
             return NoBoundary()
         if held and state.published_seqno <= target.seqno and not state.rollback_deferred:

@@ -209,6 +209,20 @@ class ServedBucket:
         with self._reading(refusal):
             self.view.check_readable((vbid,))
 
+    def history_state(self, vbid: int) -> VbucketState:
+        """Return the state, for answers that give its failover log and its served seqno together. Raises Refused while
+        they are of two histories.
+        """
+        self.check_readable(vbid)
+        state = self.state(vbid)
+        if not state.has_served_log:
+            raise Refused(Status.ETMPFAIL, "the source has another history, of which nothing is published yet")
+        return state
+
+    def served_vbuuid(self, vbid: int) -> int:
+        with self._reading():
+            return states.vbuuid_at(self.view.reader(vbid), self.view.pin(vbid))
+
     def state_for_dcp(self, vbid: int) -> ServedState:
         """Return a vbucket's state for DCP clients. Raises Refused with NOT_MY_VBUCKET before the first snapshot is
         complete, and during a resync: clients repeat the request after this status, but give up after a temporary

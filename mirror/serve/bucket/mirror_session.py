@@ -203,8 +203,7 @@ class MirrorSession(ServedSession):
         return Reply(value=codec_dcp.encode_all_vb_seqnos(_all_vb_seqnos(self.bucket, collection_id)))
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
-        self.bucket.check_readable(vbid)
-        state = self.bucket.state(vbid)
+        state = self.bucket.history_state(vbid)
         published = int(state.published_seqno)
         return VbucketHistory(state.failover_log, published, published)
 
@@ -240,7 +239,7 @@ class MirrorSession(ServedSession):
         return document
 
     def vbuuid_of(self, vbid: int) -> int:
-        return self.bucket.state(vbid).failover_log.newest_vbuuid
+        return self.bucket.served_vbuuid(vbid)
 
 
 def _all_vb_seqnos(bucket: ServedBucket, collection_id: int | None) -> list[tuple[int, int]]:
@@ -266,6 +265,8 @@ def _state_statistics(vbid: int, _state: StoredState) -> dict[str, str]:
 
 
 def _seqno_statistics(vbid: int, state: StoredState) -> dict[str, str]:
+    if not state.has_served_log:
+        return {}
     published = str(state.published_seqno)
     names = ("high_seqno", "abs_high_seqno", "last_persisted_seqno", "max_visible_seqno", "last_persisted_snap_end")
     return {f"vb_{vbid}:{name}": published for name in names} | {
@@ -275,7 +276,7 @@ def _seqno_statistics(vbid: int, state: StoredState) -> dict[str, str]:
 
 
 def _failover_statistics(vbid: int, state: StoredState) -> dict[str, str]:
-    return failover_statistics(vbid, state.failover_log)
+    return failover_statistics(vbid, state.failover_log) if state.has_served_log else {}
 
 
 _STATISTICS: dict[str, Callable[[int, StoredState], dict[str, str]]] = {

@@ -48,12 +48,12 @@ def _begun(session: ScanSession, vbid: int, bounds: ScanBounds) -> Scan:
     """Return the scan at the vbucket's present moment. Raises Refused if the moment does not meet the requirements."""
     bucket, reader = session.bucket, session.known_reader
     bucket.check_collection(vbid, bounds.collection_id, reader)
-    state = bucket.state(vbid)
     pin = bucket.pin(vbid)
-    if bucket.state(vbid).branch != state.branch:
-        raise Refused(Status.ETMPFAIL, "a rollback came meanwhile")
     required = bounds.requirements
     if required is not None:
+        state = bucket.history_state(vbid)
+        if state.branch != pin.branch:
+            raise Refused(Status.ETMPFAIL, "a rollback came meanwhile")
         if required.vbuuid != state.failover_log.newest_vbuuid:
             raise Refused(Status.VB_UUID_NOT_EQUAL, "the vbucket has another history")
         if required.seqno > pin.seqno:
