@@ -29,7 +29,7 @@ from mirror.spark.source.offsets import BEGINNING, RESTART, At, Lag, Offset, adm
 from mirror.spark.source.options import Options
 from storage.env.directory import MapRecord
 from storage.errors import Unavailable, ViewInvalidated
-from storage.model import Boundary, Branch, Manifest, Seqno
+from storage.model import SEQNO_MAX, Boundary, Branch, Manifest, Seqno
 from storage.read import states
 from storage.read.changes import manifest_at, resolve_range
 from storage.read.view import Token, View, open_view
@@ -48,6 +48,8 @@ class Way(NamedTuple):
     end: At
     again: bool
     """True to read all of the vbucket, after a row of kind resync, instead of the changes since `start`."""
+    last_seqno: int = SEQNO_MAX
+    """Rows above this seqno are left out: those that the next batch has, after an end that is not kept any more."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class ChangesDriver(ABC):
 
     @abstractmethod
     def _way(self, vbid: int, since: At, to: At) -> Way | None:
-        """Return the way between two positions. None if the end is lost: the next batch sends the whole vbucket."""
+        """Return the way between two positions. None if the end is lost: the next batch finds that, too."""
 
     def _task(self, start: Offset, end: Offset) -> ChangesTask:
         return ChangesTask()
@@ -119,7 +121,6 @@ class LocalChanges(ChangesDriver):
         super().__init__(options, "path", identity.bucket_uuid, identity.group_count)
         self._checked = not options.collections
         self._known: set[int] = set()
-        self._undelivered: set[int] = set()  # nothing was sent, and history is lost: send the whole vbucket
         self._lease: Lease | None = None
         self._leased_s = 0.0
 
@@ -161,7 +162,6 @@ class LocalChanges(ChangesDriver):
                 again.add(vbid)
         ends, self._turn = admit(lags, self._turn, self._newest, self._following)
         moved = {vbid: end._replace(fresh=int(vbid in again)) for vbid, end in ends.items()}
-        self._undelivered -= moved.keys()
         return replace(start, at={**start.at, **moved})
 
     def _lag(self, vbid: int, at: At, limited: bool, *, is_served: bool) -> tuple[Lag | None, bool]:
@@ -187,8 +187,7 @@ class LocalChanges(ChangesDriver):
             return None, False  # wait: a power cut undid the mirror's last commits, and it fetches their rows again
         lost = self._lost(vbid, at, published)
         if lost:
-            if vbid not in self._undelivered:
-                self._refuse(vbid, lost)
+            self._refuse(vbid, lost)
             base_seqno = 0
         elif place(at) == place(at_of(published)):
             return None, False
@@ -263,15 +262,18 @@ class LocalChanges(ChangesDriver):
         return super().plan(start, end)
 
     def _way(self, vbid: int, since: At, to: At) -> Way | None:
-        lost = to.fresh == 0 and self._lost_between(vbid, since, to)
-        if lost and not since.seqno:  # nothing was sent: the next batch sends the whole vbucket
-            self._undelivered.add(vbid)
-            return None
-        if lost:
+        again = bool(to.fresh)
+        if not again and since.seqno and (lost := self._lost_between(vbid, since, to)):
             self._refuse(vbid, lost)
-            if self._lost_between(vbid, BEGINNING, to):
+            again = True
+        if (again or not since.seqno) and self._lost_between(vbid, BEGINNING, to):
+            # The batch was planned, then the query stood still until the purger removed its end. The next batch begins
+            # at this end. So send what a newer boundary still has up to there, and leave the rest to the next batch.
+            newer, common = states.published_since(self._view.reader(vbid), token(self._view, vbid, to))
+            if newer is None:
                 return None
-        return Way(vbid, since, to, bool(lost or to.fresh))
+            return Way(vbid, since, self._following(vbid, to.seqno) or at_of(newer), again, common or 0)
+        return Way(vbid, since, to, again)
 
     def _lost_between(self, vbid: int, since: At, to: At) -> str:
         try:
@@ -349,6 +351,8 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             name = name_of(names_lost if retracted else names, document.collection_id)
             here = (at[0], 0) if retracted else at
             yield change_row(document, name, change.kind, vbuuids[not retracted], at[1], here)
+        elif document.seqno > way.last_seqno:
+            break
         else:
             while until is not None and until.seqno < document.seqno:
                 until = next(ahead, None)

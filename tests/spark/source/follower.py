@@ -40,11 +40,18 @@ class Follower:
         end, found = self.next_rows()
         if end == self.start:
             return False
+        self._take(end, found)
+        return True
+
+    def replay(self, end: Offset) -> None:
+        """The batch that was planned up to `end` before a restart."""
+        self._take(end, self.rows(self.driver.plan(self.start, end)))
+
+    def _take(self, end: Offset, found: list[Row]) -> None:
         self.batches.append((self.start, end, found))
         self.start = end
         for row in found:
             self.apply(row)
-        return True
 
     def apply(self, row: Row) -> None:
         self.log.append(row)
