@@ -498,20 +498,20 @@ async def _ask(
 
 def _positions(served: Mapping[int, ServedPosition], answers: Answers, view: View) -> Iterator[Finding]:
     undone: list[int] = []
-    resynced: list[int] = []
+    unsure: list[int] = []
     for vbid, answer in answers.items():
         if isinstance(answer, StreamRollback):
             kept = [each for each in view.boundaries(vbid) if each.seqno and each.seqno <= answer.seqno]
-            (undone if kept else resynced).append(vbid)
+            (undone if kept else unsure).append(vbid)
     fresh = sum(not served[vbid].seqno for vbid in answers)
-    on = len(answers) - len(undone) - len(resynced) - fresh
+    on = len(answers) - len(undone) - len(unsure) - fresh
     yield Finding("positions", OK, f"{on} vbuckets resume where they are" + (f", {fresh} begin" if fresh else ""))
     if undone:
         text = f"{len(undone)} vbuckets would go back to a kept boundary: the source lost history in a failover"
         yield Finding("positions", WARN, text, "nothing to do: the service does it in one transaction")
-    if resynced:
-        text = f"{len(resynced)} vbuckets would be resynced, the first is {resynced[0]}: the source has purged "
-        text += "deletions since, or lost more history than is kept here"
+    if unsure:  # the service then gets the source's failover log, and goes back to the newest common history
+        text = f"{len(unsure)} vbuckets, the first is {unsure[0]}, would go back to the history that they share with "
+        text += "the source, or be resynced: the source has purged deletions since, or lost more than is kept here"
         remedy = "keep space for a second copy of them; keep downtimes below the bucket's metadata purge interval, "
         yield Finding("positions", WARN, text, f"{remedy}and history_s above the time of a failover")
 

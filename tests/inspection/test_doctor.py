@@ -98,17 +98,17 @@ async def test_a_coming_rollback_and_a_coming_resync_are_reported(cluster: Sandb
     cluster.bucket.to_disk(1)
     cluster.bucket.purge(1)
     steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
-    going, undone, resynced = (finding.text for finding in steps["positions"])
+    going, undone, unsure = (finding.text for finding in steps["positions"])
     assert going.startswith("2 vbuckets resume")
     assert undone.startswith("1 vbuckets would go back to a kept boundary")
-    assert resynced.startswith("1 vbuckets would be resynced, the first is 1")
+    assert unsure.startswith("1 vbuckets, the first is 1, would go back to the history that they share")
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 async def test_a_staged_copy_is_not_mistaken_for_the_served_one(
     cluster: SandboxCluster, tmp_path: Path, deferred: bool
 ) -> None:
-    """The failover log of the staged copy has no vbuuid for the served position: "rollback", "would be resynced"."""
+    """The failover log of the staged copy has no vbuuid for the served position: "rollback", "resynced"."""
     write(cluster, 100)
     mirror = mirror_of(cluster, tmp_path)
     mirror.start(cluster.connection_string)
