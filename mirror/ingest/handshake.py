@@ -155,7 +155,7 @@ def refused(machine: MachineState, event: ev.StreamRefused, out: list[Instructio
     if event.opaque != machine.opaque:
         return machine.phase
     machine.opaque = None
-    reaction = on_refusal(event.status)
+    reaction = on_refusal(event.status, filtered=machine.features.filter is not None)
     if reaction.action is Action.GO_BACK:
         return _go_back(machine, 0, reaction.text, out)
     if reaction.action is Action.REFRESH_MAP and machine.features.by_mirror:

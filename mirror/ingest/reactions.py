@@ -122,8 +122,13 @@ def on_stream_end(reason: int) -> Reaction:
     return known or Reaction(Action.RETRY, f"the source ended the stream with code {reason}; asking again", _ENDED)
 
 
-def on_refusal(status: int) -> Reaction:
-    """Return the reaction to a refusal; RETRY, with growing delays, for an unknown status."""
+def on_refusal(status: int, *, filtered: bool = True) -> Reaction:
+    """Return the reaction to the refusal of a stream with or without a filter; RETRY, with growing delays, for an
+    unknown status.
+    """
+    if status == Status.UNKNOWN_COLLECTION and not filtered:
+        text = "the source is a mirror of a part of the bucket; make this mirror with its --collection or --scope"
+        return Reaction(Action.REFUSED, text)
     known = REFUSALS.get(status)
     return known or Reaction(Action.RETRY, f"the source answered {status_name(status)}; asking again")
 

@@ -455,7 +455,8 @@ async def streams(case: Case) -> Findings:
         vbid: answer for vbid, answer in answers.items() if not isinstance(answer, StreamAccepted | StreamRollback)
     }
     for status, count in Counter(getattr(answer, "status", None) for answer in refused.values()).items():
-        why = "the connection broke" if status is None else on_refusal(status).text
+        filtered = any(each.stream_filter for each in served.values())
+        why = "the connection broke" if status is None else on_refusal(status, filtered=filtered).text
         text = f"{count} of {len(answers)} stream requests are refused: {why}"
         if status == Status.EACCESS:
             remedy = "grant the user the role Data DCP Reader on the bucket"

@@ -45,6 +45,8 @@ class ServedState(Served):
     purge_seqno: int
     """Seqno up to which tombstones may be gone. A follower below this seqno may hold deleted documents."""
     manifest: Manifest
+    stream_filter: str | None
+    """See `VbucketState.stream_filter`."""
     whole: bool
     """False during the first fill, a resync or a deferred rollback."""
 
@@ -66,6 +68,7 @@ def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
         failover_log=log,
         purge_seqno=purge_seqno_of(local_purge_seqno, state.missing_seqno, served.pub.floor_seqno),
         manifest=reader.manifest(txn, served.pub.manifest_key),
+        stream_filter=state.stream_filter,
         whole=state.staging_branch == served.pub.branch and bool(log) and (served.pub.seqno > 0 or is_empty),
     )
 

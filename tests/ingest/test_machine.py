@@ -884,7 +884,7 @@ def test_a_resync_is_over_if_it_is_published_just_before_a_violation() -> None:
         (Status.NOT_INITIALIZED, [ins.RetryAfter]),
         (Status.BUCKET_PAUSED, [ins.RetryAfter]),
         (Status.NOT_SUPPORTED, []),
-        (Status.UNKNOWN_COLLECTION, [ins.RefreshCollections, ins.RetryAfter]),
+        (Status.UNKNOWN_COLLECTION, [ins.RetryAfter]),
         (Status.UNKNOWN_SCOPE, [ins.RefreshCollections, ins.RetryAfter]),
         (Status.DCP_STREAM_ID_INVALID, []),
         (Status.AUTH_STALE, [ins.Reconnect, ins.RetryAfter]),

@@ -462,7 +462,7 @@ MUTATIONS = (
     # --- what other clients wait for
     Mutation(
         "mirror/serve/dcp/producer.py",
-        "max(self._bucket.manifest(), own, key=lambda each: each.uid)",
+        "max(self._bucket.manifest(), own.manifest, key=lambda each: each.uid)",
         "self._bucket.manifest()",
         "tests/server/test_conformance.py -k FILTER_EMPTY",
     ),

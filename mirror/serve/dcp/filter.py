@@ -6,6 +6,7 @@ that the reader may read pass.
 
 from __future__ import annotations
 
+from mirror.ingest.selection import StreamFilter
 from mirror.serve.access.auth import Reader, visible
 from mirror.server.errors import Refused
 from mirror.server.producer import ProducerFilter, requested_filter
@@ -67,3 +68,23 @@ def check_reader(found: ServedFilter, manifest: Manifest, reader: Reader) -> Non
         allowed = bool(names) and all(name is not None and reader.may_read(name) for name in names)
     if not allowed:
         raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read everything in the stream")
+
+
+def check_selected(found: ServedFilter, selected: str, manifest: Manifest) -> None:
+    """Raise Refused if a stream asks for more than the collections that this mirror selects (a filter's text).
+
+    Such a stream once passed for one of the whole bucket. A mirror of a cluster that went on here kept the other
+    collections as they were, and called itself current; another never got the drop of a collection whose new id this
+    mirror had selected meanwhile.
+    """
+    own = StreamFilter.parse(selected) or StreamFilter()
+    if own.scope_id is None:
+        inside = found.collections is not None and found.collections <= set(own.collection_ids)
+    elif found.collections is None:
+        inside = found.scope_id == own.scope_id
+    else:
+        inside = all(manifest.collections[number].scope_id == own.scope_id for number in found.collections)
+    if not inside:
+        raise Refused(
+            Status.UNKNOWN_COLLECTION, "this mirror has a part of the bucket: request its collections or scope"
+        )

@@ -163,14 +163,18 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
 
     def _parse_filter(self, request: StreamRequest) -> ServedFilter:
         assert self.reader is not None, "a DCP client has logged in"
-        own = self._bucket.state_for_dcp(request.vbid).manifest  # perhaps newer than the bucket's kept manifest
-        return dcp_filter.parse(
+        own = self._bucket.state_for_dcp(request.vbid)
+        manifest = max(self._bucket.manifest(), own.manifest, key=lambda each: each.uid)  # the vbucket's may be newer
+        found = dcp_filter.parse(
             request.value,
-            max(self._bucket.manifest(), own, key=lambda each: each.uid),
+            manifest,
             self.reader,
             has_collections=self.controls.collections,
             has_stream_ids=self.controls.stream_ids,
         )
+        if own.stream_filter is not None:
+            dcp_filter.check_selected(found, own.stream_filter, manifest)
+        return found
 
     def _history(self, request: StreamRequest, stream_filter: ServedFilter) -> PublishedHistory:
         return published_history(self._bucket.state_for_dcp(request.vbid))

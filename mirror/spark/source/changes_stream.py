@@ -21,6 +21,8 @@ from mirror.spark.source.failures import Carried, clear_errors, with_clear_error
 from mirror.spark.source.offsets import Encoded
 from mirror.spark.source.options import Options
 from mirror.spark.source.origin import batches_of, driver_of
+from storage.errors import ViewInvalidated
+from storage.model import SEQNO_MAX
 
 if TYPE_CHECKING:
     from mirror.spark.source.remote import RemoteChanges
@@ -45,9 +47,13 @@ class ChangesReader(Carried, DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         driver = driver_of(self._options)
         try:
-            return [StreamTask(work) for work in driver.plan(driver.beginning(), driver.published())] or [
-                StreamTask(changes.ChangesTask(()))
-            ]
+            end = driver.published()
+            tasks = driver.plan(driver.beginning(), end)
+            whole = {way.vbid for work in tasks for way in work.ways if way.last_seqno == SEQNO_MAX}
+            if lost := sorted(end.at.keys() - whole):  # a stream's next batch has the rest; here is none
+                message = "the purger or a rollback removed what was published a moment ago"
+                raise ViewInvalidated(message, vbid=lost[0], hint="start the read again")
+            return [StreamTask(work) for work in tasks or (changes.ChangesTask(()),)]
         finally:
             driver.close()
 

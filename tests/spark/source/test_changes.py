@@ -11,6 +11,8 @@ import pytest
 from mirror.errors import ConfigError
 from mirror.spark.source import changes
 from mirror.spark.source.changes import LostHistory
+from mirror.spark.source.changes_stream import ChangesReader
+from mirror.spark.source.failures import MirrorSourceError
 from mirror.spark.source.offsets import Offset
 from mirror.spark.source.options import Options, parse
 from mirror.supervise.processes.worker import restore_missing
@@ -381,6 +383,24 @@ def test_a_planned_batch_whose_end_was_purged_and_the_next_one_have_each_documen
     follower.run()
     assert follower.state == scanned(small.path)
     follower.driver.close()
+
+
+def test_a_batch_read_whose_end_was_purged_while_it_was_planned_is_refused(
+    small: SmallMirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left these vbuckets out, without an error."""
+    published = changes.LocalChanges.published
+
+    def then_purged(driver: changes.LocalChanges) -> Offset:
+        found = published(driver)
+        small.put(orders(50, 100))
+        small.purge(boundaries=1)
+        return found
+
+    small.put(orders(0, 100))
+    monkeypatch.setattr(changes.LocalChanges, "published", then_purged)
+    with pytest.raises(MirrorSourceError, match="start the read again"):
+        ChangesReader(options(small)).partitions()
 
 
 def test_an_end_that_was_purged_after_the_run_began_is_replaced_by_the_next(small: SmallMirror) -> None:
