@@ -36,6 +36,7 @@ from storage.write.writer import GroupWriter, WriterOptions
 from tests.feed.harness import Mirror
 from tests.oracle import kv_client
 from tests.storage.frames import encode_deletion
+from tests.storage.rig import Clock
 
 T = TypeVar("T")
 S = TypeVar("S", bound=KvServer | DcpServer)
@@ -91,12 +92,14 @@ class Store:
         self.path = str(path / "data")
         self.identity = Identity("cluster", bucket, uuid, vbuckets, 1, held)
         directory.create(self.path, self.identity)
+        self.clock = Clock()  # the age of boundaries decides where a follower begins again
+        self.clock.now = SystemClock().wall_ms()
         self.writer = GroupWriter(
             directory.group_path(self.path, 0),
             WriterOptions(
                 group=0,
                 identity=self.identity,
-                **{"sync": "unsafe", "resync_reads": "unavailable", "clock_ms": SystemClock().wall_ms, **options},
+                **{"sync": "unsafe", "resync_reads": "unavailable", "clock_ms": self.clock, **options},
             ),
         )
 
