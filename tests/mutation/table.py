@@ -462,6 +462,12 @@ MUTATIONS = (
     # --- what other clients wait for
     Mutation(
         "mirror/serve/dcp/producer.py",
+        "if own.stream_filter is not None:",
+        "if False:",
+        "tests/serve/test_dcp_cascade.py -k does_not_go_on",
+    ),
+    Mutation(
+        "mirror/serve/dcp/producer.py",
         "max(self._bucket.manifest(), own.manifest, key=lambda each: each.uid)",
         "self._bucket.manifest()",
         "tests/server/test_conformance.py -k FILTER_EMPTY",

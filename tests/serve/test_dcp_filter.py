@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from mirror.serve.access.auth import Reader
-from mirror.serve.dcp.filter import ServedFilter, parse
+from mirror.serve.dcp.filter import ServedFilter, check_selected, parse
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 from mirror.wire.events import CollectionCreated, CollectionDropped, CollectionModified, ScopeCreated, ScopeDropped
@@ -103,3 +105,34 @@ def test_a_client_without_collections_needs_the_right_to_the_default_one() -> No
     made(b"", collections=False, reader=Reader("r", frozenset({"_default.*"})))
     with pytest.raises(Refused):
         made(b"", collections=False, reader=Reader("r", frozenset({"shop.*"})))
+
+
+@pytest.mark.parametrize(
+    ("selected", "allowed"),
+    [
+        ("collections 9", {b'{"collections":["9"]}'}),
+        ("collections 9,a", {b'{"collections":["9"]}', b'{"collections":["9","a"]}'}),
+        ("collections 0", {b"legacy"}),
+        ("scope 8", {b'{"scope":"8"}', b'{"collections":["9"]}', b'{"collections":["9","a"]}'}),
+        ("scope 0", {b'{"scope":"0"}', b"legacy"}),
+        ("", set()),
+    ],
+)
+def test_a_mirror_of_a_part_refuses_streams_that_ask_for_more(selected: str, allowed: set[bytes]) -> None:
+    requests = [
+        b"",
+        b"legacy",
+        b'{"scope":"0"}',
+        b'{"scope":"8"}',
+        b'{"collections":["9"]}',
+        b'{"collections":["9","a"]}',
+    ]
+
+    def accepted(value: bytes) -> bool:
+        found = made(b"", collections=False) if value == b"legacy" else made(value)
+        with suppress(Refused):
+            check_selected(found, selected, MANIFEST)
+            return True
+        return False
+
+    assert set(filter(accepted, requests)) == allowed

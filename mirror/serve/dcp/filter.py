@@ -78,12 +78,13 @@ def check_selected(found: ServedFilter, selected: str, manifest: Manifest) -> No
     mirror had selected meanwhile.
     """
     own = StreamFilter.parse(selected) or StreamFilter()
-    if own.scope_id is None:
-        inside = found.collections is not None and found.collections <= set(own.collection_ids)
-    elif found.collections is None:
-        inside = found.scope_id == own.scope_id
+    held = set(own.collection_ids)
+    if own.scope_id is not None:
+        held = {number for number, entry in manifest.collections.items() if entry.scope_id == own.scope_id}
+    if found.collections is None:
+        inside = found.scope_id is not None and found.scope_id == own.scope_id
     else:
-        inside = all(manifest.collections[number].scope_id == own.scope_id for number in found.collections)
+        inside = found.collections <= held
     if not inside:
         raise Refused(
             Status.UNKNOWN_COLLECTION, "this mirror has a part of the bucket: request its collections or scope"
