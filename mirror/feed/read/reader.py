@@ -37,6 +37,7 @@ from mirror.feed.read.reading import BoundedRead, ReadVbucket
 from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
 from mirror.feed.read.spool import SpoolFile
 from mirror.ingest import events
+from mirror.ingest.selection import FilterFields
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from storage.env.directory import MapRecord
 from storage.model import FailoverLog
@@ -141,6 +142,11 @@ class SourceReader:
         """Bucket and revision of the followed map; None if the source is a mirror, whose maps have other revisions."""
         found = self._core.map
         return None if found.of_mirror or not found.bucket_uuid else MapRecord(found.bucket_uuid, *found.revision)
+
+    @property
+    def stream_filter(self) -> FilterFields:
+        """The ids of the selected collections or scope, as streams are requested with; empty: the whole bucket."""
+        return self._core.queries.stream_filter
 
     def high_seqnos(self) -> dict[int, int]:
         """Return each vbucket's high seqno. If collections (not a scope) are selected, only their changes count."""

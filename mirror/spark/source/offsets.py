@@ -27,6 +27,8 @@ class At(NamedTuple):
     """Over a connection: the seqno at which the batch that ends here began."""
     history_id: int = 0
     """In a mirror's directory: the history of the position (`storage.read.view.Token`)."""
+    filter_sum: int = 0
+    """Over a connection: a checksum of the ids of the selected collections; 0 without a selection."""
 
     def follows(self, other: At) -> bool:
         """Return True if this position is after `other`, in the same history."""

@@ -7,16 +7,18 @@ vbuuid), an older version that this batch left out may be valid again. So the ne
 began (`At.since_seqno`). Some events come twice, which does not affect upserts by (at_branch, at_seqno).
 
 History is lost if the source rolled a delivered version back (without a store, the version that is valid again is
-unknown), or purged a tombstone before a batch had it. Lost history is an error, or the vbucket is sent again
-(onLostHistory).
+unknown), purged a tombstone before a batch had it, or if a selected collection was dropped and created again (a stream
+of the new id does not have the old one's drop). Lost history is an error, or the vbucket is sent again (onLostHistory).
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 from mirror.errors import SourceTimeout
 from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
@@ -72,6 +74,11 @@ def is_behind(known: MapRecord | None, followed: MapRecord | None) -> bool:
     return known.revision < followed.revision
 
 
+def filter_sum(reader: SourceReader) -> int:
+    fields = reader.stream_filter
+    return crc32(json.dumps(fields, sort_keys=True).encode()) if fields else 0
+
+
 KEPT = SourceConnections()
 
 
@@ -90,6 +97,7 @@ class RemoteChanges(ChangesDriver):
             self._reader.close()
             raise
         super().__init__(options, "connection", self._reader.bucket_uuid)
+        self._filter_sum = filter_sum(self._reader)
         self._probed: set[tuple[int, int]] = set()
         self._looked = False
 
@@ -100,7 +108,7 @@ class RemoteChanges(ChangesDriver):
         found = {}
         for vbid, seqno in self.seqnos().items():
             if seqno:
-                found[vbid] = At(0, seqno, self._reader.failover_log(vbid)[0].vbuuid)
+                found[vbid] = At(0, seqno, self._reader.failover_log(vbid)[0].vbuuid, filter_sum=self._filter_sum)
         return replace(self.beginning(), at=found, names=self._reader.collection_names())
 
     def stop_at_published(self) -> None:
@@ -127,7 +135,8 @@ class RemoteChanges(ChangesDriver):
             elif seqno <= at.seqno:
                 continue
             weight = 1 / self._options.max_rows if limited else 1e-18
-            lags[vbid] = Lag(0 if lost else at.seqno, At(at.branch, seqno, log[0].vbuuid), bool(lost), weight)
+            end = At(at.branch, seqno, log[0].vbuuid, filter_sum=self._filter_sum)
+            lags[vbid] = Lag(0 if lost else at.seqno, end, bool(lost), weight)
         ends, self._turn = admit(lags, self._turn, lambda *_: None, lambda vbid, _: lags[vbid].published)
         moved = {}
         for vbid, end in ends.items():
@@ -152,6 +161,8 @@ class RemoteChanges(ChangesDriver):
     def _lost(self, vbid: int, at: At, log: FailoverLog) -> str:
         if not at.seqno:
             return ""
+        if at.filter_sum != self._filter_sum:  # the stream of a new id does not have the old one's drop
+            return "a selected collection was dropped and created again"
         gone = not_on(at, log)
         if gone:
             return gone
@@ -205,6 +216,9 @@ def not_on(at: At, log: FailoverLog) -> str:
 
 def read_changes(options: Options, work: ChangesTask) -> Iterator[tuple[Any, ...]]:
     reader = KEPT.reader(options, work.followed)
+    if any(way.end.filter_sum != filter_sum(reader) for way in work.ways):  # it may have an id that is dropped by now
+        KEPT.drop()
+        reader = KEPT.reader(options, work.followed)
     ways = {way.vbid: way for way in work.ways}
     positions = {
         vbid: Position() if way.again else Position(way.start.vbuuid, way.start.seqno) for vbid, way in ways.items()

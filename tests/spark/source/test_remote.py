@@ -278,6 +278,37 @@ def test_a_table_follows_any_history_of_a_source(
     follower.driver.close()
 
 
+@pytest.mark.parametrize("selected", ["shop.orders", "shop"])
+def test_a_selected_collection_or_scope_that_was_recreated_is_lost_history(
+    source: SandboxThread, selected: str
+) -> None:
+    """Its old documents stayed for ever: the stream of the new id does not have the drop of the old one."""
+    bucket = source.cluster.bucket
+    chosen = {"collection": "shop.orders"}
+    source.call(bucket.create_scope, "shop")
+    source.call(bucket.create_collection, "shop", "orders")
+    write(source, 0, 40, collection="shop.orders")
+    follower = Follower(options(source, **chosen))
+    follower.run()
+    assert len(follower.state) == 40
+    source.call(bucket.drop_collection, "shop.orders")
+    source.call(bucket.create_collection, "shop", "orders")
+    write(source, 30, 20, collection="shop.orders")
+    follower.restart()
+    with pytest.raises(LostHistory, match="was dropped and created again"):
+        follower.step()
+    follower.restart(options(source, onLostHistory="resync", **chosen))
+    follower.run()
+    assert follower.state == there(source)
+    resynced = len([row for row in follower.log if row["kind"] == "resync"])
+    write(source, 60, 10, collection="shop.orders")
+    follower.restart()
+    follower.run()
+    assert follower.state == there(source)
+    assert len([row for row in follower.log if row["kind"] == "resync"]) == resynced
+    follower.driver.close()
+
+
 def test_dropped_and_flushed_collections_are_reported_by_name(source: SandboxThread) -> None:
     bucket = source.cluster.bucket
     source.call(bucket.create_scope, "shop")
