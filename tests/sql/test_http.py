@@ -96,13 +96,17 @@ def busy(memory_bytes: int = SHARED_BYTES) -> list[psutil.Process]:
     return found
 
 
-def begun(site: Site, sql: str = ENDLESS) -> tuple[Any, psutil.Process]:
-    """A connection with a query that runs, and its process."""
-    line = site.connect()
-    body = json.dumps({"sql": sql}).encode()
-    line.sendall(b"POST /v1/query HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+def begun(site: Site) -> tuple[Any, psutil.Process]:
+    """A connection with a query that runs, and its process. The process was idle before: one that is still starting is
+    kept for the next query when its client hangs up.
+    """
     assert site.server.service.queries is not None
     memory_bytes = site.server.service.queries.settings.sql_memory_bytes
+    ask(site, "SELECT 1")
+    until("an idle process", lambda: processes(memory_bytes) and not busy(memory_bytes))
+    line = site.connect()
+    body = json.dumps({"sql": ENDLESS}).encode()
+    line.sendall(b"POST /v1/query HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
     return line, until("a query", lambda: busy(memory_bytes))[0]
 
 
