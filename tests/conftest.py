@@ -27,7 +27,7 @@ process waits long for another."""
 # then makes its tables of Unicode, which it keeps in .hypothesis.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("short", settings.get_profile("untimed"), max_examples=40)
-settings.register_profile("repeatable", settings.get_profile("untimed"), derandomize=True)  # .ci/run
+settings.register_profile("repeatable", settings.get_profile("untimed"), max_examples=60, derandomize=True)  # .ci/run
 settings.load_profile("short")
 
 

@@ -114,6 +114,7 @@ async def test_garbage_ends_only_its_own_connection(store: Store, dcp: DcpEndpoi
         for number in range(15):
             bad = await (dcp.client(name=f"bad{number}") if opened else dcp.connect())
             bad.writer.write(rng.randbytes(rng.choice([1, 23, 24, 500])) + b"\xff" * 30)
+            bad.writer.write_eof()  # what looks like the start of a long request would be waited for
             with contextlib.suppress(ConnectionError):
                 await bad.reader.read()  # to its end; what begins like HTTP is answered in HTTP
             await bad.close()
