@@ -53,9 +53,9 @@ class Settings:
     scope: str | None = None
     """Mirror only this scope."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
-    """What a commit syncs to the disk before it returns. `safe`: its data. LMDB's meta page, which makes the data
-    valid, follows within 0.2 s: a power cut may undo a group's last commit, and the mirror fetches it again. `full`:
-    both. `unsafe`: nothing; a power cut can damage the file."""
+    """With `safe` a commit syncs its data before it returns. LMDB's meta page, which makes the data valid, follows
+    within 0.2 s: a power cut may undo a group's last commit, and the mirror fetches it again. `full` syncs both.
+    `unsafe` syncs nothing; a power cut can damage the file."""
 
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
     """Most bytes of received rows in a worker's memory, and in an LMDB transaction."""
@@ -158,7 +158,7 @@ class Settings:
     """Rows of an answer. A longer one is cut there, and says so."""
 
     history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600
-    """How long superseded versions, tombstones, retracted rows and boundaries are kept. A failover that loses more
+    """Superseded versions, tombstones, retracted rows and boundaries are kept for this long. A failover that loses more
     costs a resync. A copy that a resync replaced goes at once, unless a lease holds it."""
     history_boundaries: Annotated[int, Field(ge=1)] | None = None
     """Most kept boundaries of a vbucket."""

@@ -56,7 +56,7 @@ def test_each_setting_is_explained_with_its_bounds() -> None:
 
 def test_a_setting_is_explained_to_people() -> None:
     said = call_here("config", "explain", "history_s").out
-    assert "How long superseded versions" in said
+    assert "Superseded versions, tombstones" in said
     assert "integer, seconds, 0 to" in said
     assert "only in a new data directory" in call_here("config", "explain", "groups").out
 

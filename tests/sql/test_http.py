@@ -87,7 +87,7 @@ def processes(memory_bytes: int = SHARED_BYTES) -> list[psutil.Process]:
 
 
 def busy(memory_bytes: int = SHARED_BYTES) -> list[psutil.Process]:
-    """Those with a thread that runs, or would on a machine with less to do."""
+    """Return the processes with a thread that runs, or would run on a machine with less to do."""
     found = []
     for each in processes(memory_bytes):
         with suppress(OSError):  # it may end meanwhile

@@ -13,7 +13,6 @@ of the new id does not have the old one's drop). Lost history is an error, or th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -75,8 +74,13 @@ def is_behind(known: MapRecord | None, followed: MapRecord | None) -> bool:
 
 
 def filter_sum(reader: SourceReader) -> int:
-    fields = reader.stream_filter
-    return crc32(json.dumps(fields, sort_keys=True).encode()) if fields else 0
+    """Return a checksum of the selected ids, in whatever order they were named; 0 without a selection."""
+    found = [
+        f"{kind} {number}"
+        for kind, ids in reader.stream_filter.items()
+        for number in ([ids] if isinstance(ids, str) else ids)
+    ]
+    return crc32(",".join(sorted(found)).encode())
 
 
 KEPT = SourceConnections()
